@@ -1,0 +1,54 @@
+# A fresh machine needs Python 3.11 or newer and make; everything else lands in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints-dev.txt)
+# Options for the one pip call that installs torch, for example an index of CPU builds.
+TORCH_PIP_ARGS ?=
+
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install what development needs
+
+# torch goes first and alone: resolved together with the rest, pip may pick a CUDA build of
+# several gigabytes over the CPU build that its configuration offers.
+$(STAMP): pyproject.toml constraints-dev.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("skyward needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 setup")'
+	@test -x $(BIN)/python || { echo "setup: creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing $(TORCH)"
+	@$(PIP) install $(TORCH_PIP_ARGS) $(TORCH)
+	@echo "setup: installing skyward and its development tools"
+	@$(PIP) install -c constraints-dev.txt -e '.[dev]'
+	@touch $@
+	@echo "setup: done"
+
+demo: setup  ## train a model on a worker and evaluate it here
+	@$(BIN)/python examples/model_roundtrip.py
+
+test: setup  ## run the tests
+	@$(BIN)/python -m pytest -q
+
+check: setup  ## lint, formatting, strict types
+	@echo "check: ruff check"          && $(BIN)/ruff check .
+	@echo "check: ruff format --check" && $(BIN)/ruff format --check .
+	@echo "check: mypy --strict src"   && $(BIN)/mypy --strict src
+	@echo "check: types of the operators" && $(BIN)/mypy --strict tests/typing
+	@echo "check: done"
+
+format: setup  ## rewrite the sources in the house format
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: setup  ## run the benchmarks and print the table
+	@$(BIN)/python bench/run.py
+
+clean:  ## remove caches and build outputs, keep .venv
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

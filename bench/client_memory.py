@@ -1,0 +1,113 @@
+"""The peak memory of a client that moves one large tensor, watched from outside.
+
+As a program it is that client: it says where it is on stdout and waits for a line on stdin.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+SAMPLE_SECONDS = 0.001
+
+
+def peak_memory(direction: str, transport: str, size: int) -> int:
+    """Bytes held at most beyond what the client held before it had a pool.
+
+    Private memory is the client's own; shared memory counts for the whole machine, mapped or
+    not, because a file in it that the client only writes to is part of nobody's resident set.
+    """
+    client = subprocess.Popen(
+        [sys.executable, __file__, direction, transport, str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    try:
+        _expect(client.stdout.readline(), "holds the tensor")
+        baseline = _held(client.pid)
+        peak = baseline
+        moved = threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not moved.is_set():
+                peak = max(peak, _held(client.pid))
+                time.sleep(SAMPLE_SECONDS)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            print("go", file=client.stdin, flush=True)
+            answer = client.stdout.readline()
+        finally:
+            moved.set()
+            watcher.join()
+        _expect(answer, "moved")
+        resident = int(answer.split()[1])
+        return max(peak - baseline, resident)
+    finally:
+        client.stdin.close()
+        client.wait(timeout=60)
+
+
+def _expect(answer: str, start: str) -> None:
+    if not answer.startswith(start):
+        raise RuntimeError(f"the client whose memory is watched said {answer!r}, not {start!r}")
+
+
+def _held(pid: int) -> int:
+    own = _fields(Path(f"/proc/{pid}/status"))
+    machine = _fields(Path("/proc/meminfo"))
+    return own["RssAnon"] + own["RssFile"] + machine["Shmem"]
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The lines of a /proc file that are sizes, in bytes."""
+    sizes = {}
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words[-1] == "kB":
+            sizes[words[0].rstrip(":")] = int(words[1]) * 1024
+    return sizes
+
+
+def _client(direction: str, transport: str, size: int) -> None:
+    import torch
+
+    import skyward as sky
+
+    @sky.function
+    def read_pages(floats: torch.Tensor) -> float:
+        return float(floats[::1024].sum())
+
+    @sky.function
+    def new_result(count: int) -> torch.Tensor:
+        import torch
+
+        return torch.rand(count)
+
+    own = Path("/proc/self/status")
+    tensor = torch.rand(size // 4 if direction == "argument" else 1024)
+    before = _fields(own)["VmRSS"]
+    print("holds the tensor", flush=True)
+    input()
+    # "5" resets the high-water mark of the resident set.
+    Path("/proc/self/clear_refs").write_text("5")
+    provider = sky.Local() if transport == "auto" else sky.Local(transport=transport)
+    with sky.Compute(provider, options=sky.Options(console=False)) as compute:
+        if direction == "argument":
+            moved: object = read_pages(tensor) >> compute
+        else:
+            moved = new_result(size // 4) >> compute
+        print("moved", _fields(own)["VmHWM"] - before, flush=True)
+        del moved
+
+
+if __name__ == "__main__":
+    _client(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,154 @@
+"""Every benchmark in one table, printed here and written to docs/benchmarks.md.
+
+    make bench
+    python bench/run.py [--only functions,objects] [--quick]
+
+A full run writes the page; a part of it, or a quick one, only prints. A missed bar is shown, and
+is not an error: the exit status says whether everything could be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from measure import say
+from report import Row, load, markdown_table, text_table
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+SUITES = {"functions": "Calls", "objects": "Objects"}
+
+TEMPLATE = """\
+# Benchmarks
+
+Written by `make bench`; do not edit. {verdict}
+
+| machine | |
+| --- | --- |
+{machine}
+
+Both ends of every measurement share this machine, so a transfer has the sender, the receiver and
+the rest of the system on {cores} cores. Compare ratios rather than figures.
+
+{sections}
+## How it is measured
+
+- Contenders are interleaved in one run: each measures itself once a round, in rotating order,
+  after a warm-up. A figure is the median over the rounds, *p10 to p90* its spread (ours / theirs),
+  the ratio that of the medians. A row without a bar is for information.
+- *No-op call*: the p50 of calls made one after the other, on one worker. *Tiny tasks*: two
+  workers each. Ray and Dask run from `.bench-venv`, in a process of their own that measures itself.
+- A *new* tensor differs on every page from all that was sent before, so no cache can help. The
+  receiver reads one value of every page inside the timed part, on both sides of a comparison.
+- The floors are plain blocking Python sockets (`sendall`, `recv_into`) to another process. *Into a
+  new buffer* allocates it for every transfer, as anything must that yields a new object; *into one
+  reused buffer* does not, which is the least a socket can cost.
+- TLS is version 1.3 on both sides, on loopback, with the cipher that OpenSSL prefers.
+- *Client memory* is the peak beyond what the client held before it had a pool: its own private
+  memory plus all shared memory of the machine, whoever made it, sampled every millisecond, or the
+  kernel's high-water mark of its resident set if that is larger.
+
+## Reproduce
+
+    make setup
+    make bench                                   # everything, and this page
+    .venv/bin/python bench/run.py --quick        # a smoke test: the figures mean little
+    .venv/bin/python bench/objects.py --match tls
+
+Run it on a machine that does nothing else. It needs Linux, and about 4 GiB of memory.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="run the benchmarks")
+    parser.add_argument("--only", default=",".join(SUITES), help="suites, separated by commas")
+    parser.add_argument("--quick", action="store_true", help="small and few: a smoke test")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(SUITES):
+        parser.error(f"no suite named {', '.join(unknown)}; there are {', '.join(SUITES)}")
+
+    load_before = os.getloadavg()[0]
+    results = {suite: run(suite, quick=options.quick) for suite in chosen}
+    rows = [row for suite in results.values() for row in suite]
+    print(text_table(rows))
+    print(verdict(rows))
+    if options.quick or set(chosen) != set(SUITES):
+        print(f"{PAGE.relative_to(HERE.parent)} is left as it is: this was not a full run")
+    else:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(results, load_before))
+        print(f"written to {PAGE.relative_to(HERE.parent)}")
+    return 1 if any(row.failed for row in rows) else 0
+
+
+def run(suite: str, *, quick: bool) -> list[Row]:
+    """The rows of one suite, taken in a process of its own."""
+    say(f"{suite}:")
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, HERE / f"{suite}.py", "--rows", path]
+        done = subprocess.run([*command, "--quick"] if quick else command)
+        if path.exists():
+            return load(path)
+        return [Row(suite, f"ended with {done.returncode} before it had a row", failed=True)]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    judged = [row for row in rows if row.met is not None]
+    missed = [row for row in judged if not row.met]
+    failed = [row for row in rows if row.failed]
+    text = f"{len(judged) - len(missed)} of {len(judged)} bars are met."
+    if missed:
+        named = "; ".join(f"{row.what} ({row.against or row.ours})" for row in missed)
+        text += f" Missed: {named}."
+    if failed:
+        text += f" Could not be measured: {'; '.join(row.what for row in failed)}."
+    return text
+
+
+def page(results: dict[str, list[Row]], load_before: float) -> str:
+    machine = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": f"{processor()}, {os.cpu_count()} cores, {platform.machine()}",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "software": f"Python {platform.python_version()}, torch {version('torch')}, "
+        f"skyward {version('skyward')}",
+        "load before the run": f"{load_before:.2f}",
+    }
+    return TEMPLATE.format(
+        verdict=verdict([row for rows in results.values() for row in rows]),
+        machine="\n".join(f"| {name} | {value} |" for name, value in machine.items()),
+        cores=os.cpu_count(),
+        sections="".join(
+            f"## {SUITES[suite]}\n\n{markdown_table(rows)}\n\n" for suite, rows in results.items()
+        ),
+    )
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor() or "unknown processor"
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Skyward: PyTorch on someone else's hardware, without changing how you write PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyward import accelerators as accelerators
+    from skyward.compute import Compute as Compute
+    from skyward.compute import Stats as Stats
+    from skyward.context import InstanceInfo as InstanceInfo
+    from skyward.context import Output as Output
+    from skyward.context import Peer as Peer
+    from skyward.context import instance_info as instance_info
+    from skyward.context import redirect_output as redirect_output
+    from skyward.context import silent as silent
+    from skyward.context import stderr as stderr
+    from skyward.context import stdout as stdout
+    from skyward.errors import AuthenticationError as AuthenticationError
+    from skyward.errors import BlobStoreFullError as BlobStoreFullError
+    from skyward.errors import BroadcastError as BroadcastError
+    from skyward.errors import ConfigurationError as ConfigurationError
+    from skyward.errors import ImageError as ImageError
+    from skyward.errors import NodeLostError as NodeLostError
+    from skyward.errors import Outcome as Outcome
+    from skyward.errors import PoolClosedError as PoolClosedError
+    from skyward.errors import PoolError as PoolError
+    from skyward.errors import PoolStartError as PoolStartError
+    from skyward.errors import ProtocolError as ProtocolError
+    from skyward.errors import RemoteError as RemoteError
+    from skyward.errors import SerializationError as SerializationError
+    from skyward.errors import SkywardError as SkywardError
+    from skyward.errors import TaskCancelledError as TaskCancelledError
+    from skyward.errors import TaskError as TaskError
+    from skyward.errors import TaskTimeoutError as TaskTimeoutError
+    from skyward.errors import VersionMismatchError as VersionMismatchError
+    from skyward.errors import WorkerDiedError as WorkerDiedError
+    from skyward.functions import Function as Function
+    from skyward.functions import Gather as Gather
+    from skyward.functions import Group as Group
+    from skyward.functions import Handle as Handle
+    from skyward.functions import Pending as Pending
+    from skyward.functions import function as function
+    from skyward.functions import gather as gather
+    from skyward.functions import put as put
+    from skyward.future import Future as Future
+    from skyward.pool.node import NodeView as NodeView
+    from skyward.providers.local import Local as Local
+    from skyward.sharding import shard as shard
+    from skyward.spec import Image as Image
+    from skyward.spec import Nodes as Nodes
+    from skyward.spec import Options as Options
+    from skyward.spec import PipIndex as PipIndex
+    from skyward.spec import Volume as Volume
+    from skyward.spec import Worker as Worker
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "compute": ("Compute", "Stats"),
+    "context": (
+        "InstanceInfo",
+        "Output",
+        "Peer",
+        "instance_info",
+        "redirect_output",
+        "silent",
+        "stderr",
+        "stdout",
+    ),
+    "errors": (
+        "AuthenticationError",
+        "BlobStoreFullError",
+        "BroadcastError",
+        "ConfigurationError",
+        "ImageError",
+        "NodeLostError",
+        "Outcome",
+        "PoolClosedError",
+        "PoolError",
+        "PoolStartError",
+        "ProtocolError",
+        "RemoteError",
+        "SerializationError",
+        "SkywardError",
+        "TaskCancelledError",
+        "TaskError",
+        "TaskTimeoutError",
+        "VersionMismatchError",
+        "WorkerDiedError",
+    ),
+    "functions": (
+        "Function",
+        "Gather",
+        "Group",
+        "Handle",
+        "Pending",
+        "function",
+        "gather",
+        "put",
+    ),
+    "future": ("Future",),
+    "pool.node": ("NodeView",),
+    "providers.local": ("Local",),
+    "sharding": ("shard",),
+    "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "accelerators"])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "accelerators":
+        return importlib.import_module("skyward.accelerators")
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'skyward' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"skyward.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,494 @@
+"""Where to run it: `Compute`, the set of machines a user holds."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from skyward import functions
+from skyward.accelerators import Accelerator
+from skyward.console import Console, console_for
+from skyward.errors import BroadcastError, ConfigurationError, Outcome, PoolClosedError
+from skyward.functions import Function, Pending
+from skyward.future import Future
+from skyward.pool.node import NodeView
+from skyward.pool.pool import Pool, PoolSpec
+from skyward.pool.task import Task
+from skyward.providers import Provider, Wish
+from skyward.providers.local import Local
+from skyward.spec import Image, Nodes, Options, Volume, Worker
+
+T = TypeVar("T")
+On = int | Literal["head"] | None
+
+_names = itertools.count(1)
+_entered: weakref.WeakSet[Compute] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a pool has done so far; bytes are those that went through sockets to executors."""
+
+    submitted: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    retried: int
+    workers_died: int
+    nodes_lost: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+
+
+class Compute:
+    """A set of machines to run functions on.
+
+    >>> with sky.Compute(nodes=2) as compute:
+    ...     result = train(model, x, y) >> compute
+    """
+
+    def __init__(
+        self,
+        provider: Provider | None = None,
+        *,
+        nodes: int | tuple[int, int] | Nodes = 1,
+        accelerator: Accelerator | None = None,
+        vcpus: float | None = None,
+        memory_gb: float | None = None,
+        image: Image | None = None,
+        plugins: Sequence[Any] = (),
+        worker: Worker | None = None,
+        options: Options | None = None,
+        volumes: Sequence[Volume] = (),
+        name: str | None = None,
+    ) -> None:
+        provider = Local() if provider is None else provider
+        _require(provider, Provider, "provider", "sky.Local()")
+        _require(accelerator, Accelerator, "accelerator", "sky.accelerators.A100()", optional=True)
+        _require(image, Image, "image", "sky.Image(...)", optional=True)
+        _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
+        _require(options, Options, "options", "sky.Options(...)", optional=True)
+        for number, what in ((vcpus, "vcpus"), (memory_gb, "memory_gb")):
+            if number is not None and (not isinstance(number, (int, float)) or number <= 0):
+                raise ConfigurationError(f"Compute({what}={number!r}): give a number above 0")
+        if isinstance(volumes, Volume):
+            raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
+        for volume in volumes:
+            _require(volume, Volume, "volumes", "sky.Volume(...)")
+        if plugins:
+            raise ConfigurationError(
+                f"Compute(plugins={list(plugins)!r}): this version has no plugins yet"
+            )
+        if name is not None and (not isinstance(name, str) or not name.strip()):
+            raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
+        wish = Wish(accelerator, vcpus, memory_gb, image or Image(), tuple(volumes))
+        provider.check(wish)
+        self.name = name or f"compute-{next(_names)}"
+        self._spec = PoolSpec(
+            provider=provider,
+            nodes=Nodes.of(nodes),
+            accelerator=accelerator,
+            worker=worker or Worker(),
+            options=options or Options(),
+            wish=wish,
+            name=self.name,
+        )
+        self._pool: Pool | None = None
+        self._console: Console | None = None
+        self._token: Token[Any] | None = None
+        self._pid = os.getpid()
+
+    # Entering and leaving.
+
+    def __enter__(self) -> Self:
+        self._open()
+        self._token = functions.current.set(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._token is not None:
+            # Another context may leave than entered, as with `async with` across tasks.
+            with contextlib.suppress(ValueError):
+                functions.current.reset(self._token)
+            self._token = None
+        self._close_surely()
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._open)
+        self._token = functions.current.set(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, problem, trace)
+
+    def _open(self) -> None:
+        if self._pool is not None:
+            raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
+        spec = self._spec
+        started = time.monotonic()
+        several = spec.worker.per_node != 1
+        self._console = console_for(spec.options.console, several_workers=several)
+        count = spec.nodes.desired
+        nodes = f"{count} node{'s' if count != 1 else ''}"
+        provider = type(spec.provider).__name__.lower()
+        self._console.begin(f"{self.name}: starting {nodes} ({provider})", count)
+        self._pool = Pool(spec, self._console)
+        try:
+            self._pool.start()
+        except BaseException:
+            self._close_surely()
+            raise
+        seconds = time.monotonic() - started
+        self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s")
+        functions.active.append(self)
+        _entered.add(self)
+
+    def _close_surely(self) -> None:
+        """Close; a Ctrl-C on the way makes it quicker, not partial."""
+        try:
+            self.close()
+        except KeyboardInterrupt:
+            closer = threading.Thread(target=self.close, kwargs={"seconds": 0.0})
+            closer.start()
+            while closer.is_alive():
+                with contextlib.suppress(KeyboardInterrupt):
+                    closer.join(0.1)
+            raise
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Take everything down; leaving the `with` block does this for you."""
+        if self in functions.active:
+            functions.active.remove(self)
+        _entered.discard(self)
+        pool, console = self._pool, self._console
+        if pool is None or os.getpid() != self._pid:
+            return
+        pool.close(seconds)
+        if console is not None:
+            self._console = None
+            counts = pool.counts
+            console.close(
+                f"{self.name}: {counts.succeeded} of {counts.submitted} calls succeeded"
+                + (f", {counts.failed} failed" if counts.failed else "")
+                + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
+                + f" in {time.monotonic() - counts.started:.1f} s"
+            )
+
+    @property
+    def _open_pool(self) -> Pool:
+        if self._pool is None:
+            raise PoolClosedError(
+                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first"
+            )
+        return self._pool
+
+    # Running.
+
+    def run(self, pending: Pending[T], on: On = None) -> T:
+        """Run on one node and wait; the same as `pending >> compute`.
+
+        >>> compute.run(train(x), on="head")
+        """
+        pool = self._open_pool
+        task = pool.prepare(functions._checked(pending), on=self._index(on), keep=False)
+        pool.submit(task)
+        result: T = self._await(task)
+        return result
+
+    def submit(self, pending: Pending[T], on: On = None) -> Future[T]:
+        """Run on one node and don't wait; the same as `pending > compute`.
+
+        >>> future = compute.submit(train(x), on=1)
+        """
+        pool = self._open_pool
+        task = pool.prepare(functions._checked(pending), on=self._index(on), keep=True)
+        future: Future[T] = Future()
+        future._bind(lambda: pool.cancel(task), lambda: task.lane is not None)
+        pool.after(task, functools.partial(_settle, pool, task, future))
+        pool.submit(task)
+        return future
+
+    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]:
+        """Run on every worker at once; the same as `pending @ compute`.
+
+        >>> results = compute.broadcast(train())
+        """
+        pool = self._open_pool
+        if on is not None:
+            raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        pending = functions._checked(pending)
+        _refuse_one_shot_streams(pending)
+        workers = pool.workers()
+        tasks: list[Task] = []
+        for place in workers:
+            shared = tasks[0].parcel if tasks and not tasks[0].inputs else None
+            tasks.append(pool.prepare(pending, worker=place, keep=False, parcel=shared))
+        pool.share(tasks)
+        pool.submit_all(tasks)
+        outcomes = []
+        try:
+            for (node, worker), task in zip(workers, tasks, strict=True):
+                try:
+                    task.wait()
+                    pool.flush_output(task)
+                    outcomes.append(Outcome(node, worker, task.wait().get()))
+                except Exception as problem:
+                    outcomes.append(Outcome(node, worker, error=problem))
+        except BaseException:
+            for task in tasks:
+                pool.cancel(task)
+            raise
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        if failed:
+            places = ", ".join(f"node {o.node}" for o in failed)
+            raise BroadcastError(
+                f"{pending.function.name} failed on {len(failed)} of {len(outcomes)} workers "
+                f"({places})",
+                [o.error for o in failed if isinstance(o.error, Exception)],
+                outcomes,
+            )
+        return [outcome.value for outcome in outcomes]
+
+    def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
+        """Run different calls in parallel and wait for all; the first failure is raised.
+
+        >>> compute.run_all([a(), b()])
+        """
+        pool = self._open_pool
+        tasks: list[Task] = []
+        try:
+            for pending in pendings:
+                task = pool.prepare(pending, keep=True)
+                tasks.append(task)
+                pool.submit(task)
+            return [self._result(task) for task in tasks]
+        except BaseException:
+            for task in tasks:
+                if not task.done:
+                    pool.cancel(task)
+            raise
+
+    def stream_all(self, pendings: Sequence[Pending[Any]], *, ordered: bool) -> Iterator[Any]:
+        """Run different calls in parallel, yielding results as they come or in order.
+
+        >>> for result in compute.stream_all([f(1), f(2)], ordered=False): ...
+        """
+        return self._flow(iter(pendings), ordered, ahead=None)
+
+    def map(self, fn: Callable[..., Any], *iterables: Any, ordered: bool = True) -> Iterator[Any]:
+        """One call per item, only so many ahead of the consumer.
+
+        >>> for score in compute.map(evaluate, range(1000)): ...
+        """
+        if not iterables:
+            raise ConfigurationError("map: give at least one iterable")
+        call = fn if isinstance(fn, Function) else Function(fn)
+        pool = self._open_pool
+        pendings = (call(*items) for items in zip(*iterables, strict=False))
+        return self._flow(pendings, ordered, ahead=4 * pool.slots() + 16)
+
+    def _flow(
+        self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
+    ) -> Iterator[Any]:
+        flow = _Flow(self._open_pool, pendings, ordered, ahead)
+        flow.fill()
+        return flow
+
+    def _await(self, task: Task) -> Any:
+        pool = self._open_pool
+        try:
+            return self._result(task)
+        except BaseException:
+            if not task.done:
+                pool.cancel(task)
+            raise
+
+    def _result(self, task: Task) -> Any:
+        outcome = task.wait()
+        self._open_pool.flush_output(task)
+        return outcome.get()
+
+    def _index(self, on: On) -> int | None:
+        if on is None:
+            return None
+        if on == "head":
+            return 0
+        count = len(self._open_pool.nodes)
+        if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
+            raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
+        return on
+
+    # Looking and changing.
+
+    @property
+    def nodes(self) -> list[NodeView]:
+        """The nodes as they are now: state, address, accelerator, running tasks."""
+        return self._open_pool.views()
+
+    def resize(self, count: int) -> None:
+        """Grow or shrink to that many nodes.
+
+        >>> compute.resize(4)
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigurationError(f"resize({count!r}): give a whole number of nodes, 1 or more")
+        self._open_pool.resize(count)
+
+    def stats(self) -> Stats:
+        """What has been done so far.
+
+        >>> compute.stats().succeeded
+        """
+        pool = self._open_pool
+        counts = pool.counts
+        sent, received = pool.traffic()
+        return Stats(
+            counts.submitted,
+            counts.succeeded,
+            counts.failed,
+            counts.cancelled,
+            counts.retried,
+            counts.workers_died,
+            counts.nodes_lost,
+            sent,
+            received,
+            time.monotonic() - counts.started,
+        )
+
+    def __repr__(self) -> str:
+        if self._pool is None:
+            state = "not entered"
+        else:
+            state = "closed" if self._pool.closed else f"{len(self._pool.nodes)} nodes"
+        return f"<sky.Compute {self.name}: {state}>"
+
+
+class _Flow(Iterator[Any]):
+    """Results of many calls, some ahead of the consumer; dropping it cancels what is left."""
+
+    def __init__(
+        self, pool: Pool, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
+    ) -> None:
+        self._pool, self._pendings, self._ordered, self._ahead = pool, pendings, ordered, ahead
+        self._tasks: deque[Task] = deque()
+        self._ready: deque[Task] = deque()
+        self._arrived = threading.Semaphore(0)
+        self._open: set[Task] = set()
+
+    def fill(self) -> None:
+        """Submit as many calls as may be ahead."""
+        while self._ahead is None or len(self._open) < self._ahead:
+            pending = next(self._pendings, None)
+            if pending is None:
+                return
+            task = self._pool.prepare(functions._checked(pending), keep=True)
+            task.on_done = self._done
+            self._open.add(task)
+            if self._ordered:
+                self._tasks.append(task)
+            self._pool.submit(task)
+
+    def _done(self, task: Task) -> None:
+        self._ready.append(task)
+        self._arrived.release()
+
+    def __next__(self) -> Any:
+        if not self._open:
+            raise StopIteration
+        if self._ordered:
+            task = self._tasks.popleft()
+            task.wait()
+        else:
+            self._arrived.acquire()
+            task = self._ready.popleft()
+        self._open.discard(task)
+        self.fill()
+        self._pool.flush_output(task)
+        try:
+            return task.wait().get()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what has not been taken."""
+        left, self._open = self._open, set()
+        self._pendings = iter(())
+        for task in left:
+            if not task.done:
+                self._pool.cancel(task)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
+    if future.cancelled():
+        return
+    pool.flush_output(task)
+    try:
+        value = task.wait().get()
+    except BaseException as problem:
+        with contextlib.suppress(Exception):  # cancelled in the meantime
+            future.set_exception(problem)
+        return
+    with contextlib.suppress(Exception):  # likewise
+        future.set_result(value)
+
+
+def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:
+    if (value is None and optional) or isinstance(value, kind):
+        return
+    hint = " (give an instance, not the class)" if isinstance(value, type) else ""
+    raise ConfigurationError(f"Compute({what}={value!r}): expected {example}{hint}")
+
+
+def _refuse_one_shot_streams(pending: Pending[Any]) -> None:
+    names = pending.function.parameter_names
+    given = {**dict(zip(names, pending.args, strict=False)), **pending.kwargs}
+    for name in pending.function.streamed_parameters:
+        if isinstance(given.get(name), Iterator):
+            raise ConfigurationError(
+                f"the argument {name!r} of {pending.function.name} is an iterator, which can be read "
+                "once, but a broadcast sends it to every worker; pass a list or another re-iterable"
+            )
+
+
+@atexit.register
+def _close_all() -> None:
+    for compute in list(_entered):
+        compute.close()
+
+
+def _disown() -> None:
+    """In a forked child the parent's pools are not ours to use or to close."""
+    functions.active.clear()
+    functions.current.set(None)
+    _entered.clear()
+
+
+os.register_at_fork(after_in_child=_disown)

@@ -1,0 +1,126 @@
+"""What a person sees while a pool works: progress, the nodes' output, a summary."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from typing import Any, Protocol
+
+from skyward import context
+from skyward.context import Output
+
+
+class Face(Protocol):
+    """How things are shown; called on the console's own thread only."""
+
+    def begin(self, title: str, nodes: int) -> None: ...
+    def phase(self, node: int, phase: str, seconds: float) -> None: ...
+    def ready(self, text: str) -> None: ...
+    def line(self, label: str, line: Output) -> None: ...
+    def bar(self, label: str, state: Output) -> None: ...
+    def note(self, text: str) -> None: ...
+    def end(self, summary: str) -> None: ...
+
+
+class Console:
+    """Takes events from any thread and shows them in order on one of its own.
+
+    A slow terminal, or a listener of the user's, must not hold up the pool's I/O.
+    """
+
+    def __init__(self, face: Face, *, several_workers: bool) -> None:
+        self._face = face
+        self._several_workers = several_workers
+        self._events: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="skyward-console", daemon=True)
+        self._thread.start()
+
+    def begin(self, title: str, nodes: int) -> None:
+        """Nodes are about to start."""
+        self._events.put(("begin", (title, nodes)))
+
+    def phase(self, node: int, phase: str) -> None:
+        """A node entered a phase."""
+        seconds = time.monotonic() - self._started
+        self._events.put(("phase", (node, phase, seconds)))
+
+    def ready(self, text: str) -> None:
+        """The pool can be used."""
+        self._events.put(("ready", (text,)))
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+        self._events.put(("note", (text,)))
+
+    def output(
+        self, text: str, stream: str, node: int, worker: int, task: str, transient: bool
+    ) -> None:
+        """Lines a task wrote, or one state of its progress bar."""
+        self._events.put(("output", (text, stream, node, worker, task, transient)))
+
+    def drain(self, seconds: float = 5.0) -> None:
+        """Wait until everything so far has been shown."""
+        shown = threading.Event()
+        self._events.put(("drain", (shown,)))
+        shown.wait(seconds)
+
+    def close(self, summary: str) -> None:
+        """Show the summary and end."""
+        self._events.put(("end", (summary,)))
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            kind, details = event
+            try:
+                self._show(kind, details)
+            except Exception as problem:
+                # A closed terminal or a failing listener; said once where it can be.
+                print(f"skyward: output could not be shown: {problem!r}", file=sys.__stderr__)
+
+    def _show(self, kind: str, details: Any) -> None:
+        match kind:
+            case "drain":
+                details[0].set()
+            case "output":
+                self._show_output(*details)
+            case _:
+                getattr(self._face, kind)(*details)
+
+    def _show_output(
+        self, text: str, stream: str, node: int, worker: int, task: str, transient: bool
+    ) -> None:
+        place = f"{node}.{worker}" if self._several_workers else f"{node}"
+        lines = [text] if transient else text.removesuffix("\n").split("\n")
+        for line in lines:
+            output = Output(line, stream, node, worker, task)
+            if context.pool_listeners:
+                if not transient:
+                    context.pool_listeners[-1](output)
+            elif transient:
+                self._face.bar(f"node {place}", output)
+            else:
+                self._face.line(f"node {place}", output)
+
+
+def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
+    """The console that fits: rich on a terminal, plain lines elsewhere, quiet on request."""
+    face: Face
+    if wanted is False:
+        from skyward.console.plain import Quiet
+
+        face = Quiet()
+    elif sys.stderr is not None and sys.stderr.isatty():
+        from skyward.console.terminal import Terminal
+
+        face = Terminal()
+    else:
+        from skyward.console.plain import Plain
+
+        face = Plain()
+    return Console(face, several_workers=several_workers)

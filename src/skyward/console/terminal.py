@@ -1,0 +1,112 @@
+"""A terminal: nodes coming up as a live table, coloured labels, progress bars that stay in place."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from skyward.context import Output
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+DONE = {"ready": "[green]✓[/]", "failed": "[red]✗[/]", "lost": "[red]✗[/]"}
+
+
+class Terminal:
+    """Shows a pool on a terminal with rich."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._live: Live | None = None
+        self._phases: dict[int, tuple[str, float]] = {}
+        self._bars: dict[str, Text] = {}
+        self._title = ""
+
+    def begin(self, title: str, nodes: int) -> None:
+        """Start the live table."""
+        self._title = title
+        self._show()
+
+    def phase(self, node: int, phase: str, seconds: float) -> None:
+        """Update a node's row; after the start, say it as a line."""
+        self._phases[node] = (phase, seconds)
+        if self._live is None:
+            self._console.print(f"[dim]skyward[/] node {node}: {phase}")
+        else:
+            self._show()
+
+    def ready(self, text: str) -> None:
+        """Replace the table with one line."""
+        self._hide()
+        self._console.print(f"[green]✓[/] {text}")
+
+    def line(self, label: str, line: Output) -> None:
+        """A line of a task, labelled in the node's colour."""
+        if self._bars.pop(f"{label} {line.stream}", None) is not None:
+            self._show()
+        text = Text.assemble(self._label(label, line), Text.from_ansi(str(line)))
+        if line.stream == "stderr" or not sys.stdout.isatty() or self._live is not None:
+            if line.stream == "stdout" and not sys.stdout.isatty():
+                sys.stdout.write(f"[{label}] {line}\n")
+                sys.stdout.flush()
+                return
+            self._console.print(text, soft_wrap=True)
+        else:
+            Console(file=sys.stdout, highlight=False).print(text, soft_wrap=True)
+
+    def bar(self, label: str, state: Output) -> None:
+        """A progress bar, updated in place below the lines."""
+        self._bars[f"{label} {state.stream}"] = Text.assemble(
+            self._label(label, state), Text.from_ansi(str(state))
+        )
+        self._show()
+
+    def note(self, text: str) -> None:
+        """A warning."""
+        self._console.print(f"[yellow]skyward[/] {text}")
+
+    def end(self, summary: str) -> None:
+        """The summary."""
+        self._bars.clear()
+        self._hide()
+        self._console.print(f"[dim]{summary}[/]")
+
+    @staticmethod
+    def _label(label: str, output: Output) -> Text:
+        return Text(f"[{label}] ", style=COLOURS[output.node % len(COLOURS)])
+
+    def _show(self) -> None:
+        if not self._bars and not self._title:
+            self._hide()
+            return
+        view: Group | Table
+        if self._title:
+            view = Table.grid(padding=(0, 1))
+            view.add_row(Spinner("dots"), Text(self._title))
+            for node, (phase, seconds) in sorted(self._phases.items()):
+                view.add_row(
+                    DONE.get(phase, " "), f"node {node}", phase, f"[dim]{seconds:.1f} s[/]"
+                )
+        else:
+            view = Group(*self._bars.values())
+        if self._live is None:
+            # Redirecting would replace the user's sys.stdout; their prints go on as they are.
+            self._live = Live(
+                view,
+                console=self._console,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(view, refresh=True)
+
+    def _hide(self) -> None:
+        self._title = ""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

@@ -1,0 +1,368 @@
+"""What a function sees on its node: its place in the pool, and where its output goes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from skyward.errors import ConfigurationError
+
+VARIABLE = "COMPUTE_POOL"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One node of the pool, as the others reach it."""
+
+    node: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """Where in the pool this process runs."""
+
+    node: int = 0
+    worker: int = 0
+    total_nodes: int = 1
+    workers_per_node: int = 1
+    head_addr: str = "127.0.0.1"
+    head_port: int = 0
+    accelerators: int = 0
+    accelerator: str | None = None
+    peers: tuple[Peer, ...] = (Peer(0, "127.0.0.1"),)
+    job_id: str = "local"
+    hostname: str = ""
+
+    @property
+    def total_workers(self) -> int:
+        """Workers in the whole pool."""
+        return self.total_nodes * self.workers_per_node
+
+    @property
+    def global_worker_index(self) -> int:
+        """This worker's rank in the whole pool."""
+        return self.node * self.workers_per_node + self.worker
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is the first worker of the first node."""
+        return self.global_worker_index == 0
+
+    @property
+    def total_accelerators(self) -> int:
+        """Accelerators in the whole pool, whose nodes are alike."""
+        return self.accelerators * self.total_nodes
+
+    def to_json(self) -> str:
+        """The value of the `COMPUTE_POOL` variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> InstanceInfo:
+        """Read the `COMPUTE_POOL` variable's value."""
+        try:
+            fields = json.loads(text)
+            fields["peers"] = tuple(Peer(**peer) for peer in fields["peers"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as problem:
+            raise ConfigurationError(
+                f"the {VARIABLE} variable does not describe a pool: {text[:80]!r} ({problem}); "
+                "unset it to run outside of a pool"
+            ) from None
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> InstanceInfo:
+    return InstanceInfo.from_json(text)
+
+
+def instance_info() -> InstanceInfo:
+    """This process's place in the pool; outside of one, a single local node."""
+    text = os.environ.get(VARIABLE)
+    return _parsed(text) if text else InstanceInfo(hostname=socket.gethostname())
+
+
+class Output(str):
+    """A line a task wrote, with where it came from."""
+
+    stream: str
+    node: int
+    worker: int
+    task: str
+
+    def __new__(
+        cls, text: str, stream: str = "stdout", node: int = 0, worker: int = 0, task: str = ""
+    ) -> Output:
+        self = super().__new__(cls, text)
+        self.stream, self.node, self.worker, self.task = stream, node, worker, task
+        return self
+
+
+Listener = Callable[[Output], object]
+Stream = Literal["stdout", "stderr"]
+Only = Literal["head"] | Callable[[InstanceInfo], bool]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a call's output goes: some streams nowhere, the rest to a listener if there is one."""
+
+    muted: frozenset[str] = frozenset()
+    listener: Listener | None = None
+
+
+class Capture(Protocol):
+    """What a worker provides so that routes also hold for C code and threads of the task."""
+
+    def reroute(self, route: Route) -> None: ...
+
+
+route: ContextVar[Route] = ContextVar("skyward_route", default=Route())  # noqa: B039
+inside: ContextVar[bool] = ContextVar("skyward_inside_a_call", default=False)
+pool_listeners: list[Listener] = []
+_capture: Capture | None = None
+
+
+def install_capture(capture: Capture) -> None:
+    """Called once by a worker process when it takes over its output streams."""
+    global _capture
+    _capture = capture
+
+
+@contextlib.contextmanager
+def _routed(new: Route) -> Iterator[None]:
+    token = route.set(new)
+    try:
+        if _capture is not None:
+            _capture.reroute(new)
+            yield
+        else:
+            with _local_streams:
+                yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, RoutedStream):
+                stream.finish()
+        old = token.old_value
+        route.reset(token)
+        if _capture is not None:
+            _capture.reroute(old if isinstance(old, Route) else Route())
+
+
+class RoutedStream(io.TextIOBase):
+    """A text stream that looks at the call's route before it writes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        way = route.get()
+        if self.name in way.muted:
+            return len(text)
+        if way.listener is None:
+            return self.pass_on(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._tell(way.listener, line)
+        return len(text)
+
+    def pass_on(self, text: str) -> int:
+        """Write to whatever is behind."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Hand an unfinished line to the listener that is about to leave."""
+        listener = route.get().listener
+        if self._line and listener is not None:
+            self._tell(listener, self._line)
+        self._line = ""
+
+    def _tell(self, listener: Listener, line: str) -> None:
+        info = instance_info()
+        listener(Output(line, self.name, info.node, info.worker))
+
+    def writable(self) -> bool:
+        return True
+
+
+class _LocalStream(RoutedStream):
+    """Stands before the process's own stream while a local call's output is rerouted."""
+
+    def __init__(self, name: str, behind: Any) -> None:
+        super().__init__(name)
+        self.behind = behind
+
+    def pass_on(self, text: str) -> int:
+        return int(self.behind.write(text))
+
+    def flush(self) -> None:
+        self.behind.flush()
+
+    def isatty(self) -> bool:
+        return bool(self.behind.isatty())
+
+    def fileno(self) -> int:
+        return int(self.behind.fileno())
+
+
+class _LocalStreams:
+    """Puts `_LocalStream`s before sys.stdout and sys.stderr for as long as anyone needs them."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._lock = threading.Lock()
+        self._stood: list[_LocalStream] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._stood = [_LocalStream(n, getattr(sys, n)) for n in ("stdout", "stderr")]
+                for stream in self._stood:
+                    setattr(sys, stream.name, stream)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for stream in self._stood:
+                    if getattr(sys, stream.name) is stream:
+                        setattr(sys, stream.name, stream.behind)
+
+
+_local_streams = _LocalStreams()
+
+
+def stdout(only: Only) -> Callable[[F], F]:
+    """Let only some nodes print to stdout during the call.
+
+    >>> @sky.function
+    ... @sky.stdout(only="head")
+    ... def train(): ...
+    """
+    return _only("stdout", only)
+
+
+def stderr(only: Only) -> Callable[[F], F]:
+    """Let only some nodes print to stderr during the call.
+
+    >>> @sky.function
+    ... @sky.stderr(only=lambda info: info.node < 2)
+    ... def train(): ...
+    """
+    return _only("stderr", only)
+
+
+def silent(function: F) -> F:
+    """Print nothing, on any node, during the call.
+
+    >>> @sky.function
+    ... @sky.silent
+    ... def train(): ...
+    """
+    return _muting(function, ("stdout", "stderr"), lambda info: False)
+
+
+def _only(stream: Stream, only: Only) -> Callable[[F], F]:
+    if only == "head":
+        allowed: Callable[[InstanceInfo], bool] = _is_head
+    elif callable(only):
+        allowed = only
+    else:
+        raise ConfigurationError(
+            f"sky.{stream}(only={only!r}): give only='head' or a function of InstanceInfo, "
+            "such as lambda info: info.node < 2"
+        )
+    return lambda function: _muting(function, (stream,), allowed)
+
+
+def _is_head(info: InstanceInfo) -> bool:
+    return info.is_head
+
+
+def _muting(function: F, streams: tuple[str, ...], allowed: Callable[[InstanceInfo], bool]) -> F:
+    rewrap = getattr(function, "with_body", None)
+    if rewrap is not None:  # a sky.Function: the decorator goes around its body
+        return cast(F, rewrap(_muting(function.body, streams, allowed)))  # type: ignore[attr-defined]
+
+    return cast(F, _Muted(function, streams, allowed))
+
+
+class _Muted:
+    """A function around which some streams are silent; a class, so that it travels by name."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        streams: tuple[str, ...],
+        allowed: Callable[[InstanceInfo], bool],
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._streams, self._allowed = function, streams, allowed
+
+    @property
+    def __sky_constant__(self) -> tuple[Any, ...]:
+        return self._function, self._allowed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if inspect.isgeneratorfunction(self._function):
+            return self._generate(*args, **kwargs)
+        if inspect.iscoroutinefunction(self._function):
+            return self._await(*args, **kwargs)
+        with self._quiet():
+            return self._function(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with self._quiet():
+            yield from self._function(*args, **kwargs)
+
+    async def _await(self, *args: Any, **kwargs: Any) -> Any:
+        with self._quiet():
+            return await self._function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        if self._allowed(instance_info()):
+            yield
+            return
+        way = route.get()
+        with _routed(Route(way.muted.union(self._streams), way.listener)):
+            yield
+
+
+@contextlib.contextmanager
+def redirect_output(callback: Listener) -> Iterator[None]:
+    """Hand output to a callback, line by line, instead of printing it.
+
+    Inside a function it takes that call's output; around calls it takes what the pool forwards.
+    The callback gets an `Output`: a `str` that also knows its stream, node and task.
+
+    >>> lines = []
+    >>> with sky.redirect_output(lines.append):
+    ...     train() >> compute
+    """
+    if not callable(callback):
+        raise ConfigurationError(f"redirect_output({callback!r}): give a function of one line")
+    if _capture is not None or inside.get():
+        with _routed(Route(route.get().muted, callback)):
+            yield
+        return
+    pool_listeners.append(callback)
+    try:
+        yield
+    finally:
+        pool_listeners.remove(callback)

@@ -1,0 +1,123 @@
+"""What can go wrong, one root: every error says what happened, where, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+class SkywardError(Exception):
+    """Anything Skyward itself reports."""
+
+
+class ConfigurationError(SkywardError, ValueError):
+    """An argument that cannot work, refused before anything is created."""
+
+
+class ImageError(SkywardError):
+    """The environment an `Image` asks for is not there and cannot be made."""
+
+
+class SerializationError(SkywardError, TypeError):
+    """A value, or something it refers to, cannot travel; the message names the path to it."""
+
+
+class BlobStoreFullError(SkywardError, OSError):
+    """There is no room left where large values are staged for the workers."""
+
+
+class PoolError(SkywardError):
+    """The pool as a whole cannot do what was asked."""
+
+
+class PoolClosedError(PoolError, RuntimeError):
+    """The pool has not been entered, or has been left."""
+
+
+class PoolStartError(PoolError):
+    """A node did not come up; the message carries what it printed."""
+
+
+class VersionMismatchError(PoolStartError):
+    """Client and worker differ in a way that would break what travels between them."""
+
+
+class AuthenticationError(PoolError, ConnectionError):
+    """The other end could not prove that it belongs to this pool."""
+
+
+class ProtocolError(SkywardError, ConnectionError):
+    """Bytes arrived that no well-behaved peer sends."""
+
+
+class TaskError(SkywardError):
+    """One task did not produce its result, through no exception of its own."""
+
+
+class TaskTimeoutError(TaskError, TimeoutError):
+    """A task ran longer than its `timeout`; the remote work was cancelled."""
+
+
+class TaskCancelledError(TaskError):
+    """A task was cancelled before it produced its result."""
+
+
+class WorkerDiedError(TaskError):
+    """The process running the task ended: a signal, `os._exit`, or the memory killer."""
+
+
+class NodeLostError(TaskError):
+    """The whole node running the task is gone or has stopped answering."""
+
+
+class RemoteError(TaskError):
+    """A remote exception whose own type could not be rebuilt here."""
+
+    def __init__(self, message: str, *, type_name: str = "", remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"type_name": self.type_name, "remote_traceback": self.remote_traceback}
+        return type(self), self.args, state
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one worker of a broadcast came to: its value or its exception."""
+
+    node: int
+    worker: int
+    value: Any = None
+    error: BaseException | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the worker returned."""
+        return self.error is None
+
+
+class BroadcastError(SkywardError, ExceptionGroup[Exception]):
+    """At least one worker of a broadcast failed; `outcomes` holds every worker's result."""
+
+    outcomes: tuple[Outcome, ...]
+
+    def __new__(
+        cls, message: str, errors: Sequence[Exception], outcomes: Sequence[Outcome]
+    ) -> Self:
+        self = super().__new__(cls, message, errors)
+        self.outcomes = tuple(outcomes)
+        return self
+
+    def __init__(
+        self, message: str, errors: Sequence[Exception], outcomes: Sequence[Outcome]
+    ) -> None:
+        super().__init__(message, errors)
+
+    def derive(self, errors: Sequence[Exception]) -> BroadcastError:  # type: ignore[override]
+        return BroadcastError(self.message, errors, self.outcomes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.exceptions, self.outcomes)

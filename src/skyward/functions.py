@@ -1,0 +1,403 @@
+"""What to run: functions whose calls are described here and carried out elsewhere."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import threading
+import types
+import typing
+import uuid
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, TypeVarTuple, overload
+
+import xxhash
+
+from skyward import context
+from skyward.errors import ConfigurationError, PoolClosedError
+from skyward.future import Future
+from skyward.wire import modules, objects
+from skyward.wire.objects import Encoded
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+Ts = TypeVarTuple("Ts")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Target(Protocol):
+    """Where calls can be sent: a `Compute`."""
+
+    def run(self, pending: Pending[T], on: int | Literal["head"] | None = None) -> T: ...
+    def submit(self, pending: Pending[T], on: int | Literal["head"] | None = None) -> Future[T]: ...
+    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]: ...
+    def run_all(self, pendings: tuple[Pending[Any], ...]) -> list[Any]: ...
+    def stream_all(self, pendings: tuple[Pending[Any], ...], *, ordered: bool) -> Iterator[Any]: ...
+
+
+Where = Target | types.ModuleType
+
+current: ContextVar[Target | None] = ContextVar("skyward_compute", default=None)
+active: list[Target] = []
+"""Every entered Compute of this process, for threads that inherited no context."""
+
+
+def _target(where: Where) -> Target:
+    if not isinstance(where, types.ModuleType):
+        if not hasattr(where, "run") or not hasattr(where, "broadcast"):
+            raise TypeError(
+                f"{where!r} cannot run functions; use a sky.Compute, or the skyward module inside "
+                "a `with sky.Compute()` block"
+            )
+        return where
+    if where.__name__ != "skyward":
+        raise TypeError(f"the module {where.__name__!r} cannot run functions; did you mean sky?")
+    found = current.get() or (active[-1] if active else None)
+    if found is None:
+        raise PoolClosedError(
+            "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block"
+        )
+    return found
+
+
+class Function(Generic[P, T]):
+    """A function whose calls are lazy: calling it describes a call, an operator carries it out."""
+
+    __sky_function__ = True
+
+    def __init__(
+        self,
+        body: Callable[P, T],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        name: str | None = None,
+    ) -> None:
+        if not callable(body):
+            raise ConfigurationError(f"@sky.function on {body!r}: it is not callable")
+        if timeout is not None and not timeout > 0:
+            raise ConfigurationError(
+                f"function(timeout={timeout!r}): give seconds above 0, or None"
+            )
+        if not isinstance(retries, int) or retries < 0:
+            raise ConfigurationError(
+                f"function(retries={retries!r}): give a whole number, 0 or more"
+            )
+        self.body = body
+        self.timeout = timeout
+        self.retries = retries
+        self.name = name or getattr(body, "__qualname__", type(body).__name__)
+        functools.update_wrapper(self, body, updated=())
+        self._code: Code | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        return Pending(self, args, kwargs)
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run here, now.
+
+        >>> train.local(x)
+        """
+        token = context.inside.set(True)
+        try:
+            return self.body(*_opened(args), **_opened(kwargs))
+        finally:
+            context.inside.reset(token)
+
+    def with_body(self, body: Callable[P, T]) -> Function[P, T]:
+        """The same function with another body, for decorators."""
+        return Function(body, timeout=self.timeout, retries=self.retries, name=self.name)
+
+    @property
+    def __sky_constant__(self) -> tuple[Any, ...]:
+        return (self.body,)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.body, self.timeout, self.retries, self.name)
+
+    def __repr__(self) -> str:
+        return f"<sky.function {self.name}>"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: calls include the instance."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def code(self) -> Code:
+        """The body as it travels; encoded anew only when something it refers to has changed."""
+        with self._lock:
+            if self._code is None or not self._code.fresh():
+                self._code = Code.of(self.body)
+            return self._code
+
+    @functools.cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The positional parameters, to speak of arguments by name."""
+        try:
+            return tuple(inspect.signature(self.body).parameters)
+        except (TypeError, ValueError):
+            return ()
+
+    @functools.cached_property
+    def streamed_parameters(self) -> frozenset[str]:
+        """Parameters annotated `Iterator[T]`, whose arguments travel item by item."""
+        body = inspect.unwrap(self.body)
+        try:
+            hints = typing.get_type_hints(body)
+        except Exception:
+            # An annotation that cannot be evaluated says nothing about streaming but its text.
+            hints = dict(getattr(body, "__annotations__", {}))
+        return frozenset(
+            name for name, hint in hints.items() if name != "return" and _is_iterator(hint)
+        )
+
+
+def _rebuild(
+    body: Callable[..., Any], timeout: float | None, retries: int, name: str
+) -> Function[..., Any]:
+    return Function(body, timeout=timeout, retries=retries, name=name)
+
+
+def _is_iterator(hint: Any) -> bool:
+    if isinstance(hint, str):
+        return hint.rpartition(".")[2].startswith("Iterator[") or "abc.Iterator[" in hint
+    origin = typing.get_origin(hint) or hint
+    return origin in (collections.abc.Iterator, collections.abc.Generator)
+
+
+@dataclass(slots=True, eq=False)
+class Code:
+    """A function's code, encoded and named by its content."""
+
+    key: bytes
+    encoded: Encoded
+    references: modules.References
+
+    @classmethod
+    def of(cls, body: Callable[..., Any]) -> Code:
+        """Encode a function."""
+        references = modules.references(body)
+        encoded = objects.encode(body, own_modules=True, names=references.module_names)
+        digest = xxhash.xxh3_128()
+        for part in (*encoded.pieces, *encoded.buffers):
+            digest.update(part)
+        for handle in encoded.handles:
+            digest.update(handle.key)
+        return cls(digest.digest(), encoded, references)
+
+    def fresh(self) -> bool:
+        """Whether encoding it again would give the same."""
+        return self.references.constant and self.references.fresh()
+
+
+class Pending(Generic[T]):
+    """A described call; nothing runs until an operator sends it somewhere."""
+
+    __slots__ = ("args", "function", "kwargs")
+
+    function: Function[..., T]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __init__(
+        self, function: Function[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pending, (self.function, self.args, self.kwargs)
+
+    def __rshift__(self, where: Where) -> T:
+        """Run on one node, wait."""
+        return _target(where).run(self)
+
+    def __gt__(self, where: Where) -> Future[T]:
+        """Run on one node, don't wait."""
+        return _target(where).submit(self)
+
+    def __matmul__(self, where: Where) -> list[T]:
+        """Run on every worker at once."""
+        return _target(where).broadcast(self)
+
+    @overload
+    def __and__(self, other: Pending[A]) -> Group[T, A]: ...
+    @overload
+    def __and__(self, other: Group[*Ts]) -> Group[T, *Ts]: ...
+    def __and__(self, other: Any) -> Any:
+        if isinstance(other, Group):
+            return Group((self, *other.pendings))
+        return Group((self, _checked(other)))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"a call of {self.function.name} has not run, so it is neither true nor false; note that "
+            "`a > b > c` and `x and y` do not work on calls: use `>>`, `&` and parentheses"
+        )
+
+    def __repr__(self) -> str:
+        shown = [_short(value) for value in self.args]
+        shown += [f"{name}={_short(value)}" for name, value in self.kwargs.items()]
+        return f"<pending {self.function.name}({', '.join(shown)})>"
+
+
+class Group(Generic[*Ts]):
+    """Different calls to run in parallel: `(a() & b()) >> compute`."""
+
+    __slots__ = ("pendings",)
+
+    def __init__(self, pendings: tuple[Pending[Any], ...]) -> None:
+        self.pendings = pendings
+
+    @overload
+    def __and__(self, other: Pending[A]) -> Group[*Ts, A]: ...
+    @overload
+    def __and__(self, other: Group[Any]) -> Group[*tuple[Any, ...]]: ...
+    def __and__(self, other: Any) -> Any:
+        if isinstance(other, Group):
+            return Group((*self.pendings, *other.pendings))
+        return Group((*self.pendings, _checked(other)))
+
+    def __rshift__(self, where: Where) -> tuple[*Ts]:
+        """Run all of them, wait for all."""
+        return tuple(_target(where).run_all(self.pendings))  # type: ignore[return-value]
+
+    def __gt__(self, where: Where) -> tuple[Future[Any], ...]:
+        """Run all of them, don't wait."""
+        target = _target(where)
+        return tuple(target.submit(pending) for pending in self.pendings)
+
+    def __repr__(self) -> str:
+        return f"<group of {len(self.pendings)} calls>"
+
+
+class Gather(Generic[T_co]):
+    """Any number of calls; made by `gather`."""
+
+    __slots__ = ("_ordered", "_pendings", "_stream")
+
+    def __init__(self, pendings: tuple[Pending[Any], ...], stream: bool, ordered: bool) -> None:
+        self._pendings, self._stream, self._ordered = pendings, stream, ordered
+
+    def __rshift__(self, where: Where) -> T_co:
+        """Run all of them."""
+        target = _target(where)
+        result: Any
+        if self._stream:
+            result = target.stream_all(self._pendings, ordered=self._ordered)
+        elif self._ordered:
+            result = target.run_all(self._pendings)
+        else:
+            result = list(target.stream_all(self._pendings, ordered=False))
+        return typing.cast(T_co, result)
+
+
+@overload
+def gather(
+    *pendings: Pending[T], stream: Literal[False] = False, ordered: bool = True
+) -> Gather[list[T]]: ...
+@overload
+def gather(
+    *pendings: Pending[T], stream: Literal[True], ordered: bool = True
+) -> Gather[Iterator[T]]: ...
+def gather(*pendings: Pending[Any], stream: bool = False, ordered: bool = True) -> Gather[Any]:
+    """Any number of calls at once: a list, or with `stream` an iterator of results.
+
+    >>> sky.gather(*[score(x) for x in xs]) >> compute
+    """
+    return Gather(tuple(_checked(pending) for pending in pendings), stream, ordered)
+
+
+def _checked(pending: Any) -> Pending[Any]:
+    if not isinstance(pending, Pending):
+        raise TypeError(
+            f"{_short(pending)} is not a call of a @sky.function; write f(x), not f or f.local(x)"
+        )
+    return pending
+
+
+@overload
+def function(body: Callable[P, T], /) -> Function[P, T]: ...
+@overload
+def function(
+    *, timeout: float | None = None, retries: int = 0, name: str | None = None
+) -> Callable[[Callable[P, T]], Function[P, T]]: ...
+def function(
+    body: Callable[..., Any] | None = None,
+    /,
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    name: str | None = None,
+) -> Any:
+    """Make calls of a function lazy, so that they can be sent to a `Compute`.
+
+    >>> @sky.function
+    ... def add(a: int, b: int) -> int:
+    ...     return a + b
+    >>> add(1, 2) >> compute
+    3
+    """
+    if body is None:
+        return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
+    return Function(body)
+
+
+class Handle(Generic[T]):
+    """Frozen data that is sent to each node once; made by `put`."""
+
+    __sky_handle__ = True
+    __slots__ = ("__weakref__", "_value", "encoded", "key")
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self.key = uuid.uuid4().bytes
+        self.encoded = objects.encode(value, own_modules=True)
+
+    @property
+    def value(self) -> T:
+        """The data itself."""
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"<sky.put {_short(self._value)}>"
+
+
+def put(value: T) -> T:
+    """Declare data frozen: it is sent once per node, and then free to use in any number of calls.
+
+    Pass the handle as you would the data; the function sees the data itself. Neither side may
+    change it.
+
+    >>> images = sky.put(images)
+    >>> [train(images, lr) > compute for lr in rates]
+    """
+    return typing.cast(T, value if isinstance(value, Handle) else Handle(value))
+
+
+def _opened(values: Any) -> Any:
+    """Arguments with every handle replaced by its data; untouched if there is none."""
+    if isinstance(values, Handle):
+        return values.value
+    if type(values) in (list, tuple):
+        opened = [_opened(value) for value in values]
+        changed = any(new is not old for new, old in zip(opened, values, strict=True))
+        return type(values)(opened) if changed else values
+    if type(values) is dict:
+        opened_items = {key: _opened(value) for key, value in values.items()}
+        changed = any(opened_items[key] is not value for key, value in values.items())
+        return opened_items if changed else values
+    return values
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

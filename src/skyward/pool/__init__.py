@@ -1,0 +1,1 @@
+"""The client's side of a cluster: nodes, lanes, scheduling, recovery, scaling."""

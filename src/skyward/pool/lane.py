@@ -1,0 +1,223 @@
+"""A lane: the client's data connection to one executor, and what that executor already has."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from skyward.errors import ProtocolError
+from skyward.pool.scheduler import Place
+from skyward.pool.task import Definition, Parcel, Pieces, Task
+from skyward.wire import blobs, memory
+from skyward.wire.blobs import BlobStore, Mapped
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.messages import (
+    KNOWN,
+    SEGMENT,
+    STREAMED,
+    Buffer,
+    Define,
+    Forget,
+    Message,
+    Payload,
+    Released,
+    Run,
+)
+
+if TYPE_CHECKING:
+    from skyward.pool.streams import Feeder
+
+CODE_MAX = 256
+"""Functions an executor keeps before the client tells it to forget the oldest."""
+
+Body = list[bytes | memoryview]
+
+
+@dataclass(slots=True, eq=False)
+class Lane(Place[Task]):
+    """One executor process, reached directly."""
+
+    pid: int = 0
+    channel: Channel = field(default=None, repr=False)  # type: ignore[assignment]
+    store: BlobStore = field(default=None, repr=False)  # type: ignore[assignment]
+    feeders: dict[int, list[Feeder]] = field(default_factory=dict)
+    mapped: Mapped = field(default_factory=Mapped)
+    lost: bool = False
+    last_result: float = 0.0
+    recalling: bool = False
+    _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)
+    _digests: set[bytes] = field(default_factory=set)
+    _segments: set[int] = field(default_factory=set)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    @property
+    def where(self) -> str:
+        """How people call this place."""
+        return f"node {self.node}" + (f" worker {self.worker}" if self.worker else "")
+
+    def send(self, task: Task) -> None:
+        """Send a task with whatever its executor does not have yet."""
+        with self._lock:
+            for definition in (task.code, *task.handles):
+                self._define(definition)
+            payload, body, descriptors = self._pack(task.parcel)
+            names = [str(index) for index in range(len(task.inputs))]
+            keys = [definition.key for definition in task.handles]
+            run = Run(task.id, task.name, task.code.key, payload, keys, names)
+            self.channel.send(run, body, descriptors)
+
+    def send_small(self, tasks: list[Task]) -> None:
+        """Send several light tasks in one write."""
+        with self._lock:
+            batch: list[tuple[Message, Body]] = []
+            for task in tasks:
+                for definition in (task.code, *task.handles):
+                    self._define(definition)
+                packed = blobs.pack(task.parcel.encoded, None)
+                keys = [definition.key for definition in task.handles]
+                batch.append(
+                    (Run(task.id, task.name, task.code.key, packed.payload, keys, []), packed.body)
+                )
+            self.channel.send_many(batch)
+
+    def _define(self, definition: Definition) -> None:
+        if definition.key in self._known:
+            if not definition.frozen:
+                self._known.move_to_end(definition.key)
+            return
+        payload, body, descriptors = self._pack(definition.parcel)
+        self.channel.send(Define(definition.key, payload, definition.frozen), body, descriptors)
+        self._known[definition.key] = definition
+        if len(self._known) > CODE_MAX:
+            used = {key for task in self.tasks.values() for key in _keys(task)}
+            old = next((k for k, d in self._known.items() if not d.frozen and k not in used), None)
+            if old is not None and old != definition.key:
+                del self._known[old]
+                self.channel.send(Forget([old], []))
+
+    def _pack(self, parcel: Parcel) -> tuple[Payload, Body, list[int]]:
+        if not parcel.encoded.buffers:
+            packed = blobs.pack(parcel.encoded, None)
+            return packed.payload, packed.body, []
+        streamed: list[memoryview] = []
+        new: dict[int, memory.Segment] = {}
+
+        def large(buffers: list[memoryview]) -> list[Buffer]:
+            if self.channel.shares_memory:
+                refs = []
+                for blob in parcel.blobs:
+                    if blob.segment.id not in self._segments:
+                        new[blob.segment.id] = blob.segment
+                    refs.append(
+                        Buffer(blob.length, SEGMENT, blob.digest, blob.segment.id, blob.offset)
+                    )
+                return refs
+            refs = []
+            for index, digest in enumerate(parcel.digests):
+                length = len(buffers[index])
+                if digest in self._digests:
+                    refs.append(Buffer(length, KNOWN, digest))
+                    continue
+                self._digests.add(digest)
+                refs.append(Buffer(length, STREAMED, digest))
+                streamed.append(parcel.blobs[index].view() if parcel.blobs else buffers[index])
+            return refs
+
+        packed = blobs.pack(parcel.encoded, large if memory.can_share() else None)
+        for segment in new.values():
+            self.store.pin(segment)
+            self._segments.add(segment.id)
+            packed.payload.segments.append((segment.id, segment.size))
+        return packed.payload, packed.body + streamed, [s.descriptor for s in new.values()]
+
+    def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:
+        """The executor lacks what it was thought to have: forget that, and send again."""
+        with self._lock:
+            self._digests.difference_update(digests)
+            for key in keys:
+                definition = self._known.pop(key, None)
+                if definition is not None:
+                    self._digests.difference_update(definition.parcel.digests)
+        self.send(task)
+
+    def take(self, frame: Frame, payload: Payload) -> Pieces:
+        """Read a received payload, mapping what is in shared memory."""
+        for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
+            self.mapped.add(segment, size, descriptor)
+        streamed = [ref for ref in payload.buffers if ref.where == STREAMED]
+        if payload.inline + sum(ref.length for ref in streamed) != frame.body_length:
+            raise ProtocolError("a payload that does not account for its body")
+        places = [memory.fresh(ref.length) for ref in streamed]
+        if frame.body is None:
+            body = bytearray(payload.inline)
+            self.channel.read_body(frame, [memoryview(body), *places])
+        else:
+            body = frame.body
+            at = payload.inline
+            for place in places:
+                place[:] = body[at : at + len(place)]
+                at += len(place)
+        arrived = iter(places)
+
+        def find(ref: Buffer) -> memoryview:
+            if ref.where == SEGMENT:
+                return self.mapped.view(ref.segment, ref.offset, ref.length)
+            return next(arrived)
+
+        pieces = blobs.unpack(payload, body, find)
+        for segment, _ in payload.segments:
+            self.mapped.drop(segment)
+        return pieces
+
+    def evicted(self, digests: list[bytes]) -> None:
+        """The executor dropped these to stay within its cap."""
+        with self._lock:
+            self._digests.difference_update(digests)
+
+    def let_go(self, segments: list[int]) -> None:
+        """The executor no longer maps these segments of ours."""
+        with self._lock:
+            gone = self._segments.intersection(segments)
+            self._segments -= gone
+        for segment in gone:
+            self.store.unpin(segment)
+
+    def forget(self, segments: list[int], keys: list[bytes]) -> None:
+        """Tell the executor that nobody will refer to these again."""
+        with self._lock:
+            # Still held until it says so: `let_go` unpins them.
+            ours = [segment for segment in segments if segment in self._segments]
+            known = [key for key in keys if self._known.pop(key, None) is not None]
+            if ours or known:
+                with contextlib.suppress(OSError):
+                    self.channel.send(Forget(known, ours))
+
+    def flush_releases(self) -> None:
+        """Tell the executor which of its segments nothing here maps any more."""
+        released = []
+        while self.mapped.released:
+            released.append(self.mapped.released.popleft())
+        if released:
+            with contextlib.suppress(OSError):
+                self.channel.send(Released(released))
+
+    def close(self) -> None:
+        """The executor is gone: nothing of ours is held there any more."""
+        self.lost = True
+        self.channel.close()
+        self.mapped.close()
+        with self._lock:
+            held, self._segments = self._segments, set()
+        for segment in held:
+            self.store.unpin(segment)
+        for feeders in self.feeders.values():
+            for feeder in feeders:
+                feeder.stop()
+
+
+def _keys(task: Task) -> list[bytes]:
+    return [task.code.key, *(definition.key for definition in task.handles)]

@@ -1,0 +1,180 @@
+"""The client's one background thread: waits for frames and timers, and never runs user code."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+
+OnFrame = Callable[[Frame], None]
+OnLost = Callable[[BaseException], None]
+
+
+class Timer:
+    """Something to do later, unless cancelled."""
+
+    __slots__ = ("action", "due")
+
+    def __init__(self, due: float, action: Callable[[], None]) -> None:
+        self.due = due
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Don't do it after all."""
+        self.action = None
+
+
+class Loop:
+    """Waits on every channel of a pool; frames with a large body are read on threads of their own."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._soon: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._count = itertools.count()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._stopped = False
+        self.between: Callable[[], None] | None = None
+        """Called after every round, on the loop's thread."""
+        self._thread = threading.Thread(target=self._run, name="skyward-io", daemon=True)
+        self._thread.start()
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Run something on the loop's thread."""
+        self._soon.append(action)
+        if threading.current_thread() is not self._thread:
+            self._wake()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> Timer:
+        """Run something on the loop's thread after a while."""
+        timer = Timer(time.monotonic() + seconds, action)
+        self.soon(lambda: heapq.heappush(self._timers, (timer.due, next(self._count), timer)))
+        return timer
+
+    def watch(self, channel: Channel, on_frame: OnFrame, on_lost: OnLost) -> None:
+        """Deliver a channel's frames from now on, in order."""
+        channel.set_blocking(False)
+        self.soon(lambda: self._register(channel, on_frame, on_lost))
+
+    def _register(self, channel: Channel, on_frame: OnFrame, on_lost: OnLost) -> None:
+        if channel.closed:
+            on_lost(EOFError("the channel is closed"))
+            return
+        self._selector.register(channel, selectors.EVENT_READ, (channel, on_frame, on_lost))
+        # Bytes read along with the handshake or with a large body wake no selector.
+        self._deliver(channel, on_frame, on_lost, channel.buffered)
+
+    def forget(self, channel: Channel) -> None:
+        """Stop watching and close."""
+
+        def stop() -> None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(channel)
+            channel.close()
+
+        self.soon(stop)
+
+    def stop(self) -> None:
+        """End the thread; channels are their owners' to close."""
+        self._stopped = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        while not self._stopped:
+            timeout = None
+            if self._timers:
+                timeout = max(0.0, self._timers[0][0] - time.monotonic())
+            for key, _ in self._selector.select(0 if self._soon else timeout):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    continue
+                channel, on_frame, on_lost = key.data
+                self._deliver(channel, on_frame, on_lost, channel.poll)
+            now = time.monotonic()
+            while self._timers and self._timers[0][0] <= now:
+                timer = heapq.heappop(self._timers)[2]
+                if timer.action is not None:
+                    self._guard(timer.action)
+            for _ in range(len(self._soon)):
+                self._guard(self._soon.popleft())
+            if self.between is not None:
+                self._guard(self.between)
+
+    def _deliver(
+        self,
+        channel: Channel,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+        read: Callable[[], list[Frame]],
+    ) -> None:
+        try:
+            for frame in read():
+                if frame.body is None and frame.body_length:
+                    self._take_large(channel, frame, on_frame, on_lost)
+                    return
+                on_frame(frame)
+        except (EOFError, OSError) as problem:
+            self._lose(channel, on_lost, problem)
+        except Exception as problem:
+            traceback.print_exc(file=sys.stderr)
+            self._lose(channel, on_lost, problem)
+
+    def _take_large(
+        self, channel: Channel, frame: Frame, on_frame: OnFrame, on_lost: OnLost
+    ) -> None:
+        self._selector.unregister(channel)
+
+        def take() -> None:
+            try:
+                channel.set_blocking(True)
+                on_frame(frame)
+                channel.set_blocking(False)
+            except (EOFError, OSError) as problem:
+                self.soon(_later(self._lose, channel, on_lost, problem))
+                return
+            self.soon(lambda: self._register(channel, on_frame, on_lost))
+
+        threading.Thread(target=take, name="skyward-transfer", daemon=True).start()
+
+    def _lose(self, channel: Channel, on_lost: OnLost, problem: BaseException) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+        self._guard(lambda: on_lost(problem))
+
+    @staticmethod
+    def _guard(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            # A fault of ours must be seen, and must not stop the pool.
+            traceback.print_exc(file=sys.stderr)
+
+
+def _later(action: Callable[..., None], *args: Any) -> Callable[[], None]:
+    return lambda: action(*args)

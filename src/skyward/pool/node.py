@@ -1,0 +1,75 @@
+"""A node as the client sees it: its machine, its agent, its lanes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from skyward.pool.lane import Lane
+from skyward.providers import Machine
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Kill, Message, Ping
+
+State = Literal["starting", "ready", "draining", "lost", "stopped"]
+
+PING_SECONDS = 0.5
+DOUBT_SECONDS = 1.5
+"""After so much silence the provider is asked whether the machine still lives."""
+LOST_SECONDS = 20.0
+"""After so much silence it counts as lost whatever the provider says."""
+
+
+class Node:
+    """One node of a pool."""
+
+    def __init__(self, index: int, machine: Machine) -> None:
+        self.index = index
+        self.machine = machine
+        self.state: State = "starting"
+        self.control: Channel | None = None
+        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.heard = time.monotonic()
+        self.failure: BaseException | None = None
+        self.ready = threading.Event()
+        """Set when it is usable, or has failed for good."""
+        self.starts = 0
+        self._pings = 0
+
+    def tell(self, message: Message) -> None:
+        """Send to the agent, if there is one to send to."""
+        if self.control is not None:
+            with contextlib.suppress(OSError):
+                self.control.send(message)
+
+    def ping(self) -> None:
+        """Send a heartbeat."""
+        self._pings += 1
+        self.tell(Ping(self._pings))
+
+    def kill(self, lane: Lane, reason: str) -> None:
+        """Have the agent end an executor; it starts a new one."""
+        self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
+
+    @property
+    def silent_too_long(self) -> bool:
+        """Whether the agent must be taken for dead."""
+        silence = time.monotonic() - self.heard
+        if silence < DOUBT_SECONDS:
+            return False
+        return silence > LOST_SECONDS or self.machine.looks_dead()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What a user sees of a node."""
+
+    node: int
+    state: State
+    address: str
+    accelerator: str | None
+    accelerators: int
+    running: tuple[str, ...]
+    """Names of the tasks on it."""

@@ -1,0 +1,503 @@
+"""The frozen values that describe a pool: its nodes, workers, image, volumes and options."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, SupportsFloat, SupportsIndex
+
+from skyward.errors import ConfigurationError
+
+__all__ = ["Image", "Nodes", "Options", "PipIndex", "Variables", "Volume", "Worker"]
+
+# Greedy up to the last "@" before the path, so that a password with an "@" in it is hidden whole.
+_CREDENTIALS = re.compile(r"://[^/\s'\"]+@")
+_PYTHON_VERSION = re.compile(r"3\.(\d{1,2})(?:\.\d{1,3})?")
+_OLDEST_MINOR = 11
+_INDEX_URL = re.compile(r"(?:https?://[^/\s]|file:///)\S*")
+_PROJECT_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_TWO_REQUIREMENTS = re.compile(r"[A-Za-z0-9][\w.\-\[\],]*\s+[A-Za-z0-9]")
+_APT_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+:~=_/-]*")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Variables(Mapping[str, str]):
+    """Environment variables as an immutable mapping that pickles, hashes and never shows values.
+
+    Any variable may hold a token, and what has a telling `repr` ends up in a log.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(sorted(values.items()))
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{name!r}: '***'" for name in self) + "}"
+
+    def __reduce__(self) -> tuple[type[Variables], tuple[dict[str, str]]]:
+        return Variables, (dict(self._values),)
+
+
+@dataclass(frozen=True, slots=True)
+class PipIndex:
+    """A package index that serves only the packages named, and no others.
+
+    >>> PipIndex("https://download.pytorch.org/whl/cpu", packages=["torch"]).packages
+    ('torch',)
+    """
+
+    url: str
+    packages: Sequence[str]
+
+    def __post_init__(self) -> None:
+        url = _text(self, "url", self.url)
+        if not _INDEX_URL.fullmatch(url):
+            raise _refused(
+                self,
+                {"url": url},
+                "not the address of an index; "
+                "write a whole URL, such as 'https://download.pytorch.org/whl/cpu'",
+            )
+        packages = _texts(self, "packages", self.packages)
+        if not packages:
+            raise _refused(
+                self,
+                {"url": url, "packages": packages},
+                "an index without packages would serve nothing; "
+                "name those it is for, such as packages=['torch']",
+            )
+        for package in packages:
+            if not _PROJECT_NAME.fullmatch(package):
+                raise _refused(
+                    self,
+                    {"packages": [package]},
+                    "packages takes names alone; "
+                    "put the version in Image(pip=[...]) and only the name here",
+                )
+        _store(self, packages=packages)
+
+    def __repr__(self) -> str:
+        return _shown(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a node has installed: Python, packages, environment and the user's files.
+
+    `python="auto"` means the version that this process runs. `includes` are paths of the user's
+    own code to send along; `excludes` are glob patterns of what to leave out of them.
+
+    >>> Image(pip=["torch"], env={"OMP_NUM_THREADS": "4"}).pip
+    ('torch',)
+    """
+
+    python: str = "auto"
+    pip: Sequence[str] = ()
+    pip_indexes: Sequence[PipIndex] = ()
+    apt: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    includes: Sequence[str] = ()
+    excludes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _store(
+            self,
+            python=_python_version(self, self.python),
+            pip=_texts(self, "pip", self.pip, _check_requirement),
+            pip_indexes=_indexes(self, self.pip_indexes),
+            apt=_texts(self, "apt", self.apt, _check_apt_package),
+            env=_variables(self, self.env),
+            includes=_texts(self, "includes", self.includes),
+            excludes=_texts(self, "excludes", self.excludes),
+        )
+
+    def __repr__(self) -> str:
+        return _shown(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """How many nodes: the number to start with and, for an elastic pool, its bounds.
+
+    >>> Nodes.of((2, 8))
+    Nodes(desired=2, min=2, max=8)
+    """
+
+    desired: int
+    min: int | None = None
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        desired = _whole(self, "desired", self.desired, at_least=1)
+        low = None if self.min is None else _whole(self, "min", self.min, at_least=1)
+        high = None if self.max is None else _whole(self, "max", self.max, at_least=1)
+        if low is not None and high is not None and low > high:
+            raise _refused(
+                self, {"min": low, "max": high}, f"min exceeds max; write min={high}, max={low}"
+            )
+        if low is not None and desired < low:
+            raise _refused(
+                self,
+                {"desired": desired, "min": low},
+                f"desired is below min; start with at least {low} or lower min to {desired}",
+            )
+        if high is not None and desired > high:
+            raise _refused(
+                self,
+                {"desired": desired, "max": high},
+                f"desired exceeds max; start with at most {high} or raise max to {desired}",
+            )
+        _store(self, desired=desired, min=low, max=high)
+
+    @classmethod
+    def of(cls, value: int | tuple[int, int] | Nodes) -> Nodes:
+        """Read what `Compute(nodes=...)` accepts: a number, `(min, max)`, or `Nodes` itself."""
+        given: Any = value
+        if isinstance(given, Nodes):
+            return given
+        if not isinstance(given, list | tuple):
+            return cls(given)
+        if len(given) != 2:
+            raise ConfigurationError(
+                f"nodes={given!r}: a pair means (min, max); "
+                "write nodes=2, nodes=(2, 8) or nodes=Nodes(desired=4, min=2, max=8)"
+            )
+        low, high = given
+        return cls(desired=low, min=low, max=high)
+
+    @property
+    def floor(self) -> int:
+        """The fewest nodes the pool may shrink to."""
+        return self.desired if self.min is None else self.min
+
+    @property
+    def ceiling(self) -> int:
+        """The most nodes the pool may grow to."""
+        return self.desired if self.max is None else self.max
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change with the load."""
+        return self.floor != self.ceiling
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The workers on each node: how many, of which kind, and how many tasks each runs at once.
+
+    >>> Worker(per_node="accelerator").per_node
+    'accelerator'
+    """
+
+    concurrency: int = 1
+    executor: Literal["process", "thread"] = "process"
+    per_node: int | Literal["accelerator"] = 1
+
+    def __post_init__(self) -> None:
+        concurrency = _whole(self, "concurrency", self.concurrency, at_least=1)
+        if self.executor not in ("process", "thread"):
+            raise _refused(
+                self,
+                {"executor": self.executor},
+                "no such executor; write 'process' for isolation or 'thread' for shared memory",
+            )
+        per_node: int | str = self.per_node
+        if isinstance(per_node, str):
+            if per_node != "accelerator":
+                raise _refused(
+                    self,
+                    {"per_node": per_node},
+                    "the only word it takes is 'accelerator', one worker for each; "
+                    "otherwise write a number",
+                )
+        else:
+            per_node = _whole(self, "per_node", per_node, at_least=1)
+        _store(self, concurrency=concurrency, per_node=per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a pool behaves; every time is in seconds.
+
+    `idle_timeout` is how long a node without work is kept, `orphan_timeout` how long one lives on
+    without its client. `console=None` shows progress in the way the terminal allows.
+
+    >>> Options(default_timeout=30).retries
+    0
+    """
+
+    cluster: bool = True
+    console: bool | None = None
+    default_timeout: float | None = None
+    idle_timeout: float = 300.0
+    orphan_timeout: float = 60.0
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        _store(
+            self,
+            cluster=_flag(self, "cluster", self.cluster),
+            console=None if self.console is None else _flag(self, "console", self.console),
+            default_timeout=(
+                None
+                if self.default_timeout is None
+                else _seconds(self, "default_timeout", self.default_timeout)
+            ),
+            idle_timeout=_seconds(self, "idle_timeout", self.idle_timeout),
+            orphan_timeout=_seconds(self, "orphan_timeout", self.orphan_timeout),
+            retries=_whole(self, "retries", self.retries, at_least=0),
+        )
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Volume:
+    """Storage made visible on every node: `source` appears at the path `target`.
+
+    >>> Volume("/data").target
+    '/data'
+    """
+
+    source: str
+    target: str
+    read_only: bool
+
+    # Written out so that `target` may be left out and still reads as a `str` to a type checker.
+    def __init__(self, source: str, target: str | None = None, read_only: bool = False) -> None:
+        source = _text(self, "source", source)
+        if target is None:
+            if not source.startswith("/"):
+                raise _refused(
+                    self,
+                    {"source": source},
+                    "the source is not an absolute path, so it cannot be the target too; "
+                    f"say where nodes see it: Volume({source!r}, target='/data')",
+                )
+            target = source
+        target = _text(self, "target", target)
+        if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):
+            raise _refused(
+                self,
+                {"target": target},
+                "nodes need an absolute path below '/' and without '..'; write one such as '/data'",
+            )
+        read_only = _flag(self, "read_only", read_only)
+        _store(self, source=source, target=target, read_only=read_only)
+
+    def __repr__(self) -> str:
+        return _shown(self)
+
+
+def _store(value: object, **normalised: object) -> None:
+    for name, content in normalised.items():
+        object.__setattr__(value, name, content)
+
+
+def _shown(value: PipIndex | Image | Volume) -> str:
+    """Render a value as the call that makes it, with any credentials in its URLs hidden."""
+    return _call(value, {each.name: getattr(value, each.name) for each in fields(value)})
+
+
+def _call(value: object, given: Mapping[str, object]) -> str:
+    arguments = ", ".join(f"{name}={content!r}" for name, content in given.items())
+    return f"{type(value).__name__}({_CREDENTIALS.sub('://***@', arguments)})"
+
+
+def _refused(value: object, given: Mapping[str, object], problem: str) -> ConfigurationError:
+    problem = _CREDENTIALS.sub("://***@", problem)
+    return ConfigurationError(f"{_call(value, given)}: {problem}")
+
+
+def _text(value: object, name: str, content: object) -> str:
+    given = {name: content}
+    if not isinstance(content, str):
+        raise _refused(value, given, f"{name} must be a str, not {_kind(content)}; pass a str")
+    if not content.strip():
+        raise _refused(value, given, f"{name} is empty; give it a value or leave it out")
+    if content != content.strip() or not content.isprintable():
+        raise _refused(
+            value,
+            given,
+            f"{name} has whitespace around it or control characters in it; remove them",
+        )
+    return content
+
+
+def _texts(
+    value: object,
+    name: str,
+    content: object,
+    check: Callable[[object, str], None] | None = None,
+) -> tuple[str, ...]:
+    if isinstance(content, str):
+        raise _refused(
+            value,
+            {name: content},
+            f"a bare string would be read letter by letter; write {name}=[{content!r}]",
+        )
+    if not isinstance(content, list | tuple):
+        raise _refused(
+            value,
+            {name: content},
+            f"{name} must be a list of strings, not {_kind(content)}; write {name}=[...]",
+        )
+    texts = tuple(_text(value, f"{name}[{i}]", item) for i, item in enumerate(content))
+    if check is not None:
+        for text in texts:
+            check(value, text)
+    return texts
+
+
+def _check_requirement(value: object, requirement: str) -> None:
+    if requirement.startswith("-"):
+        raise _refused(
+            value,
+            {"pip": [requirement]},
+            "an option of pip, not a requirement; "
+            "an index goes in pip_indexes=[PipIndex(...)], your own code in includes=[...]",
+        )
+    if _TWO_REQUIREMENTS.match(requirement):
+        names = requirement.split()
+        raise _refused(
+            value, {"pip": [requirement]}, f"one requirement to an entry; write pip={names!r}"
+        )
+
+
+def _check_apt_package(value: object, package: str) -> None:
+    # The names end up in a shell command on the node.
+    if not _APT_PACKAGE.fullmatch(package):
+        raise _refused(
+            value,
+            {"apt": [package]},
+            "not the name of one package; write each as apt would list it, such as apt=['ffmpeg']",
+        )
+
+
+def _python_version(value: object, version: object) -> str:
+    if version == "auto":
+        return "auto"
+    given = {"python": version}
+    if isinstance(version, int | float):
+        # Quoting what arrived would be wrong advice: 3.10 has already become 3.1.
+        raise _refused(
+            value, given, "a number loses its last zero; write it in quotes: python='3.11'"
+        )
+    match = _PYTHON_VERSION.fullmatch(version) if isinstance(version, str) else None
+    if match is None:
+        raise _refused(value, given, "not a version; write 'auto' or one such as '3.11'")
+    if int(match[1]) < _OLDEST_MINOR:
+        raise _refused(
+            value, given, f"nodes need Python 3.{_OLDEST_MINOR} or newer; write 'auto' or '3.11'"
+        )
+    return match[0]
+
+
+def _indexes(value: object, content: object) -> tuple[PipIndex, ...]:
+    if isinstance(content, list | tuple):
+        for i, item in enumerate(content):
+            if not isinstance(item, PipIndex):
+                raise _refused(
+                    value,
+                    {f"pip_indexes[{i}]": item},
+                    f"each index must be a PipIndex, not {_kind(item)}; "
+                    "write PipIndex(url, packages=[...])",
+                )
+        return tuple(content)
+    raise _refused(
+        value,
+        {"pip_indexes": content},
+        f"pip_indexes must be a list of PipIndex, not {_kind(content)}; "
+        "write pip_indexes=[PipIndex(url, packages=[...])]",
+    )
+
+
+def _variables(value: object, content: object) -> Variables:
+    # The messages name variables and never show what they hold: any of them may be a token.
+    if not isinstance(content, Mapping):
+        raise ConfigurationError(
+            f"Image(env=...): env must be a mapping of names to values, not {_kind(content)}; "
+            "write env={'NAME': 'value'}"
+        )
+    for name, text in content.items():
+        if not isinstance(name, str) or not _VARIABLE_NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"Image(env={{{name!r}: ...}}): not a variable's name; "
+                "use letters, digits and underscores, and start with no digit"
+            )
+        if not isinstance(text, str):
+            raise ConfigurationError(
+                f"Image(env={{{name!r}: ...}}): the value must be a str, not {_kind(text)}; "
+                "environment variables hold text, so write it in quotes"
+            )
+        if "\0" in text:
+            raise ConfigurationError(
+                f"Image(env={{{name!r}: ...}}): the value contains a NUL character, "
+                "which no environment can hold; remove it"
+            )
+    return Variables(content)
+
+
+def _whole(value: object, name: str, content: SupportsIndex, *, at_least: int) -> int:
+    given = {name: content}
+    try:
+        # numpy's integers count; `True` is an int to Python but never a number of nodes.
+        number = None if isinstance(content, bool) else operator.index(content)
+    except TypeError:
+        number = None
+    if number is None:
+        raise _refused(
+            value,
+            given,
+            f"{name} must be a whole number, not {_kind(content)}; write {name}={at_least} or more",
+        )
+    if number < at_least:
+        raise _refused(value, given, f"{name} must be at least {at_least}; raise it to that")
+    return number
+
+
+def _seconds(value: object, name: str, content: SupportsFloat) -> float:
+    given = {name: content}
+    try:
+        # A str has its own conversion to float, but "30" is as likely a slip as a wish.
+        seconds = None if isinstance(content, bool | str) else float(content)
+    except (TypeError, ValueError, OverflowError):
+        seconds = None
+    if seconds is None:
+        raise _refused(
+            value, given, f"{name} must be a number of seconds, not {_kind(content)}; write 30.0"
+        )
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise _refused(
+            value,
+            given,
+            f"{name} must be a positive, finite number of seconds; "
+            "write a large one, such as 86400.0 for a day, to wait long",
+        )
+    return seconds
+
+
+def _flag(value: object, name: str, content: object) -> bool:
+    if not isinstance(content, bool):
+        raise _refused(
+            value, {name: content}, f"{name} must be True or False, not {_kind(content)}"
+        )
+    return content
+
+
+def _kind(content: object) -> str:
+    return "None" if content is None else type(content).__name__

@@ -1,0 +1,1 @@
+"""How bytes travel: frames, channels, identity, object encoding and blobs."""

@@ -1,0 +1,209 @@
+"""A channel: frames in both directions between two authenticated ends."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterable, Sequence
+
+from skyward.errors import ProtocolError
+from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame, FrameDecoder, header
+from skyward.wire.messages import Message, encode
+
+Bytes = bytes | bytearray | memoryview
+
+RECEIVE_SIZE = 256 << 10
+# One system call per vector; the kernel takes at most 1024 parts (IOV_MAX).
+PARTS_PER_CALL = 512
+# Small writes are joined: a TLS record, and a system call, cost more than copying a few KiB.
+JOIN_BELOW = 16 << 10
+# OpenSSL takes int lengths; a bounded write also keeps the interpreter's lock hand-overs fair.
+TLS_WRITE = 4 << 20
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsize)
+
+
+class Channel:
+    """Frames over one socket, or over one socket a direction when they are TLS.
+
+    OpenSSL does not allow one connection to be read and written from two threads at once, so an
+    encrypted channel is a pair of connections. Any thread may send; one thread at a time receives.
+    """
+
+    def __init__(
+        self,
+        sender: socket.socket,
+        receiver: socket.socket | None = None,
+        decoder: FrameDecoder | None = None,
+    ) -> None:
+        self._sender = sender
+        self._receiver = receiver or sender
+        self._encrypted = isinstance(sender, ssl.SSLSocket)
+        self.shares_memory = sender.family == socket.AF_UNIX
+        self._decoder = decoder or FrameDecoder()
+        self._send_lock = threading.Lock()
+        self._incoming = bytearray(RECEIVE_SIZE)
+        self._view = memoryview(self._incoming)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.closed = False
+
+    def fileno(self) -> int:
+        """The descriptor to wait on for incoming frames."""
+        return self._receiver.fileno()
+
+    def send(
+        self, message: Message, body: Sequence[Bytes] = (), descriptors: Sequence[int] = ()
+    ) -> None:
+        """Send one frame; returns when the kernel has all of it."""
+        meta = encode(message)
+        length = sum(map(len, body)) if body else 0
+        head = header(message.KIND, len(meta), length, len(descriptors)) + meta
+        with self._send_lock:
+            if not body and not descriptors:
+                self._sender.sendall(head)
+            else:
+                self._send_parts([head, *body], descriptors)
+        self.bytes_sent += len(head) + length
+
+    def send_many(self, messages: Iterable[tuple[Message, Sequence[Bytes]]]) -> None:
+        """Send several small frames in one write."""
+        parts: list[Bytes] = []
+        for message, body in messages:
+            meta = encode(message)
+            parts.append(header(message.KIND, len(meta), sum(map(len, body))) + meta)
+            parts += body
+        joined = b"".join(parts)
+        with self._send_lock:
+            self._sender.sendall(joined)
+        self.bytes_sent += len(joined)
+
+    def _send_parts(self, parts: list[Bytes], descriptors: Sequence[int]) -> None:
+        views = _joined(parts)
+        if self._encrypted:
+            for view in views:
+                for start in range(0, len(view), TLS_WRITE):
+                    self._sender.sendall(view[start : start + TLS_WRITE])
+            return
+        ancillary = []
+        if descriptors:
+            rights = array.array("i", descriptors).tobytes()
+            ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, rights))
+        at = 0
+        while at < len(views):
+            sent = self._sender.sendmsg(views[at : at + PARTS_PER_CALL], ancillary)
+            ancillary = []
+            while at < len(views) and sent >= len(views[at]):
+                sent -= len(views[at])
+                at += 1
+            if sent:
+                views[at] = views[at][sent:]
+
+    def poll(self) -> list[Frame]:
+        """Whatever frames can be read without waiting; `EOFError` when the other end is gone."""
+        try:
+            count = self._receive_some(socket.MSG_DONTWAIT)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return []
+        frames = self._cut(count)
+        while self._encrypted and (not frames or frames[-1].body is not None):
+            # OpenSSL may hold decrypted bytes the selector cannot see.
+            assert isinstance(self._receiver, ssl.SSLSocket)
+            if not self._receiver.pending():
+                break
+            frames += self._cut(self._receive_some(0))
+        return frames
+
+    def receive(self) -> Frame:
+        """Wait for the next frame; `EOFError` when the other end is gone."""
+        while True:
+            frame = self._decoder.next()
+            if frame is not None:
+                return frame
+            count = self._receive_some(0)
+            self._decoder.feed(self._view[:count])
+
+    def buffered(self) -> list[Frame]:
+        """Frames already read but not yet returned, after a large body was taken."""
+        return self._cut(0)
+
+    def _cut(self, count: int) -> list[Frame]:
+        if count:
+            self._decoder.feed(self._view[:count])
+        frames = []
+        while (frame := self._decoder.next()) is not None:
+            frames.append(frame)
+            if frame.body is None:
+                break
+        return frames
+
+    def _receive_some(self, flags: int) -> int:
+        if not self.shares_memory:
+            count = (
+                self._receiver.recv_into(self._view)
+                if self._encrypted
+                else self._receiver.recv_into(self._view, 0, flags)
+            )
+        else:
+            count, ancillary, _, _ = self._receiver.recvmsg_into(
+                [self._view], _DESCRIPTOR_SPACE, flags | socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, data in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    rights = array.array("i")
+                    rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
+                    self._decoder.attach(rights.tolist())
+        if not count:
+            raise EOFError("the other end closed the connection")
+        self.bytes_received += count
+        return count
+
+    def read_body(self, frame: Frame, places: Sequence[memoryview]) -> None:
+        """Take the rest of a frame with a large body straight into its final places."""
+        if sum(map(len, places)) != frame.body_length:
+            raise ProtocolError(
+                f"a body of {frame.body_length} bytes for places of {sum(map(len, places))}"
+            )
+        for place in places:
+            at = self._decoder.take(place)
+            while at < len(place):
+                count = self._receiver.recv_into(place[at : at + (64 << 20)])
+                if not count:
+                    raise EOFError("the other end closed the connection in the middle of a frame")
+                at += count
+                self.bytes_received += count
+
+    def set_blocking(self, blocking: bool) -> None:
+        """Whether reads of an encrypted channel wait; plain ones choose per call."""
+        if self._encrypted:
+            self._receiver.setblocking(blocking)
+
+    def close(self) -> None:
+        """Wake whoever reads or writes, and give the sockets back."""
+        self.closed = True
+        for end in {self._sender, self._receiver}:
+            with contextlib.suppress(OSError):
+                # On the plain socket underneath: unwrapping TLS would wait for the peer.
+                socket.socket.shutdown(end, socket.SHUT_RDWR)
+            end.close()
+        for descriptor in self._decoder.drain_descriptors():
+            os.close(descriptor)
+
+
+def _joined(parts: list[Bytes]) -> list[memoryview]:
+    views: list[memoryview] = []
+    small: list[Bytes] = []
+    for part in parts:
+        if len(part) < JOIN_BELOW:
+            small.append(part)
+            continue
+        if small:
+            views.append(memoryview(b"".join(small)))
+            small = []
+        views.append(memoryview(part).cast("B"))
+    if small:
+        views.append(memoryview(b"".join(small)))
+    return views

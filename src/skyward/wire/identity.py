@@ -1,0 +1,369 @@
+"""Identity: who may speak on a channel, proven before anything else is read.
+
+On one host that is a Unix socket in a private directory plus the peer's user id; over a network it
+is TLS 1.3 with certificates of the pool's own short-lived authority, on both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import socket
+import ssl
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from skyward.errors import AuthenticationError, ProtocolError, VersionMismatchError
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.frames import GREETING_LIMIT, PROTOCOL, FrameDecoder
+from skyward.wire.messages import Hello, Welcome
+
+GREETING_SECONDS = 5.0
+UNPROVEN_PEERS = 16
+LIFETIME = datetime.timedelta(days=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """One end's certificate and key with the pool's authority, all PEM."""
+
+    authority: str
+    certificate: str
+    key: str
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """A TLS 1.3 context that accepts only peers of the same pool."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority)
+        if server:
+            # A send-only connection would never read the tickets.
+            context.num_tickets = 0
+        with tempfile.TemporaryDirectory(prefix="sky-") as folder:
+            # The ssl module loads keys from files only; the directory is private and short-lived.
+            chain = Path(folder, "chain.pem")
+            chain.touch(mode=0o600)
+            chain.write_text(self.certificate + self.key)
+            context.load_cert_chain(chain)
+        return context
+
+
+class Authority:
+    """A pool's certificate authority; it lives in the client's memory and signs each end once."""
+
+    def __init__(self, pool: str) -> None:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        self._x509, self._hashes, self._serialization, self._ec = x509, hashes, serialization, ec
+        self._usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        self._name_of = lambda text: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = self._name_of(f"skyward pool {pool}")
+        self._certificate = (
+            self._builder(self._name, self._key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+            )
+            .add_extension(
+                x509.KeyUsage(
+                    digital_signature=True,
+                    content_commitment=False,
+                    key_encipherment=False,
+                    data_encipherment=False,
+                    key_agreement=False,
+                    key_cert_sign=True,
+                    crl_sign=True,
+                    encipher_only=False,
+                    decipher_only=False,
+                ),
+                critical=True,
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def issue(self, name: str) -> Credentials:
+        """Credentials for one end, whose certificate names it."""
+        x509 = self._x509
+        key = self._ec.generate_private_key(self._ec.SECP256R1())
+        certificate = (
+            self._builder(self._name_of(name), key.public_key())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(self._usages), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+            .sign(self._key, self._hashes.SHA256())
+        )
+        encoding = self._serialization.Encoding.PEM
+        private = key.private_bytes(
+            encoding,
+            self._serialization.PrivateFormat.PKCS8,
+            self._serialization.NoEncryption(),
+        )
+        return Credentials(
+            authority=self._certificate.public_bytes(encoding).decode(),
+            certificate=certificate.public_bytes(encoding).decode(),
+            key=private.decode(),
+        )
+
+    def _builder(self, subject, public_key):  # type: ignore[no-untyped-def]
+        now = datetime.datetime.now(datetime.UTC)
+        return (
+            self._x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(public_key)
+            .serial_number(self._x509.random_serial_number())
+            # Clocks of machines differ; an hour is more than any sane one is off.
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + LIFETIME)
+        )
+
+
+def node_name(pool: str, node: int) -> str:
+    """The name in a node's certificate."""
+    return f"node-{node}.{pool}.skyward"
+
+
+def my_versions() -> dict[str, str]:
+    """What this end runs, compared at the handshake."""
+    versions = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "protocol": str(PROTOCOL),
+    }
+    for package in ("skyward", "cloudpickle", "numpy", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def check_compatible(client: dict[str, str], worker: dict[str, str], where: str) -> list[str]:
+    """Raise if the two cannot work together; otherwise return warnings worth showing."""
+    if client.get("protocol") != worker.get("protocol"):
+        raise VersionMismatchError(
+            f"{where} speaks protocol {worker.get('protocol')} (skyward "
+            f"{worker.get('skyward', '?')}), this end {client.get('protocol')} (skyward "
+            f"{client.get('skyward', '?')}); install the same skyward on both"
+        )
+    mine, theirs = client.get("python", "?"), worker.get("python", "?")
+    if mine.split(".")[:2] != theirs.split(".")[:2]:
+        raise VersionMismatchError(
+            f"{where} runs Python {theirs}, this end Python {mine}: functions cannot travel between "
+            f"minor versions; ask for sky.Image(python={'.'.join(mine.split('.')[:2])!r}) or run "
+            f"this script with Python {'.'.join(theirs.split('.')[:2])}"
+        )
+    if client.get("cloudpickle", "").split(".")[:1] != worker.get("cloudpickle", "").split(".")[:1]:
+        raise VersionMismatchError(
+            f"{where} has cloudpickle {worker.get('cloudpickle')}, this end "
+            f"{client.get('cloudpickle')}; install the same major version on both"
+        )
+    warnings = []
+    for package in ("numpy", "torch"):
+        mine, theirs = client.get(package, ""), worker.get(package, "")
+        if mine and theirs and mine.split(".")[0] != theirs.split(".")[0]:
+            warnings.append(
+                f"{where} has {package} {theirs}, this end {mine}: objects other than plain "
+                "arrays and tensors may not survive the trip"
+            )
+    return warnings
+
+
+def connect(
+    endpoint: str,
+    hello: Hello,
+    credentials: Credentials | None,
+    name: str,
+    seconds: float = GREETING_SECONDS,
+) -> tuple[Channel, Welcome]:
+    """Open a channel to a listener and shake hands."""
+    if credentials is None:
+        end, decoder, welcome = _connect_one(endpoint, hello, None, name, seconds)
+        return Channel(end, decoder=decoder), welcome
+    context = credentials.context(server=False)
+    session = secrets.token_hex(8)
+    halves = [
+        _connect_one(
+            endpoint,
+            msgspec.structs.replace(hello, direction=direction, session=session),
+            context,
+            name,
+            seconds,
+        )
+        for direction in ("send", "receive")
+    ]
+    (sender, _, welcome), (receiver, decoder, _) = halves
+    return Channel(sender, receiver, decoder), welcome
+
+
+def _connect_one(
+    endpoint: str, hello: Hello, context: ssl.SSLContext | None, name: str, seconds: float
+) -> tuple[socket.socket, FrameDecoder, Welcome]:
+    family, _, address = endpoint.partition(":")
+    if family == "unix":
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.settimeout(seconds)
+        end.connect(address)
+        _check_peer(end)
+    else:
+        host, _, port = address.rpartition(":")
+        end = socket.create_connection((host, int(port)), seconds)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is None:
+            raise AuthenticationError(f"no credentials for {endpoint}")
+        try:
+            end = context.wrap_socket(end, server_hostname=name)
+        except ssl.SSLError as problem:
+            raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
+    decoder = FrameDecoder()
+    channel = Channel(end, decoder=decoder)
+    channel.send(hello)
+    frame = channel.receive()
+    welcome = messages.decode_as(Welcome, frame.kind, frame.meta)
+    if welcome.refusal:
+        channel.close()
+        raise AuthenticationError(f"{endpoint} refused the connection: {welcome.refusal}")
+    end.settimeout(None)
+    return end, decoder, welcome
+
+
+def _check_peer(end: socket.socket) -> None:
+    """On one host, the peer must be this user (or root)."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return
+    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    if uid not in (os.getuid(), 0):
+        raise AuthenticationError(f"the peer is user {uid}, this end is user {os.getuid()}")
+
+
+class Listener:
+    """Accepts connections, and hands on only those whose peer has proven itself.
+
+    Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
+    holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        pool: str,
+        credentials: Credentials | None,
+        accept: Callable[[Channel, Hello], None],
+        seconds: float = GREETING_SECONDS,
+    ) -> None:
+        family, _, address = where.partition(":")
+        if family == "unix":
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(address)
+            os.chmod(address, 0o600)
+            self.endpoint = where
+        else:
+            host, _, port = address.rpartition(":")
+            self._socket = socket.create_server((host, int(port)))
+            self.endpoint = f"tcp:{host}:{self._socket.getsockname()[1]}"
+        self._socket.listen(64)
+        self._pool = pool
+        self._context = credentials.context(server=True) if credentials else None
+        self._accept = accept
+        self._seconds = seconds
+        self._places = threading.BoundedSemaphore(UNPROVEN_PEERS)
+        self._versions = my_versions()
+        self._halves: dict[str, tuple[socket.socket, FrameDecoder]] = {}
+        self._halves_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="skyward-listener", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                end, _ = self._socket.accept()
+            except OSError:
+                return
+            if not self._places.acquire(blocking=False):
+                end.close()
+                continue
+            threading.Thread(
+                target=self._greet, args=(end,), name="skyward-greeting", daemon=True
+            ).start()
+
+    def _greet(self, end: socket.socket) -> None:
+        try:
+            deadline = time.monotonic() + self._seconds
+            end.settimeout(self._seconds)
+            if self._context is not None:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end = self._context.wrap_socket(end, server_side=True)
+            else:
+                _check_peer(end)
+            decoder = FrameDecoder(meta_limit=GREETING_LIMIT, body_limit=0)
+            hello = self._read_hello(end, decoder, deadline)
+            decoder.accept_large()
+            refusal = "" if hello.pool == self._pool else "this worker belongs to another pool"
+            Channel(end).send(Welcome(self._versions, os.getpid(), refusal))
+            if refusal:
+                raise AuthenticationError(refusal)
+            end.settimeout(None)
+        except (OSError, EOFError, ProtocolError):
+            # Whoever it was is not ours; the pool goes on without a word to them.
+            end.close()
+            return
+        finally:
+            self._places.release()
+        channel = self._joined(end, decoder, hello)
+        if channel is not None:
+            self._accept(channel, hello)
+
+    def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
+        """The whole channel, or None while the other connection of its pair is still missing."""
+        if hello.direction == "both":
+            return Channel(end, decoder=decoder)
+        with self._halves_lock:
+            other = self._halves.pop(hello.session, None)
+            if other is None:
+                self._halves[hello.session] = (end, decoder)
+                return None
+        other_end, other_decoder = other
+        if hello.direction == "receive":
+            return Channel(end, other_end, other_decoder)
+        return Channel(other_end, end, decoder)
+
+    @staticmethod
+    def _read_hello(end: socket.socket, decoder: FrameDecoder, deadline: float) -> Hello:
+        while (frame := decoder.next()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the peer took too long to introduce itself")
+            end.settimeout(left)
+            data = end.recv(GREETING_LIMIT)
+            if not data:
+                raise EOFError("the peer left before it introduced itself")
+            decoder.feed(data)
+        return messages.decode_as(Hello, frame.kind, frame.meta)
+
+    def close(self) -> None:
+        """Stop accepting and remove the socket's file."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        family, _, address = self.endpoint.partition(":")
+        if family == "unix":
+            Path(address).unlink(missing_ok=True)

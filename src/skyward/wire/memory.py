@@ -1,0 +1,230 @@
+"""Memory that two processes of one host can share, written once and mapped copy-on-write."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from skyward.errors import BlobStoreFullError
+
+CHUNK = 1 << 20
+"""The unit of parallel hashing and copying; also fixed by the digest's definition."""
+
+GRANULE = mmap.ALLOCATIONGRANULARITY
+_ROUND = 1 << 20
+_ids = itertools.count(1)
+_threads: ThreadPoolExecutor | None = None
+_threads_lock = threading.Lock()
+
+
+def _pool() -> ThreadPoolExecutor:
+    global _threads
+    with _threads_lock:
+        if _threads is None:
+            count = max(1, min(4, len(os.sched_getaffinity(0))))
+            _threads = ThreadPoolExecutor(count, thread_name_prefix="skyward-copy")
+        return _threads
+
+
+def _forget_threads() -> None:
+    global _threads, _threads_lock
+    _threads, _threads_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+def digests(buffers: Sequence[memoryview]) -> list[bytes]:
+    """Name buffers by their content: XXH3-128 over the XXH3-128 of each chunk."""
+    chunks = [buffer[at : at + CHUNK] for buffer in buffers for at in range(0, len(buffer), CHUNK)]
+    if len(chunks) > 4:
+        hashed = iter(list(_pool().map(_hash_run, _runs(chunks))))
+        leaves = itertools.chain.from_iterable(hashed)
+    else:
+        leaves = iter(_hash_run(chunks))
+    names = []
+    for buffer in buffers:
+        count = -(-len(buffer) // CHUNK)
+        tree = b"".join(itertools.islice(leaves, count)) + len(buffer).to_bytes(8, "little")
+        names.append(xxhash.xxh3_128_digest(tree))
+    return names
+
+
+def _hash_run(chunks: Sequence[memoryview]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(chunk) for chunk in chunks]
+
+
+def _runs(chunks: Sequence[memoryview], per_run: int = 8) -> list[Sequence[memoryview]]:
+    # Handing a chunk to a thread costs about what hashing it does, so they go in runs.
+    return [chunks[at : at + per_run] for at in range(0, len(chunks), per_run)]
+
+
+def fresh(size: int) -> memoryview:
+    """New private memory; huge pages, where the kernel has them, make its first touch cheap."""
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(block)
+
+
+class Segment:
+    """One piece of shareable memory, made and written by its owner, mapped by others.
+
+    Its first contents are written with `pwrite`, which spares the kernel the zeroing that a
+    page fault costs (measured 3.1 against 1.5 GB/s); a reused one is mapped already, and written
+    by several threads at memory speed.
+    """
+
+    def __init__(self, size: int, folder: str | None = None) -> None:
+        self.id = next(_ids)
+        self.size = -(-size // _ROUND) * _ROUND
+        if folder is None:
+            self.descriptor = os.memfd_create("skyward-segment", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, self.size)
+        else:
+            self.descriptor, path = tempfile.mkstemp(prefix="sky-segment-", dir=folder)
+            os.unlink(path)
+            try:
+                # Reserved now: a full disk must be an error here, not a SIGBUS later.
+                os.posix_fallocate(self.descriptor, 0, self.size)
+            except OSError as problem:
+                os.close(self.descriptor)
+                if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise BlobStoreFullError(
+                        errno.ENOSPC,
+                        f"{self.size >> 20} MiB of arguments do not fit in {folder} "
+                        f"({shutil.disk_usage(folder).free >> 20} MiB free); make room there, or "
+                        "point SKYWARD_BLOB_DIR elsewhere (unset, memory is used)",
+                    ) from None
+                raise
+        self._shared: mmap.mmap | None = None
+        self._written = False
+
+    def write(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy each buffer to its offset."""
+        if not self._written:
+            self._written = True
+            for at, source in pieces:
+                done = 0
+                while done < len(source):
+                    done += os.pwrite(self.descriptor, source[done : done + (64 << 20)], at + done)
+            return
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.shared()))
+        jobs = []
+        for at, source in pieces:
+            address = _address(source)
+            if address is None:
+                self.shared()[at : at + len(source)] = source
+                continue
+            for start in range(0, len(source), 4 * CHUNK):
+                count = min(4 * CHUNK, len(source) - start)
+                jobs.append((base + at + start, address + start, count))
+        list(_pool().map(lambda job: ctypes.memmove(*job), jobs))
+
+    def shared(self) -> mmap.mmap:
+        """The owner's own view of the memory."""
+        self._written = True
+        if self._shared is None:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._shared = mmap.mmap(self.descriptor, self.size, flags=flags)
+        return self._shared
+
+    def close(self) -> None:
+        """Give the memory back once nobody maps it any more."""
+        os.close(self.descriptor)
+        # A live export keeps the mapping; dropping our reference is enough then.
+        with contextlib.suppress(BufferError):
+            if self._shared is not None:
+                self._shared.close()
+        self._shared = None
+
+
+def map_private(
+    descriptor: int, offset: int, length: int, gone: Callable[[], None] | None = None
+) -> memoryview:
+    """A copy-on-write view: reading copies nothing, writing is seen by nobody else."""
+    block = mmap.mmap(
+        descriptor,
+        length,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        offset=offset,
+    )
+    if gone is not None:
+        weakref.finalize(block, gone).atexit = False
+    return memoryview(block)
+
+
+def _address(view: memoryview) -> int | None:
+    if view.readonly:
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def aligned(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Page-aligned offsets for buffers laid one after another, and the space they take."""
+    offsets, at = [], 0
+    for length in lengths:
+        offsets.append(at)
+        at += -(-length // GRANULE) * GRANULE
+    return offsets, at
+
+
+class Arena:
+    """Segments of one owner: reused when free, bounded by a cap on what lies idle."""
+
+    def __init__(self, idle_cap: int, folder: str | None = None) -> None:
+        self._idle_cap = idle_cap
+        self._folder = folder
+        self._free: list[Segment] = []
+        self._lock = threading.Lock()
+
+    def allocate(self, size: int) -> Segment:
+        """A segment of at least that size."""
+        with self._lock:
+            fitting = [s for s in self._free if size <= s.size <= 2 * size + _ROUND]
+            if fitting:
+                best = min(fitting, key=lambda s: s.size)
+                self._free.remove(best)
+                return best
+        return Segment(size, self._folder)
+
+    def recycle(self, segment: Segment) -> None:
+        """Take back a segment that nobody maps any more."""
+        with self._lock:
+            self._free.append(segment)
+            surplus = []
+            while self._free and sum(s.size for s in self._free) > self._idle_cap:
+                surplus.append(self._free.pop(0))
+        for old in surplus:
+            old.close()
+
+    def close(self) -> None:
+        """Close every idle segment."""
+        with self._lock:
+            free, self._free = self._free, []
+        for segment in free:
+            segment.close()
+
+
+def can_share() -> bool:
+    """Whether this platform has anonymous shareable memory."""
+    return hasattr(os, "memfd_create")
+
+
+def machine_memory() -> int:
+    """Bytes of memory in this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

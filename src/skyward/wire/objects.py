@@ -1,0 +1,325 @@
+"""Objects on the wire: cloudpickle with every large buffer beside the pickle, not in it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+from skyward.errors import SerializationError
+from skyward.wire import modules, tensors
+from skyward.wire.tensors import Shelf, StorageBook
+
+_local = threading.local()
+_received_classes: weakref.WeakSet[type] = weakref.WeakSet()
+_SMALL = (int, float, str, bool, type(None), bytes)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """An object as bytes: pickle pieces, then buffers, the last of which are tensor storages."""
+
+    pieces: list[bytes | memoryview]
+    buffers: list[memoryview] = field(default_factory=list)
+    storages: list[tuple[int, int]] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    """Data given to `put` that the object refers to."""
+
+    @property
+    def pickle_length(self) -> int:
+        """Bytes of the pickle itself."""
+        return sum(map(len, self.pieces))
+
+    @property
+    def size(self) -> int:
+        """Bytes altogether."""
+        return self.pickle_length + sum(map(len, self.buffers))
+
+
+class _Pieces:
+    """A file the pickler writes to that keeps large bytes objects as they are, uncopied."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes | memoryview] = []
+
+    def write(self, piece: bytes | memoryview) -> int:
+        self.pieces.append(piece)
+        return len(piece)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, out: _Pieces, own_modules: bool, names: Mapping[int, set[str]]) -> None:
+        self.buffers: list[memoryview] = []
+        self.book: StorageBook | None = None
+        self.handles: list[Any] = []
+        self._own_modules = own_modules
+        self._names = names
+        super().__init__(out, protocol=5, buffer_callback=self._take)
+
+    def _take(self, buffer: pickle.PickleBuffer) -> None:
+        self.buffers.append(buffer.raw())
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is types.FunctionType:
+            if self._own_modules and modules.travels_by_value(obj):
+                return self._dynamic_function_reduce(obj)
+            return super().reducer_override(obj)
+        if isinstance(obj, type):
+            return self._reduce_class(obj)
+        if kind is types.ModuleType and self._own_modules and modules.is_own(obj.__name__):
+            return self._reduce_module(obj)
+        if tensors.is_tensor(obj):
+            if self.book is None:
+                self.book = StorageBook()
+            reduced = tensors.reduce_tensor(obj, self.book)
+            return NotImplemented if reduced is None else reduced
+        if getattr(kind, "__sky_handle__", False):
+            self.handles.append(obj)
+            return _handle, (obj.key,)
+        return NotImplemented
+
+    def _reduce_class(self, kind: type) -> Any:
+        if self._own_modules and modules.is_own(kind.__module__):
+            reduced = internals._dynamic_class_reduce(kind)
+        else:
+            reduced = super().reducer_override(kind)
+        if isinstance(reduced, tuple) and reduced[-1] is internals._class_setstate:
+            # The definition goes along, but the process it came from keeps its own.
+            return (_skeleton, (reduced[0], reduced[1]), *reduced[2:-1], _set_class_state)
+        return reduced
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        wanted = self._names.get(id(module))
+        if wanted is None:
+            wanted = {name for name in vars(module) if not name.startswith("__")}
+        state = {name: vars(module)[name] for name in sorted(wanted)}
+        return _module, (module.__name__,), state, None, None, _set_module_state
+
+
+def encode(
+    value: Any, *, own_modules: bool = False, names: Mapping[int, set[str]] | None = None
+) -> Encoded:
+    """Encode any object; `own_modules` sends the user's modules by value.
+
+    A `Call` is encoded as its arguments. Raises `SerializationError` naming the part that cannot
+    travel and the path to it.
+    """
+    out = _Pieces()
+    pickler = _Pickler(out, own_modules, names or {})
+    try:
+        pickler.dump((value.args, value.kwargs) if isinstance(value, Call) else value)
+    except SerializationError:
+        raise
+    except Exception as problem:
+        path, culprit, cause = _culprit(value, own_modules)
+        raise SerializationError(
+            f"{path or 'the value'} cannot be sent: {_short(culprit)} ({cause or problem}); "
+            "pass plain data instead, or make it inside the function"
+        ) from problem
+    encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles)
+    if pickler.book is not None:
+        views, encoded.storages = pickler.book.buffers()
+        encoded.buffers += views
+    return encoded
+
+
+def decode(
+    data: bytes | bytearray | memoryview,
+    buffers: Sequence[memoryview] = (),
+    storages: Sequence[tuple[int, int]] = (),
+) -> Any:
+    """The object an `Encoded` stands for; only ever called for authenticated peers."""
+    if not buffers:
+        return pickle.loads(data)
+    plain = len(buffers) - len(storages)
+    outer = getattr(_local, "shelf", None)
+    _local.shelf = Shelf(list(buffers[plain:]), list(storages))
+    try:
+        return pickle.loads(data, buffers=buffers[:plain])
+    finally:
+        _local.shelf = outer
+
+
+def current_shelf() -> Shelf:
+    """The storages of the payload being decoded on this thread."""
+    shelf: Shelf | None = getattr(_local, "shelf", None)
+    if shelf is None:
+        raise SerializationError("a tensor's pickle was loaded outside of a Skyward payload")
+    return shelf
+
+
+class handle_source:
+    """While entered, data from `put` is looked up in this mapping on this thread."""
+
+    def __init__(self, lookup: Any) -> None:
+        self._lookup = lookup
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_local, "lookup", None)
+        _local.lookup = self._lookup
+
+    def __exit__(self, *_: object) -> None:
+        _local.lookup = self._outer
+
+
+def _handle(key: bytes) -> Any:
+    lookup = getattr(_local, "lookup", None)
+    if lookup is None:
+        raise SerializationError("a handle from sky.put was used outside of a pool's task")
+    return lookup(key)
+
+
+def _skeleton(make: Any, arguments: tuple[Any, ...]) -> Any:
+    # Both of cloudpickle's constructors take the class's tracking id last but one.
+    known = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
+    if known is not None:
+        return known
+    made = make(*arguments)
+    _received_classes.add(made)
+    return made
+
+
+def _set_class_state(kind: type, state: Any) -> None:
+    if kind in _received_classes:
+        internals._class_setstate(kind, state)
+
+
+def _module(name: str) -> types.ModuleType:
+    return types.ModuleType(name)
+
+
+def _set_module_state(module: types.ModuleType, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+
+
+def _culprit(value: Any, own_modules: bool) -> tuple[str, Any, BaseException | None]:
+    """Descend into the part that fails until nothing smaller does; its path, itself, the cause."""
+    steps: list[str] = []
+    cause = _failure(value, own_modules)
+    seen: set[int] = set()
+    while id(value) not in seen and len(seen) < 64:
+        seen.add(id(value))
+        for step, part in _parts(value):
+            if isinstance(part, _SMALL):
+                continue
+            failure = _failure(part, own_modules)
+            if failure is not None:
+                steps.append(step)
+                value, cause = part, failure
+                break
+        else:
+            break
+    path = (steps[0] if steps else "").strip()
+    if len(steps) > 1:
+        path += " at " + "".join(steps[1:])
+    return path, value, cause
+
+
+def _failure(value: Any, own_modules: bool) -> BaseException | None:
+    try:
+        encoded = (value.args, value.kwargs) if isinstance(value, Call) else value
+        _Pickler(_Pieces(), own_modules, {}).dump(encoded)
+    except Exception as problem:
+        return problem
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Call):
+        yield from (
+            (f"argument {name!r} of {value.function}", part) for name, part in value.named()
+        )
+    elif isinstance(value, Mapping):
+        for key, part in list(value.items()):
+            yield f"[{_short(key)}]", part
+            yield f" key {_short(key)}", key
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        yield from _function_parts(value)
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+    else:
+        yield from _state_parts(value)
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    name = function.__qualname__
+    for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f" closure variable {free!r} of {name}", cell.cell_contents
+        except ValueError:
+            continue
+    for used in internals._extract_code_globals(function.__code__):
+        if used in function.__globals__:
+            yield f" global {used!r} used by {name}", function.__globals__[used]
+    for index, default in enumerate(function.__defaults__ or ()):
+        yield f" default {index} of {name}", default
+
+
+def _state_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        state = value.__reduce_ex__(5)
+    except Exception:
+        state = None
+    if isinstance(state, tuple) and len(state) > 2 and isinstance(state[2], dict):
+        yield from ((f".{name}", part) for name, part in state[2].items())
+    elif hasattr(value, "__dict__"):
+        yield from ((f".{name}", part) for name, part in list(vars(value).items()))
+
+
+@dataclass(slots=True)
+class Call:
+    """A call's arguments, kept with the names needed to speak of them."""
+
+    function: str
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Every argument with the name a user would call it by."""
+        for index, value in enumerate(self.args):
+            yield self.names[index] if index < len(self.names) else f"*args[{index}]", value
+        yield from self.kwargs.items()
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(slots=True)
+class StreamRef:
+    """Stands for an argument that travels item by item."""
+
+    index: int
+
+
+@dataclass(slots=True)
+class PortableException:
+    """An exception with the ones it came from, which pickle alone would leave behind."""
+
+    problem: Exception
+    chain: dict[str, PortableException]
+    suppress_context: bool
+
+    def rebuild(self) -> Exception:
+        """The exception, its chain restored."""
+        for link, other in self.chain.items():
+            setattr(self.problem, link, other.rebuild())
+        self.problem.__suppress_context__ = self.suppress_context
+        return self.problem

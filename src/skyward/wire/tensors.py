@@ -1,0 +1,198 @@
+"""Tensors on the wire: dtype, shape, strides and the raw storage, free of torch's own pickle format.
+
+A storage shared by several tensors travels once, and only the part of it that they cover.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Reduced = tuple[Any, ...]
+
+
+class StorageBook:
+    """The storages met while one object is encoded, and how much of each is needed."""
+
+    def __init__(self) -> None:
+        self.refs: list[StorageRef] = []
+        self._by_id: dict[int, StorageRef] = {}
+
+    def reference(self, storage: torch.UntypedStorage) -> StorageRef:
+        """The one reference that stands for this storage."""
+        ref = self._by_id.get(storage._cdata)
+        if ref is None:
+            ref = StorageRef(len(self.refs), storage)
+            self._by_id[storage._cdata] = ref
+            self.refs.append(ref)
+        return ref
+
+    def buffers(self) -> tuple[list[memoryview], list[tuple[int, int]]]:
+        """The bytes to send, and for each its (first byte, size of the whole storage)."""
+        views, places = [], []
+        for ref in self.refs:
+            first, last = (ref.first, ref.last) if ref.last else (0, 0)
+            views.append(_bytes_of(ref.storage, first, last))
+            places.append((first, ref.storage.nbytes()))
+        return views, places
+
+
+class StorageRef:
+    """Stands for a storage inside the pickle; its bytes travel beside it."""
+
+    def __init__(self, index: int, storage: torch.UntypedStorage) -> None:
+        self.index = index
+        self.storage = storage
+        self.first = storage.nbytes()
+        self.last = 0
+
+    def cover(self, tensor: torch.Tensor) -> None:
+        """Widen the part that travels so that it holds this tensor's elements."""
+        if not tensor.numel():
+            return
+        size = tensor.element_size()
+        reach = sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+        )
+        start = tensor.storage_offset() * size
+        # Aligned, so that the receiver's tensors are too.
+        self.first = min(self.first, start - start % 64)
+        self.last = max(self.last, start + (reach + 1) * size)
+
+    def __reduce__(self) -> Reduced:
+        device = self.storage.device
+        return _storage, (self.index, str(device) if device.type != "cpu" else "")
+
+
+def _bytes_of(storage: torch.UntypedStorage, first: int, last: int) -> memoryview:
+    import torch
+
+    if last <= first:
+        return memoryview(b"")
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[first:last]
+    return memoryview(flat.cpu().numpy()) if _has_numpy() else _raw_view(flat.cpu())
+
+
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _raw_view(flat: torch.Tensor) -> memoryview:
+    import ctypes
+
+    block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
+    return memoryview(block).cast("B")
+
+
+def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
+    """How a plain dense tensor or parameter is rebuilt; None leaves it to torch's own way."""
+    import torch
+
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return None
+    if tensor.device.type not in ("cpu", "cuda", "mps") or isinstance(
+        tensor, torch._subclasses.FakeTensor
+    ):
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    ref = book.reference(plain.untyped_storage())
+    ref.cover(plain)
+    dtype = str(plain.dtype).removeprefix("torch.")
+    attributes = dict(tensor.__dict__)
+    return _tensor, (
+        ref,
+        dtype,
+        plain.storage_offset(),
+        tuple(plain.shape),
+        plain.stride(),
+        tensor.requires_grad,
+        kind is torch.nn.Parameter,
+        attributes or None,
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether the value is a torch tensor, without importing torch to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "Tensor") and isinstance(value, torch.Tensor)
+
+
+class Shelf:
+    """The received storages of one payload, rebuilt as its tensors ask for them."""
+
+    def __init__(self, buffers: list[memoryview], places: list[tuple[int, int]]) -> None:
+        self._buffers = buffers
+        self._places = places
+
+    def storage(self, index: int, device: str) -> tuple[torch.UntypedStorage, int]:
+        """The storage and the first byte of the original that it holds."""
+        import torch
+
+        buffer = self._buffers[index]
+        first, _ = self._places[index]
+        if not len(buffer):
+            flat = torch.empty(0, dtype=torch.uint8)
+        else:
+            flat = torch.frombuffer(buffer, dtype=torch.uint8)
+        if device and _available(device):
+            flat = flat.to(device)
+        return flat.untyped_storage(), first
+
+
+def _available(device: str) -> bool:
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        return torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count()
+    return kind == "mps" and torch.backends.mps.is_available()
+
+
+def _storage(index: int, device: str) -> tuple[torch.UntypedStorage, int]:
+    from skyward.wire.objects import current_shelf
+
+    return current_shelf().storage(index, device)
+
+
+def _tensor(
+    held: tuple[torch.UntypedStorage, int],
+    dtype: str,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    requires_grad: bool,
+    is_parameter: bool,
+    attributes: dict[str, Any] | None,
+) -> torch.Tensor:
+    import torch
+
+    storage, first = held
+    kind = getattr(torch, dtype)
+    if 0 in shape:
+        tensor = torch.empty(0, dtype=kind, device=storage.device).set_(storage, 0, shape, strides)
+    else:
+        tensor = torch.empty(0, dtype=kind, device=storage.device).set_(
+            storage, offset - first // kind.itemsize, shape, strides
+        )
+    if is_parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    elif requires_grad:
+        tensor.requires_grad_()
+    if attributes:
+        tensor.__dict__.update(attributes)
+    return tensor

@@ -1,0 +1,375 @@
+"""The agent: one process a node that starts executors, watches them, and ends when its client is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import psutil
+
+from skyward import context
+from skyward.errors import ProtocolError
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.identity import Credentials, Listener
+from skyward.wire.messages import (
+    ExecutorDown,
+    ExecutorUp,
+    Hello,
+    Kill,
+    Message,
+    Ping,
+    Shutdown,
+    Topology,
+    Written,
+)
+from skyward.worker.config import AgentConfig, ExecutorConfig
+from skyward.worker.output import PIPE_SIZE, LineCutter
+
+LOOK_SECONDS = 0.25
+STOPPED_SECONDS = 1.0
+"""How long an executor may be stopped by a signal before it counts as dead."""
+HOPELESS_STARTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One executor process and the pipes to it."""
+
+    worker: int
+    slot: int
+    process: subprocess.Popen[bytes]
+    outputs: dict[str, int]
+    lifeline: int
+    announced: bool = False
+    end_reason: str = ""
+    stopped_since: float | None = None
+    full_since: dict[str, float] = field(default_factory=dict)
+
+
+class Agent:
+    """Supervises the executors of one node for one client."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._children: dict[tuple[int, int], Child] = {}
+        self._lock = threading.RLock()
+        self._channel: Channel | None = None
+        self._connected = threading.Event()
+        self._unsent: list[Message] = []
+        self._heard = time.monotonic()
+        self._ending = False
+        # Only the main thread starts executors: the kernel ends them with the *thread* that did.
+        self._vacant: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._compute_pool = list(config.compute_pool)
+        self._failed_starts: dict[tuple[int, int], int] = {}
+        self._oom_kills = _oom_kills()
+        credentials = Credentials(*config.credentials) if config.credentials else None
+        where = (
+            f"unix:{config.folder}/agent.sock"
+            if config.address == "unix"
+            else f"tcp:{config.address}:0"
+        )
+        self._listener = Listener(where, config.pool, credentials, self._accept)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the client connects."""
+        return self._listener.endpoint
+
+    def serve(self) -> None:
+        """Start the executors and watch over them until it is time to end."""
+        for worker in range(self._config.workers):
+            for slot in range(1 if self._config.threads else self._config.slots):
+                self._start(worker, slot)
+        while not self._ending:
+            with contextlib.suppress(queue.Empty):
+                place = self._vacant.get(timeout=LOOK_SECONDS)
+                if place is not None and not self._ending:
+                    self._start(*place)
+            self._look_at_client()
+            self._look_at_children()
+        self._close()
+
+    def end(self) -> None:
+        """Make `serve` kill the executors and return; safe in a signal handler."""
+        self._ending = True
+        self._vacant.put(None)
+
+    # The client.
+
+    def _accept(self, channel: Channel, hello: Hello) -> None:
+        with self._lock:
+            old, self._channel = self._channel, channel
+            self._heard = time.monotonic()
+            waiting, self._unsent = self._unsent, []
+            for message in waiting:
+                channel.send(message)
+        if old is not None:
+            old.close()
+        try:
+            while True:
+                frame = channel.receive()
+                self._heard = time.monotonic()
+                self._handle(messages.decode(frame.kind, frame.meta))
+        except (EOFError, OSError, ProtocolError):
+            channel.close()
+            with self._lock:
+                if self._channel is channel:
+                    self._channel = None
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Ping():
+                self._tell(message)
+            case Kill():
+                self._kill(message.worker, message.slot, message.pid, message.reason)
+            case Topology():
+                self._compute_pool[message.worker] = message.compute_pool
+            case Shutdown():
+                self.end()
+            case _:
+                raise ProtocolError(f"a client does not send {type(message).__name__} here")
+
+    def _tell(self, message: Message) -> None:
+        with self._lock:
+            if self._channel is None:
+                self._unsent.append(message)
+                return
+            channel = self._channel
+        with contextlib.suppress(OSError):
+            channel.send(message)
+
+    def _look_at_client(self) -> None:
+        """The dead-man's switch."""
+        silent = time.monotonic() - self._heard
+        if silent > self._config.orphan_timeout:
+            self.end()
+        pid = self._config.client_pid
+        if pid and self._channel is None and not psutil.pid_exists(pid):
+            self.end()
+
+    # The executors.
+
+    def _start(self, worker: int, slot: int) -> None:
+        status_read, status_write = os.pipe()
+        lifeline_read, lifeline_write = os.pipe()
+        pipes = {name: os.pipe() for name in ("stdout", "stderr")}
+        config = self._config
+        where = (
+            f"unix:{config.folder}/{worker}.{slot}.{time.monotonic_ns() % 10**9}"
+            if config.address == "unix"
+            else f"tcp:{config.address}:0"
+        )
+        told = ExecutorConfig(
+            pool=config.pool,
+            node=config.node,
+            worker=worker,
+            slot=slot,
+            where=where,
+            threads=config.slots if config.threads else 0,
+            search_path=config.search_path,
+            credentials=config.credentials,
+            blob_cap=config.blob_cap,
+            status=status_write,
+            lifeline=lifeline_read,
+            output=(pipes["stdout"][0], pipes["stderr"][0]),
+        )
+        environment = {**os.environ, **config.env, context.VARIABLE: self._compute_pool[worker]}
+        if config.visible[worker]:
+            environment["CUDA_VISIBLE_DEVICES"] = config.visible[worker]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "skyward.worker.executor"],
+                stdin=subprocess.PIPE,
+                stdout=pipes["stdout"][1],
+                stderr=pipes["stderr"][1],
+                pass_fds=(status_write, lifeline_read, *told.output),
+                env=environment,
+                cwd=config.working_directory,
+                start_new_session=True,
+            )
+        finally:
+            for end in (status_write, lifeline_read, pipes["stdout"][1], pipes["stderr"][1]):
+                os.close(end)
+        outputs = {name: ends[0] for name, ends in pipes.items()}
+        child = Child(worker, slot, process, outputs, lifeline_write)
+        with self._lock:
+            self._children[worker, slot] = child
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(told))
+            process.stdin.close()
+        threading.Thread(
+            target=self._follow, args=(child, status_read), name="skyward-child", daemon=True
+        ).start()
+
+    def _follow(self, child: Child, status: int) -> None:
+        """Announce an executor when it is ready, report it when it ends, replace it."""
+        with os.fdopen(status, "rb") as announcements:
+            line = announcements.readline()
+        if line:
+            child.announced = True
+            self._failed_starts.pop((child.worker, child.slot), None)
+            endpoint = str(msgspec.json.decode(line)["endpoint"])
+            self._tell(ExecutorUp(child.worker, child.slot, child.process.pid, endpoint))
+        code = child.process.wait()
+        _kill_group(child.process.pid)
+        last_words = self._last_words(child)
+        os.close(child.lifeline)
+        for end in child.outputs.values():
+            os.close(end)
+        if self._ending:
+            return
+        reason = child.end_reason or self._why(code)
+        place = (child.worker, child.slot)
+        if not child.announced:
+            reason = f"it did not start: {reason}\n{last_words}".rstrip()
+            self._failed_starts[place] = self._failed_starts.get(place, 0) + 1
+        restarting = self._failed_starts.get(place, 0) < HOPELESS_STARTS
+        self._tell(ExecutorDown(child.worker, child.slot, child.process.pid, reason, restarting))
+        if restarting:
+            self._vacant.put(place)
+
+    def _why(self, code: int) -> str:
+        if code >= 0:
+            return f"its process ended with exit status {code} (os._exit, or an exit in C code)"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = {
+            signal.SIGSEGV: "a segmentation fault in C code",
+            signal.SIGABRT: "an abort in C code",
+            signal.SIGBUS: "a bus error: memory behind a file was gone",
+            signal.SIGKILL: "killed from outside",
+        }.get(-code, "")
+        if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
+            self._oom_kills = _oom_kills()
+            hint = "the machine ran out of memory; use less, or ask for more with memory_gb"
+        return f"its process was killed by {name}" + (f" ({hint})" if hint else "")
+
+    def _last_words(self, child: Child) -> str:
+        """What the dead process wrote and nobody read."""
+        everything = ""
+        for name, end in child.outputs.items():
+            cutter, text = LineCutter(), ""
+            os.set_blocking(end, False)
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(end, PIPE_SIZE):
+                    text += cutter.feed(data)[0]
+            text += cutter.finish()
+            if text and child.announced:
+                self._tell(Written(0, name, text, False))
+            everything += text
+        return everything
+
+    def _kill(self, worker: int, slot: int, pid: int, reason: str) -> None:
+        with self._lock:
+            child = self._children.get((worker, slot))
+            if child is None or child.process.pid != pid or child.process.poll() is not None:
+                return
+            child.end_reason = child.end_reason or reason
+        _kill_group(pid)
+
+    def _look_at_children(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
+            if child.process.poll() is not None:
+                continue
+            if _is_stopped(child.process.pid):
+                child.stopped_since = child.stopped_since or now
+                if now - child.stopped_since >= STOPPED_SECONDS:
+                    reason = "its process was stopped by a signal (SIGSTOP) and did not answer"
+                    self._kill(child.worker, child.slot, child.process.pid, reason)
+            else:
+                child.stopped_since = None
+            self._relieve(child, now)
+
+    def _relieve(self, child: Child, now: float) -> None:
+        """Empty an output pipe that stays full: its process may hold the lock its reader needs."""
+        for name, end in child.outputs.items():
+            try:
+                waiting = _readable_bytes(end)
+            except OSError:
+                continue
+            if waiting < PIPE_SIZE // 16 or not child.announced:
+                child.full_since.pop(name, None)
+                continue
+            since = child.full_since.setdefault(name, now)
+            if now - since >= 2 * LOOK_SECONDS:
+                with contextlib.suppress(BlockingIOError):
+                    text = os.read(end, waiting).decode("utf-8", "replace")
+                    self._tell(Written(0, name, text, False))
+
+    def _close(self) -> None:
+        self._listener.close()
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
+            _kill_group(child.process.pid)
+        for child in children:
+            child.process.wait()
+        with self._lock:
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _readable_bytes(end: int) -> int:
+    import array
+    import fcntl
+    import termios
+
+    count = array.array("i", [0])
+    fcntl.ioctl(end, termios.FIONREAD, count)
+    return count[0]
+
+
+def _oom_kills() -> int:
+    """How often the kernel's memory killer has struck on this machine."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as lines:
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def main() -> None:
+    """Read the configuration, announce the endpoint, serve."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=AgentConfig)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    agent = Agent(config)
+    signal.signal(signal.SIGTERM, lambda *_: agent.end())
+    print(msgspec.json.encode({"endpoint": agent.endpoint}).decode(), flush=True)
+    log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 1)
+    agent.serve()
+
+
+if __name__ == "__main__":
+    main()

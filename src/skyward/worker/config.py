@@ -1,0 +1,53 @@
+"""What an agent and its executors are told when they start."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class AgentConfig(msgspec.Struct):
+    """Everything a node needs to know, sent to the agent on its standard input."""
+
+    pool: str
+    node: int
+    address: str
+    """Where this node listens: "unix" or a host name or address for TCP."""
+    folder: str
+    """A private directory for sockets and logs."""
+    workers: int
+    slots: int
+    """Processes per worker, or threads in its one process."""
+    threads: bool
+    compute_pool: list[str]
+    """The COMPUTE_POOL value of each worker."""
+    visible: list[str]
+    """CUDA_VISIBLE_DEVICES of each worker, empty to leave it alone."""
+    env: dict[str, str]
+    search_path: list[str]
+    working_directory: str
+    orphan_timeout: float
+    client_pid: int
+    """The client's process when it is on this host, else 0."""
+    credentials: tuple[str, str, str] | None
+    blob_cap: int
+
+
+class ExecutorConfig(msgspec.Struct):
+    """Everything one executor process needs to know, sent on its standard input."""
+
+    pool: str
+    node: int
+    worker: int
+    slot: int
+    where: str
+    threads: int
+    """Tasks run at once, each on its own thread; 0 runs one at a time on the main thread."""
+    search_path: list[str]
+    credentials: tuple[str, str, str] | None
+    blob_cap: int
+    status: int
+    """Descriptor to announce the endpoint on."""
+    lifeline: int
+    """Descriptor that reaches its end when the agent is gone."""
+    output: tuple[int, int]
+    """Read ends of this process's own stdout and stderr."""

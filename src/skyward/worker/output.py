@@ -1,0 +1,240 @@
+"""Output capture: what a task writes, from Python or C, cut into lines and sent on as it happens.
+
+File descriptors 1 and 2 are pipes that this process both fills and drains. The agent holds their read
+ends too, so the last words of a process that dies are not lost.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from skyward import context
+from skyward.context import Route, RoutedStream
+
+PIPE_SIZE = 1 << 20
+BAR_SECONDS = 0.1
+
+Emit = Callable[[int, str, str, bool], None]
+"""task, stream, text, transient"""
+
+current_task: ContextVar[int] = ContextVar("skyward_task", default=0)
+
+
+class LineCutter:
+    """Cuts a byte stream into whole lines and, seldom enough to be useful, progress-bar states."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._last_bar = 0.0
+
+    def feed(self, data: bytes) -> tuple[str, str]:
+        """Whole lines (newlines included) and the bar state to show now, either may be empty."""
+        text = self._rest + self._decoder.decode(data)
+        lines, _, self._rest = text.rpartition("\n")
+        if lines or text.startswith("\n"):
+            lines = "\n".join(_visible(line) for line in lines.split("\n")) + "\n"
+        bar = ""
+        if "\r" in self._rest:
+            done, _, ahead = self._rest.rpartition("\r")
+            state = ahead or _visible(done)
+            now = time.monotonic()
+            if state and now - self._last_bar >= BAR_SECONDS:
+                self._last_bar, bar = now, state
+            self._rest = state if not ahead else "\r" + ahead
+            if not ahead:
+                self._rest += "\r"
+        return lines, bar
+
+    def finish(self) -> str:
+        """What is left without a newline, as a line of its own."""
+        rest = _visible(self._rest + self._decoder.decode(b"", True))
+        self._decoder.reset()
+        self._rest = ""
+        return rest + "\n" if rest else ""
+
+
+def _visible(line: str) -> str:
+    """What a terminal would show of a line with carriage returns in it."""
+    parts = [part for part in line.split("\r") if part]
+    return parts[-1] if parts else ""
+
+
+class ProcessCapture:
+    """Captures everything a process writes, for an executor that runs one task at a time."""
+
+    def __init__(self, read_ends: tuple[int, int], emit: Emit) -> None:
+        self._emit = emit
+        self._reads = dict(zip(("stdout", "stderr"), read_ends, strict=True))
+        self._cutters = {name: LineCutter() for name in self._reads}
+        self._lock = threading.RLock()
+        self._task = 0
+        self._muted: frozenset[str] = frozenset()
+        self._libc = ctypes.CDLL(None)
+        self._pipes = {"stdout": os.dup(1), "stderr": os.dup(2)}
+        self._nowhere = os.open(os.devnull, os.O_WRONLY)
+        for end in read_ends:
+            os.set_blocking(end, False)
+            with contextlib.suppress(OSError, AttributeError):
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            raw = open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, TaskStream(name, raw.write, raw.flush, number))
+        context.install_capture(self)
+        threading.Thread(target=self._drain_forever, name="skyward-output", daemon=True).start()
+
+    def begin(self, task: int) -> None:
+        """From here on, output belongs to this task."""
+        with self._lock:
+            self._task = task
+
+    def end(self) -> None:
+        """Send all that the task has written, so that it arrives before its result."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        self._libc.fflush(None)
+        with self._lock:
+            for name in self._reads:
+                self._drain(name)
+                rest = self._cutters[name].finish()
+                if rest:
+                    self._emit(self._task, name, rest, False)
+            self._task = 0
+
+    def reroute(self, way: Route) -> None:
+        """Silence at the descriptor, so that C code and subprocesses are silent too."""
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            muted = name in way.muted
+            if muted == (name in self._muted):
+                continue
+            getattr(sys, name).flush()
+            self._libc.fflush(None)
+            os.dup2(self._nowhere if muted else self._pipes[name], number)
+        self._muted = way.muted
+
+    def _drain_forever(self) -> None:
+        poll = select.poll()
+        names = {end: name for name, end in self._reads.items()}
+        for end in names:
+            poll.register(end, select.POLLIN)
+        while True:
+            for end, _ in poll.poll():
+                with self._lock:
+                    self._drain(names[end])
+
+    def _drain(self, name: str) -> None:
+        while True:
+            try:
+                data = os.read(self._reads[name], 65536)
+            except (BlockingIOError, InterruptedError):
+                return
+            if not data:
+                return
+            lines, bar = self._cutters[name].feed(data)
+            if lines:
+                self._emit(self._task, name, lines, False)
+            if bar:
+                self._emit(self._task, name, bar, True)
+
+
+class ThreadCapture:
+    """Tells tasks on different threads of one process apart; C-level output goes to the node."""
+
+    def __init__(self, read_ends: tuple[int, int], emit: Emit) -> None:
+        self._process = ProcessCapture(read_ends, emit)
+        self._emit = emit
+        self._cutters: dict[tuple[int, str], LineCutter] = {}
+        self._lock = threading.Lock()
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            setattr(sys, name, TaskStream(name, self._writer(name, stream), stream.flush, 1))
+        context.install_capture(self)
+
+    def _writer(self, name: str, behind: Any) -> Callable[[str], int]:
+        def write(text: str) -> int:
+            task = current_task.get()
+            if not task:
+                return int(behind.write(text))
+            with self._lock:
+                cutter = self._cutters.setdefault((task, name), LineCutter())
+                lines, bar = cutter.feed(text.encode("utf-8", "replace"))
+            if lines:
+                self._emit(task, name, lines, False)
+            if bar:
+                self._emit(task, name, bar, True)
+            return len(text)
+
+        return write
+
+    def begin(self, task: int) -> None:
+        """Nothing to do: the context says which task writes."""
+
+    def end(self) -> None:
+        """Send the current task's unfinished lines."""
+        for name in ("stdout", "stderr"):
+            with self._lock:
+                cutter = self._cutters.pop((current_task.get(), name), None)
+            rest = cutter.finish() if cutter else ""
+            if rest:
+                self._emit(current_task.get(), name, rest, False)
+
+    def reroute(self, way: Route) -> None:
+        """Nothing to do: each write looks at its own context."""
+
+
+class TaskStream(RoutedStream):
+    """sys.stdout or sys.stderr of an executor."""
+
+    def __init__(
+        self, name: str, write: Callable[[str], int], flush: Callable[[], None], number: int
+    ) -> None:
+        super().__init__(name)
+        self._write = write
+        self._flush = flush
+        self._number = number
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    @property
+    def buffer(self) -> Any:
+        """The stream's bytes, for code that writes them directly."""
+        return _Bytes(self)
+
+    def pass_on(self, text: str) -> int:
+        return self._write(text)
+
+    def flush(self) -> None:
+        self._flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._number
+
+
+class _Bytes(io.RawIOBase):
+    def __init__(self, stream: TaskStream) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "replace"))
+        return len(data)

@@ -1,0 +1,82 @@
+"""A worker's ends of streams: arguments that arrive item by item, results that leave likewise."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+from skyward.wire import objects
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Credit
+
+WINDOW = 16
+"""Items a sender may be ahead of its receiver."""
+
+
+class InputStream:
+    """An iterator over items the client sends; asks for more before it runs dry."""
+
+    def __init__(self, task: int, index: int, channel: Channel) -> None:
+        self._task, self._index, self._channel = task, index, channel
+        self._items: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        self._owed = 0
+        self._done = False
+
+    def put(self, pieces: Any) -> None:
+        """An item arrived."""
+        self._items.put((True, pieces))
+
+    def finish(self, problem: Any) -> None:
+        """The client's iterator ended, or raised the given exception."""
+        self._items.put((False, problem))
+
+    def __iter__(self) -> InputStream:
+        return self
+
+    def __next__(self) -> Any:
+        if self._done:
+            raise StopIteration
+        if self._owed <= WINDOW // 2:
+            self._channel.send(Credit(self._task, self._index, WINDOW - self._owed))
+            self._owed = WINDOW
+        more, pieces = self._items.get()
+        if more:
+            self._owed -= 1
+            return objects.decode(*pieces)
+        self._done = True
+        if pieces is None:
+            raise StopIteration
+        raise objects.decode(*pieces).rebuild()
+
+
+class OutputStream:
+    """The client's permission to send items of a task's own iterator."""
+
+    def __init__(self) -> None:
+        self._credit = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def grant(self, count: int) -> None:
+        """The client took items, or (-1) wants no more."""
+        if count < 0:
+            self.close()
+            return
+        with self._changed:
+            self._credit += count
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nobody wants the rest."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def take(self) -> bool:
+        """Wait until an item may be sent; False when nobody wants it."""
+        with self._changed:
+            while not self._credit and not self._closed:
+                self._changed.wait()
+            self._credit -= 1
+            return not self._closed

@@ -1,0 +1,100 @@
+"""Every example runs as a user would run it, and prints what its docstring promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+# What a reader of the output should find, as regular expressions, in any order.
+TELLING = {
+    "hello": [
+        r"Hello, here, from process \d+!",
+        r"greeting there",
+        r"Hello, there, from process \d+!",
+        r"Hello, anywhere, from process \d+!",
+    ],
+    "parallel": [
+        r"& +: 168 primes below 1,000, longest word 'horizon'",
+        r"gather : \[303, 247, 233, 224, 222\], 1229 primes below 10,000",
+        r"stream : 1229 primes",
+        r"map +: \[303, 247, 233, 224, 222\]",
+        r"futures: 5 done, 1229 primes",
+    ],
+    "broadcast": [
+        r"3 nodes are up, the head is node 0",
+        r"rank 0 of 3 is a head named ada\n"
+        r"rank 1 of 3 is a member named grace\n"
+        r"rank 2 of 3 is a member named edsger\n",
+        r"asked for node 2, ran on node 2",
+        r"asked for the head, ran on node 0",
+    ],
+    "sharding": [
+        r"points per node: \[3334, 3333, 3333\]",
+        r"fitted y = 3\.00 x \+ 0\.50",
+    ],
+    "streaming": [
+        r"out +: \[0, 1, 4, 9, 16, 25\]",
+        r"squares: closed by the caller",
+        r"in +: 4\.5",
+        r"through: \[0\.0, 7\.0, 7\.0, 7\.0, 8\.0, 8\.0\]",
+    ],
+    "async_pool": [
+        r"one +: 49",
+        r"many +: \[0, 1, 4, 9\]",
+        r"loop +: kept running meanwhile",
+        r"timeout: gave up",
+        r"sync +: 9",
+    ],
+    "model_roundtrip": [
+        r"Model: 235,146 parameters",
+        r"test samples : 1,000",
+        r"epoch +1/\d+: loss=",
+        r"Round trip: \d+\.\d% -> 9[2-9]\.\d% \(MNISTClassifier\)",
+    ],
+}
+
+
+def run(script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_example_runs_and_shows_what_it_promises(name: str) -> None:
+    """Slow: starts a pool in a new process; the model round trip also trains for some seconds."""
+    done = run(EXAMPLES / f"{name}.py")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    missing = [line for line in TELLING[name] if not re.search(line, shown)]
+    assert not missing, f"not in the output of {name}.py: {missing}\n{shown}"
+    assert "Traceback" not in done.stderr
+
+
+def test_output_of_other_nodes_is_dropped_when_only_the_head_prints() -> None:
+    done = run(EXAMPLES / "broadcast.py")
+
+    assert len(re.findall("nodes are up", done.stdout + done.stderr)) == 1
+
+
+def test_every_example_is_expected_to_show_something() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TELLING.keys()
+
+
+def test_the_readme_runs_up_to_what_is_still_coming(tmp_path: Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    landed, _, _ = readme.partition("(coming)")
+    blocks = re.findall(r"```python\n(.*?)```", landed, flags=re.DOTALL)
+    assert len(blocks) >= 2
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join([*blocks, "assert n == 4", "assert len(means) == 4"]))
+
+    done = run(script)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 nodes, 250 values each" in done.stdout + done.stderr

@@ -1,0 +1,148 @@
+"""What `import skyward` offers, and what it costs; a change of either is made here on purpose."""
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import skyward as sky
+
+PUBLIC = [
+    # what to run
+    "function",
+    "Function",
+    "Pending",
+    "Group",
+    "gather",
+    "Gather",
+    "put",
+    "Handle",
+    "Future",
+    # where to run it
+    "Compute",
+    "Stats",
+    "NodeView",
+    "Local",
+    "Image",
+    "PipIndex",
+    "Nodes",
+    "Worker",
+    "Options",
+    "Volume",
+    "accelerators",
+    # what a function sees on its node
+    "instance_info",
+    "InstanceInfo",
+    "Peer",
+    "shard",
+    "stdout",
+    "stderr",
+    "silent",
+    "redirect_output",
+    "Output",
+    # what can go wrong
+    "SkywardError",
+    "ConfigurationError",
+    "ImageError",
+    "SerializationError",
+    "BlobStoreFullError",
+    "PoolError",
+    "PoolStartError",
+    "PoolClosedError",
+    "VersionMismatchError",
+    "AuthenticationError",
+    "ProtocolError",
+    "TaskError",
+    "TaskTimeoutError",
+    "TaskCancelledError",
+    "WorkerDiedError",
+    "NodeLostError",
+    "RemoteError",
+    "BroadcastError",
+    "Outcome",
+]
+
+ERRORS = [name for name in PUBLIC if name.endswith("Error")]
+
+
+def test_the_public_surface_is_exactly_this() -> None:
+    assert sorted(sky.__all__) == sorted(PUBLIC)
+
+
+def test_no_public_name_is_listed_twice() -> None:
+    assert len(sky.__all__) == len(set(sky.__all__))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    value = getattr(sky, name)
+
+    if inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, ModuleType):
+        own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        assert own, f"skyward.{name} has no docstring"
+        # dataclasses and structs fill a missing docstring with their signature
+        assert not own.startswith(f"{name}("), f"skyward.{name} has a generated docstring"
+
+
+def test_dir_lists_the_public_surface() -> None:
+    assert set(PUBLIC) <= set(dir(sky))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_has_the_one_root(name: str) -> None:
+    assert issubclass(getattr(sky, name), sky.SkywardError)
+
+
+def test_public_classes_say_they_live_in_skyward() -> None:
+    for name in PUBLIC:
+        value = getattr(sky, name)
+        if inspect.isclass(value):
+            assert value.__module__.split(".")[0] == "skyward", name
+
+
+def test_no_public_name_is_hidden_by_a_submodule() -> None:
+    """Importing `skyward.x` binds `x` in the package, over a lazily loaded `skyward.x`."""
+    submodules = {module.name for module in pkgutil.iter_modules(sky.__path__)}
+
+    hidden = {name for name in PUBLIC if name in submodules}
+
+    assert {name for name in hidden if not isinstance(getattr(sky, name), ModuleType)} == set()
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        sky.no_such_name
+
+
+@pytest.mark.parametrize("module", ["torch", "numpy", "rich", "cryptography", "pandas"])
+def test_import_skyward_does_not_import(module: str) -> None:
+    """A pool of numpy functions never pays for torch, and `sky --help` for neither."""
+    code = f"import sys, skyward; sys.exit({module!r} in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr or f"import skyward imports {module}"
+
+
+def test_describing_a_call_does_not_import_torch() -> None:
+    code = (
+        "import sys, skyward as sky\n"
+        "@sky.function\n"
+        "def double(x): return 2 * x\n"
+        "pending = double(3)\n"
+        "assert double.local(3) == 6\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr or "describing a call imports torch"
+
+
+def test_the_package_declares_its_types() -> None:
+    from importlib.resources import files
+
+    assert files("skyward").joinpath("py.typed").is_file()
