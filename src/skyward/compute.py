@@ -12,11 +12,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
@@ -26,7 +26,7 @@ from skyward.functions import Function, Pending
 from skyward.future import Future
 from skyward.pool.node import NodeView
 from skyward.pool.pool import Pool, PoolSpec
-from skyward.pool.task import Task
+from skyward.pool.task import Failed, Task
 from skyward.providers import Provider, Wish
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
@@ -280,11 +280,17 @@ class Compute:
         """
         pool = self._open_pool
         tasks: list[Task] = []
+        crowd = _Crowd()
         try:
             for pending in pendings:
-                task = pool.prepare(pending, keep=True)
+                task = pool.prepare(functions._checked(pending), keep=True)
+                task.on_done = crowd.left
+                crowd.joined()
                 tasks.append(task)
                 pool.submit(task)
+            failed = crowd.wait()
+            if failed is not None:
+                self._result(failed)
             return [self._result(task) for task in tasks]
         except BaseException:
             for task in tasks:
@@ -299,14 +305,24 @@ class Compute:
         """
         return self._flow(iter(pendings), ordered, ahead=None)
 
-    def map(self, fn: Callable[..., Any], *iterables: Any, ordered: bool = True) -> Iterator[Any]:
+    @overload
+    def map(
+        self, fn: Function[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self, fn: Callable[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[T]: ...
+    def map(
+        self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[Any]:
         """One call per item, only so many ahead of the consumer.
 
         >>> for score in compute.map(evaluate, range(1000)): ...
         """
         if not iterables:
             raise ConfigurationError("map: give at least one iterable")
-        call = fn if isinstance(fn, Function) else Function(fn)
+        call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
         pool = self._open_pool
         pendings = (call(*items) for items in zip(*iterables, strict=False))
         return self._flow(pendings, ordered, ahead=4 * pool.slots() + 16)
@@ -387,6 +403,37 @@ class Compute:
         return f"<sky.Compute {self.name}: {state}>"
 
 
+class _Crowd:
+    """Tasks waited for together: until all have left, or the first one failed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 1  # the one who waits, so that it is not over before it has begun
+        self._over = threading.Event()
+        self._failed: Task | None = None
+
+    def joined(self) -> None:
+        """One more to wait for."""
+        with self._lock:
+            self._inside += 1
+
+    def left(self, task: Task | None) -> None:
+        """One is done."""
+        with self._lock:
+            self._inside -= 1
+            if self._failed is None and task is not None and isinstance(task.outcome, Failed):
+                self._failed = task
+                self._over.set()
+            if not self._inside:
+                self._over.set()
+
+    def wait(self) -> Task | None:
+        """Wait; returns the first that failed, if one did."""
+        self.left(None)
+        self._over.wait()
+        return self._failed
+
+
 class _Flow(Iterator[Any]):
     """Results of many calls, some ahead of the consumer; dropping it cancels what is left."""
 
@@ -406,10 +453,11 @@ class _Flow(Iterator[Any]):
             if pending is None:
                 return
             task = self._pool.prepare(functions._checked(pending), keep=True)
-            task.on_done = self._done
             self._open.add(task)
             if self._ordered:
                 self._tasks.append(task)
+            else:
+                task.on_done = self._done
             self._pool.submit(task)
 
     def _done(self, task: Task) -> None:
@@ -473,8 +521,8 @@ def _refuse_one_shot_streams(pending: Pending[Any]) -> None:
     for name in pending.function.streamed_parameters:
         if isinstance(given.get(name), Iterator):
             raise ConfigurationError(
-                f"the argument {name!r} of {pending.function.name} is an iterator, which can be read "
-                "once, but a broadcast sends it to every worker; pass a list or another re-iterable"
+                f"the argument {name!r} of {pending.function.name} is an iterator, which can be "
+                "read once, but a broadcast sends it to every worker; pass a list instead"
             )
 
 

@@ -12,7 +12,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, TypeVarTuple, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    TypeVarTuple,
+    cast,
+    overload,
+)
 
 import xxhash
 
@@ -25,6 +35,8 @@ from skyward.wire.objects import Encoded
 P = ParamSpec("P")
 T = TypeVar("T")
 A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 Ts = TypeVarTuple("Ts")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -239,8 +251,8 @@ class Pending(Generic[T]):
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"a call of {self.function.name} has not run, so it is neither true nor false; note that "
-            "`a > b > c` and `x and y` do not work on calls: use `>>`, `&` and parentheses"
+            f"a call of {self.function.name} has not run, so it is neither true nor false; note "
+            "that `a > b > c` and `x and y` do not work on calls: use `>>`, `&` and parentheses"
         )
 
     def __repr__(self) -> str:
@@ -260,7 +272,11 @@ class Group(Generic[*Ts]):
     @overload
     def __and__(self, other: Pending[A]) -> Group[*Ts, A]: ...
     @overload
-    def __and__(self, other: Group[Any]) -> Group[*tuple[Any, ...]]: ...
+    def __and__(self, other: Group[A]) -> Group[*Ts, A]: ...
+    @overload
+    def __and__(self, other: Group[A, B]) -> Group[*Ts, A, B]: ...
+    @overload
+    def __and__(self, other: Group[A, B, C]) -> Group[*Ts, A, B, C]: ...
     def __and__(self, other: Any) -> Any:
         if isinstance(other, Group):
             return Group((*self.pendings, *other.pendings))
@@ -268,7 +284,7 @@ class Group(Generic[*Ts]):
 
     def __rshift__(self, where: Where) -> tuple[*Ts]:
         """Run all of them, wait for all."""
-        return tuple(_target(where).run_all(self.pendings))  # type: ignore[return-value]
+        return cast("tuple[*Ts]", tuple(_target(where).run_all(self.pendings)))
 
     def __gt__(self, where: Where) -> tuple[Future[Any], ...]:
         """Run all of them, don't wait."""
@@ -297,7 +313,7 @@ class Gather(Generic[T_co]):
             result = target.run_all(self._pendings)
         else:
             result = list(target.stream_all(self._pendings, ordered=False))
-        return typing.cast(T_co, result)
+        return cast(T_co, result)
 
 
 @overload
@@ -380,7 +396,7 @@ def put(value: T) -> T:
     >>> images = sky.put(images)
     >>> [train(images, lr) > compute for lr in rates]
     """
-    return typing.cast(T, value if isinstance(value, Handle) else Handle(value))
+    return cast(T, value if isinstance(value, Handle) else Handle(value))
 
 
 def _opened(values: Any) -> Any:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Future(concurrent.futures.Future[T]):
-    """A `concurrent.futures.Future` that can also be awaited; cancelling it cancels the remote work.
+    """A `concurrent.futures.Future` to be awaited, too; cancelling it cancels the remote work.
 
     >>> future = train(x) > compute
     >>> future.result()

@@ -1,4 +1,4 @@
-"""A terminal: nodes coming up as a live table, coloured labels, progress bars that stay in place."""
+"""A terminal: nodes coming up as a live table, coloured labels, bars that stay in place."""
 
 from __future__ import annotations
 

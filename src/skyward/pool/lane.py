@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from skyward.errors import ProtocolError
 from skyward.pool.scheduler import Place
 from skyward.pool.task import Definition, Parcel, Pieces, Task
 from skyward.wire import blobs, memory
@@ -97,7 +97,7 @@ class Lane(Place[Task]):
             old = next((k for k, d in self._known.items() if not d.frozen and k not in used), None)
             if old is not None and old != definition.key:
                 del self._known[old]
-                self.channel.send(Forget([old], []))
+                self.channel.send(Forget([old], [], []))
 
     def _pack(self, parcel: Parcel) -> tuple[Payload, Body, list[int]]:
         if not parcel.encoded.buffers:
@@ -148,19 +148,8 @@ class Lane(Place[Task]):
         """Read a received payload, mapping what is in shared memory."""
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self.mapped.add(segment, size, descriptor)
-        streamed = [ref for ref in payload.buffers if ref.where == STREAMED]
-        if payload.inline + sum(ref.length for ref in streamed) != frame.body_length:
-            raise ProtocolError("a payload that does not account for its body")
-        places = [memory.fresh(ref.length) for ref in streamed]
-        if frame.body is None:
-            body = bytearray(payload.inline)
-            self.channel.read_body(frame, [memoryview(body), *places])
-        else:
-            body = frame.body
-            at = payload.inline
-            for place in places:
-                place[:] = body[at : at + len(place)]
-                at += len(place)
+        places = [memory.fresh(ref.length) for ref in payload.buffers if ref.where == STREAMED]
+        body = blobs.read_body(self.channel, frame, payload, places)
         arrived = iter(places)
 
         def find(ref: Buffer) -> memoryview:
@@ -186,15 +175,23 @@ class Lane(Place[Task]):
         for segment in gone:
             self.store.unpin(segment)
 
-    def forget(self, segments: list[int], keys: list[bytes]) -> None:
+    def forget(
+        self,
+        *,
+        segments: Sequence[int] = (),
+        keys: Sequence[bytes] = (),
+        digests: Sequence[bytes] = (),
+    ) -> None:
         """Tell the executor that nobody will refer to these again."""
         with self._lock:
             # Still held until it says so: `let_go` unpins them.
             ours = [segment for segment in segments if segment in self._segments]
             known = [key for key in keys if self._known.pop(key, None) is not None]
-            if ours or known:
+            stale = [digest for digest in digests if digest in self._digests]
+            self._digests.difference_update(stale)
+            if ours or known or stale:
                 with contextlib.suppress(OSError):
-                    self.channel.send(Forget(known, ours))
+                    self.channel.send(Forget(known, ours, stale))
 
     def flush_releases(self) -> None:
         """Tell the executor which of its segments nothing here maps any more."""

@@ -37,7 +37,7 @@ class Timer:
 
 
 class Loop:
-    """Waits on every channel of a pool; frames with a large body are read on threads of their own."""
+    """Waits on every channel of a pool; a frame with a large body is read on its own thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()

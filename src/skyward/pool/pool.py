@@ -40,7 +40,7 @@ from skyward.pool.task import Definition, Failed, Parcel, Streaming, Task, Value
 from skyward.providers import Provider, Wish
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import memory, messages, objects
-from skyward.wire.blobs import BLOB_MIN, BlobStore
+from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import (
@@ -130,6 +130,7 @@ class Pool:
         cap = min(memory.machine_memory() // 8, 4 << 30)
         self._blob_cap = int(os.environ.get("SKYWARD_BLOB_CAP", cap))
         self.store = BlobStore(self._blob_cap, os.environ.get("SKYWARD_BLOB_DIR") or None)
+        self._sources = Sources()
         self._authority = Authority(self.id) if spec.provider.encrypted else None
         self._credentials = self._authority.issue("client") if self._authority else None
         self._head_port = _free_port()
@@ -415,6 +416,8 @@ class Pool:
         if keep or not self.spec.provider.encrypted:
             parcel.blobs = self.store.place(large)
             parcel.digests = [blob.digest for blob in parcel.blobs]
+            for digest in self._sources.replaced(large, parcel.digests):
+                self.store.evict(digest)
             # The bytes are in shared memory now; the caller's own may change or go.
             offsets = iter(parcel.blobs)
             encoded.buffers = [
@@ -423,6 +426,10 @@ class Pool:
             ]
         else:
             parcel.digests = memory.digests(large)
+            stale = self._sources.replaced(large, parcel.digests)
+            if stale:
+                for lane in list(self._lanes):
+                    lane.forget(digests=stale)
         if self.spec.provider.encrypted:
             parcel.large = large
         return parcel
@@ -732,7 +739,7 @@ class Pool:
                 retired.append(self.store.retired.popleft())
             self.store.evicted.clear()
             for lane in list(self._lanes):
-                lane.forget(retired, [])
+                lane.forget(segments=retired)
         if not self._forgotten.empty():
             self._forget_handles()
         for lane in list(self._lanes):
@@ -774,7 +781,7 @@ class Pool:
         with self._lock:
             dropped = [self._definitions.pop(key, None) for key in keys]
         for lane in list(self._lanes):
-            lane.forget([], keys)
+            lane.forget(keys=keys)
         for definition in dropped:
             if definition is not None:
                 self._unpin(definition.parcel)

@@ -70,7 +70,7 @@ class Place(Generic[W]):
 
 
 class Scheduler(Generic[W]):
-    """Round-robin over places with a free slot; a queue, also per node and per worker, otherwise."""
+    """Round-robin over places with a free slot; else a queue, also per node and per worker."""
 
     def __init__(self) -> None:
         self._ready: deque[Place[W]] = deque()

@@ -35,8 +35,8 @@ _SOCKET_PATH_MAX = 70
 class Local:
     """Workers on this machine.
 
-    `transport` is how the client reaches them: "unix" (sockets and shared memory, the default) or "tcp"
-    (loopback with TLS 1.3, as over a network).
+    `transport` is how the client reaches them: "unix" (sockets and shared memory, the default) or
+    "tcp" (loopback with TLS 1.3, as over a network).
 
     >>> with sky.Compute(sky.Local(transport="tcp"), nodes=2) as compute: ...
     """
@@ -120,7 +120,8 @@ class LocalMachine:
                 start_new_session=True,
             )
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             process.stdin.flush()

@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyward.errors import ProtocolError
-from skyward.wire import memory, objects
+from skyward.wire import memory
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
 from skyward.wire.memory import Arena, Segment
 from skyward.wire.messages import INLINE, Buffer, Payload
 from skyward.wire.objects import Encoded
 
 BLOB_MIN = 256 << 10
 """Smaller buffers ride in the frame's body."""
+
+SOURCES_MAX = 1024
 
 SEGMENTS_MAX = 256
 """Each holds a file descriptor on both sides."""
@@ -104,6 +108,12 @@ class BlobStore:
                 self.pin(blob.segment)
             return blob
 
+    def evict(self, digest: bytes) -> None:
+        """Drop one blob, cap or no cap."""
+        with self._lock:
+            if digest in self._blobs:
+                self._drop(digest, self._blobs.pop(digest))
+
     def _find(self, digest: bytes) -> Blob | None:
         blob = self._blobs.get(digest)
         if blob is not None:
@@ -135,16 +145,18 @@ class BlobStore:
             while len(self._blobs) > 1 and (
                 self._size > self.cap or len(self._in_segment) > SEGMENTS_MAX
             ):
-                digest, blob = self._blobs.popitem(last=False)
-                self._size -= blob.length
-                self.evicted.append(digest)
-                left = self._in_segment[blob.segment.id] - 1
-                if left:
-                    self._in_segment[blob.segment.id] = left
-                else:
-                    del self._in_segment[blob.segment.id]
-                    self.retired.append(blob.segment.id)
-                    self._reuse(blob.segment.id)
+                self._drop(*self._blobs.popitem(last=False))
+
+    def _drop(self, digest: bytes, blob: Blob) -> None:
+        self._size -= blob.length
+        self.evicted.append(digest)
+        left = self._in_segment[blob.segment.id] - 1
+        if left:
+            self._in_segment[blob.segment.id] = left
+        else:
+            del self._in_segment[blob.segment.id]
+            self.retired.append(blob.segment.id)
+            self._reuse(blob.segment.id)
 
     def _reuse(self, segment_id: int) -> None:
         if segment_id in self._pins or segment_id in self._in_segment:
@@ -172,6 +184,34 @@ def _repeated(names: Sequence[bytes]) -> list[bytes]:
             again.append(name)
         seen.add(name)
     return again
+
+
+class Sources:
+    """Remembers what was last sent from where, to tell when new contents replace old ones.
+
+    A buffer that changes between calls would otherwise fill the cache with versions nobody will
+    ask for again, each in memory that has to be touched for the first time.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def replaced(self, buffers: Sequence[memoryview], names: Sequence[bytes]) -> list[bytes]:
+        """The digests whose buffers now hold something else."""
+        stale = []
+        with self._lock:
+            for buffer, name in zip(buffers, names, strict=True):
+                address = memory.address(buffer)
+                if address is None:
+                    continue
+                old = self._last.pop((address, len(buffer)), None)
+                self._last[address, len(buffer)] = name
+                if old is not None and old != name:
+                    stale.append(old)
+            while len(self._last) > SOURCES_MAX:
+                self._last.popitem(last=False)
+        return stale
 
 
 class Mapped:
@@ -278,8 +318,18 @@ def unpack(
     return view[: payload.pickle], buffers, payload.storages
 
 
-def load(
-    payload: Payload, body: bytearray | memoryview, find: Callable[[Buffer], memoryview]
-) -> object:
-    """Decode a received payload."""
-    return objects.decode(*unpack(payload, body, find))
+def read_body(
+    channel: Channel, frame: Frame, payload: Payload, places: Sequence[memoryview]
+) -> bytearray:
+    """The inline part of a frame's body; the streamed buffers behind it go to their places."""
+    if payload.inline < 0 or payload.inline + sum(map(len, places)) != frame.body_length:
+        raise ProtocolError("a payload that does not account for its body")
+    if frame.body is None:
+        body = bytearray(payload.inline)
+        channel.read_body(frame, [memoryview(body), *places])
+        return body
+    at = payload.inline
+    for place in places:
+        place[:] = frame.body[at : at + len(place)]
+        at += len(place)
+    return frame.body

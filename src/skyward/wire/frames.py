@@ -46,7 +46,7 @@ class FrameDecoder:
     """Cuts a byte stream into frames without ever trusting a length it has not checked.
 
     `feed` takes what the socket gave; `next` returns a frame or None. After a frame whose body
-    is larger than `INLINE_BODY`, the caller takes the body with `take` and the socket, then goes on.
+    is larger than `INLINE_BODY`, the caller first takes the body with `take` and the socket.
     """
 
     def __init__(self, meta_limit: int = META_LIMIT, body_limit: int = BODY_LIMIT) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -70,9 +71,12 @@ class Authority:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-        self._x509, self._hashes, self._serialization, self._ec = x509, hashes, serialization, ec
+        self._x509: Any = x509
+        self._hashes: Any = hashes
+        self._serialization: Any = serialization
+        self._ec: Any = ec
         self._usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-        self._name_of = lambda text: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        self._common_name = NameOID.COMMON_NAME
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = self._name_of(f"skyward pool {pool}")
         self._certificate = (
@@ -125,7 +129,10 @@ class Authority:
             key=private.decode(),
         )
 
-    def _builder(self, subject, public_key):  # type: ignore[no-untyped-def]
+    def _name_of(self, text: str) -> Any:
+        return self._x509.Name([self._x509.NameAttribute(self._common_name, text)])
+
+    def _builder(self, subject: Any, public_key: Any) -> Any:
         now = datetime.datetime.now(datetime.UTC)
         return (
             self._x509.CertificateBuilder()
@@ -165,11 +172,12 @@ def check_compatible(client: dict[str, str], worker: dict[str, str], where: str)
             f"{client.get('skyward', '?')}); install the same skyward on both"
         )
     mine, theirs = client.get("python", "?"), worker.get("python", "?")
-    if mine.split(".")[:2] != theirs.split(".")[:2]:
+    minor, their_minor = (".".join(version.split(".")[:2]) for version in (mine, theirs))
+    if minor != their_minor:
         raise VersionMismatchError(
-            f"{where} runs Python {theirs}, this end Python {mine}: functions cannot travel between "
-            f"minor versions; ask for sky.Image(python={'.'.join(mine.split('.')[:2])!r}) or run "
-            f"this script with Python {'.'.join(theirs.split('.')[:2])}"
+            f"{where} runs Python {theirs}, this end Python {mine}: functions cannot travel "
+            f"between minor versions; ask for sky.Image(python={minor!r}) or run this script with "
+            f"Python {their_minor}"
         )
     if client.get("cloudpickle", "").split(".")[:1] != worker.get("cloudpickle", "").split(".")[:1]:
         raise VersionMismatchError(

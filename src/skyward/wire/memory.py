@@ -50,10 +50,9 @@ def digests(buffers: Sequence[memoryview]) -> list[bytes]:
     """Name buffers by their content: XXH3-128 over the XXH3-128 of each chunk."""
     chunks = [buffer[at : at + CHUNK] for buffer in buffers for at in range(0, len(buffer), CHUNK)]
     if len(chunks) > 4:
-        hashed = iter(list(_pool().map(_hash_run, _runs(chunks))))
-        leaves = itertools.chain.from_iterable(hashed)
+        leaves = itertools.chain.from_iterable(_pool().map(_hash_run, _runs(chunks)))
     else:
-        leaves = iter(_hash_run(chunks))
+        leaves = itertools.chain(_hash_run(chunks))
     names = []
     for buffer in buffers:
         count = -(-len(buffer) // CHUNK)
@@ -125,13 +124,13 @@ class Segment:
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.shared()))
         jobs = []
         for at, source in pieces:
-            address = _address(source)
-            if address is None:
+            origin = address(source)
+            if origin is None:
                 self.shared()[at : at + len(source)] = source
                 continue
             for start in range(0, len(source), 4 * CHUNK):
                 count = min(4 * CHUNK, len(source) - start)
-                jobs.append((base + at + start, address + start, count))
+                jobs.append((base + at + start, origin + start, count))
         list(_pool().map(lambda job: ctypes.memmove(*job), jobs))
 
     def shared(self) -> mmap.mmap:
@@ -168,7 +167,8 @@ def map_private(
     return memoryview(block)
 
 
-def _address(view: memoryview) -> int | None:
+def address(view: memoryview) -> int | None:
+    """Where a writable buffer lies; None for a read-only one."""
     if view.readonly:
         return None
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -132,6 +132,7 @@ class Forget(Message):
     KIND = 17
     keys: list[bytes]
     segments: list[int]
+    digests: list[bytes]
 
 
 class Run(Message):

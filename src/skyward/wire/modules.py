@@ -144,7 +144,7 @@ def _visit(value: Any, found: References) -> Iterable[Any]:
         return tuple(part for part in (value.fget, value.fset, value.fdel) if part is not None)
     if isinstance(value, (tuple, frozenset)):
         return tuple(value)
-    if isinstance(value, _PLAIN) or isinstance(value, types.BuiltinFunctionType):
+    if isinstance(value, (*_PLAIN, types.BuiltinFunctionType)):
         return ()
     if type(value).__module__ in ("typing", "types") or hasattr(value, "__sky_constant__"):
         constant: Any = getattr(value, "__sky_constant__", None)

@@ -54,7 +54,7 @@ class _Pieces:
         return len(piece)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, out: _Pieces, own_modules: bool, names: Mapping[int, set[str]]) -> None:
         self.buffers: list[memoryview] = []
         self.book: StorageBook | None = None
@@ -156,7 +156,7 @@ def current_shelf() -> Shelf:
     return shelf
 
 
-class handle_source:
+class HandleSource:
     """While entered, data from `put` is looked up in this mapping on this thread."""
 
     def __init__(self, lookup: Any) -> None:

@@ -1,10 +1,11 @@
-"""Tensors on the wire: dtype, shape, strides and the raw storage, free of torch's own pickle format.
+"""Tensors on the wire: dtype, shape, strides and raw storage, free of torch's pickle format.
 
 A storage shared by several tensors travels once, and only the part of it that they cover.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +58,10 @@ class StorageRef:
         reach = sum(
             (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
         )
-        start = tensor.storage_offset() * size
+        start = int(tensor.storage_offset()) * size
         # Aligned, so that the receiver's tensors are too.
         self.first = min(self.first, start - start % 64)
-        self.last = max(self.last, start + (reach + 1) * size)
+        self.last = max(self.last, start + (int(reach) + 1) * size)
 
     def __reduce__(self) -> Reduced:
         device = self.storage.device
@@ -73,20 +74,10 @@ def _bytes_of(storage: torch.UntypedStorage, first: int, last: int) -> memoryvie
     if last <= first:
         return memoryview(b"")
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[first:last]
-    return memoryview(flat.cpu().numpy()) if _has_numpy() else _raw_view(flat.cpu())
-
-
-def _has_numpy() -> bool:
-    try:
-        import numpy  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return _raw_view(flat.cpu())
 
 
 def _raw_view(flat: torch.Tensor) -> memoryview:
-    import ctypes
-
     block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
     return memoryview(block).cast("B")

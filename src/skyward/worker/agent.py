@@ -1,4 +1,4 @@
-"""The agent: one process a node that starts executors, watches them, and ends when its client is gone."""
+"""The agent: one process a node, which starts and watches executors and ends with its client."""
 
 from __future__ import annotations
 
@@ -246,12 +246,13 @@ class Agent:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        hint = {
+        hints: dict[int, str] = {
             signal.SIGSEGV: "a segmentation fault in C code",
             signal.SIGABRT: "an abort in C code",
             signal.SIGBUS: "a bus error: memory behind a file was gone",
             signal.SIGKILL: "killed from outside",
-        }.get(-code, "")
+        }
+        hint = hints.get(-code, "")
         if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
             self._oom_kills = _oom_kills()
             hint = "the machine ran out of memory; use less, or ask for more with memory_gb"

@@ -22,27 +22,21 @@ import msgspec
 
 from skyward import context
 from skyward.errors import ProtocolError, SerializationError
-from skyward.wire import blobs, memory, messages, objects
-from skyward.wire.blobs import Blob, BlobStore, Mapped
+from skyward.wire import messages, objects
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials, Listener
 from skyward.wire.messages import (
-    SEGMENT,
-    STREAMED,
-    Buffer,
     Cancel,
     Credit,
     Define,
     End,
-    Evicted,
     Failure,
     Forget,
     Hello,
     Item,
     Message,
     Missing,
-    Payload,
     Recall,
     Recalled,
     Released,
@@ -52,13 +46,13 @@ from skyward.wire.messages import (
     Written,
 )
 from skyward.worker.config import ExecutorConfig
+from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
 from skyward.worker.streams import InputStream, OutputStream
 
 CHAIN_DEPTH = 8
 """How many causes of an exception travel with it."""
-
-Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -70,6 +64,7 @@ class Definition:
     """An object the client defined under a key; decoded when first used."""
 
     pieces: Pieces | None
+    """None once `value` is there."""
     frozen: bool
     value: Any = None
 
@@ -97,10 +92,8 @@ class Executor:
         self._running: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._definitions: dict[bytes, Definition] = {}
-        self._mapped = Mapped()
-        self._cache = BlobStore(config.blob_cap)
-        self._results = memory.Arena(config.blob_cap)
-        self._lent: dict[int, memory.Segment] = {}
+        self._inbox = Inbox(config.blob_cap)
+        self._outbox = Outbox(config.blob_cap)
         self._interrupting: Job | None = None
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._emit)
@@ -146,14 +139,16 @@ class Executor:
             case Run():
                 self._take_task(channel, frame, message)
             case Define():
-                pieces, _ = self._take_payload(channel, frame, message.payload)
-                self._definitions[message.key] = Definition(pieces, message.frozen)
+                pieces, _ = self._inbox.take(channel, frame, message.payload)
+                # If blobs of it are missing, the task that needs it asks for it again.
+                if pieces is not None:
+                    self._definitions[message.key] = Definition(pieces, message.frozen)
             case Cancel(task=task):
                 self._cancel(task)
             case Credit():
                 self._grant(message)
             case Item():
-                pieces, _ = self._take_payload(channel, frame, message.payload)
+                pieces, _ = self._inbox.take(channel, frame, message.payload)
                 job = self._job(message.task)
                 if job is not None and pieces is not None:
                     job.inputs[message.stream].put(pieces)
@@ -162,14 +157,9 @@ class Executor:
             case Forget():
                 for key in message.keys:
                     self._definitions.pop(key, None)
-                for segment in message.segments:
-                    self._mapped.drop(segment)
-                self._send_releases()
+                self._inbox.forget(channel, message.segments, message.digests)
             case Released():
-                for segment_id in message.segments:
-                    segment = self._lent.pop(segment_id, None)
-                    if segment is not None:
-                        self._results.recycle(segment)
+                self._outbox.returned(message.segments)
             case Recall():
                 self._give_back(channel)
             case Topology():
@@ -178,14 +168,8 @@ class Executor:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
     def _take_task(self, channel: Channel, frame: Frame, run: Run) -> None:
-        pieces, missing = self._take_payload(channel, frame, run.payload)
-        keys = [
-            key
-            for key in (run.code, *run.handles)
-            if key not in self._definitions
-            or (self._definitions[key].pieces is None
-            and self._definitions[key].value is None)
-        ]
+        pieces, missing = self._inbox.take(channel, frame, run.payload)
+        keys = [key for key in (run.code, *run.handles) if key not in self._definitions]
         if pieces is None or keys:
             channel.send(Missing(run.task, missing, keys))
             return
@@ -194,64 +178,6 @@ class Executor:
         with self._lock:
             self._waiting[run.task] = job
         self._queue.put(job)
-
-    def _take_payload(
-        self, channel: Channel, frame: Frame, payload: Payload
-    ) -> tuple[Pieces | None, list[bytes]]:
-        """Read the body, keep what is to be kept; None with what is missing if that cannot be."""
-        for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
-            self._mapped.add(segment, size, descriptor)
-        body = self._take_body(channel, frame, payload)
-        missing: list[bytes] = []
-
-        def find(ref: Buffer) -> memoryview:
-            if ref.where == SEGMENT:
-                return self._mapped.view(ref.segment, ref.offset, ref.length)
-            blob = self._cache.find(ref.digest)
-            if blob is None or blob.length != ref.length:
-                missing.append(ref.digest)
-                return memoryview(b"")
-            segment = blob.segment.id
-            return memory.map_private(
-                blob.segment.descriptor,
-                blob.offset,
-                blob.length,
-                lambda: self._cache.unpin(segment),
-            )
-
-        pieces = blobs.unpack(payload, body, find)
-        return (None, missing) if missing else (pieces, [])
-
-    def _take_body(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
-        streamed = [ref for ref in payload.buffers if ref.where == STREAMED]
-        if payload.inline + sum(ref.length for ref in streamed) != frame.body_length:
-            raise ProtocolError("a payload that does not account for its body")
-        body = bytearray(payload.inline) if frame.body is None else frame.body
-        if not streamed:
-            if frame.body is None:
-                channel.read_body(frame, [memoryview(body)])
-            return body
-        offsets, size = memory.aligned([ref.length for ref in streamed])
-        segment = self._cache.arena.allocate(size)
-        whole = memoryview(segment.shared())
-        places = [whole[at : at + ref.length] for at, ref in zip(offsets, streamed, strict=True)]
-        if frame.body is None:
-            channel.read_body(frame, [memoryview(body), *places])
-        else:
-            at = payload.inline
-            for place in places:
-                place[:] = frame.body[at : at + len(place)]
-                at += len(place)
-        self._cache.pin(segment)
-        for at, ref in zip(offsets, streamed, strict=True):
-            self._cache.add(Blob(ref.digest, segment, at, ref.length))
-        self._cache.unpin(segment.id)
-        self._cache.trim()
-        evicted = _emptied(self._cache.evicted)
-        if evicted:
-            channel.send(Evicted(evicted))
-        self._cache.retired.clear()
-        return body
 
     def _job(self, task: int) -> Job | None:
         with self._lock:
@@ -265,7 +191,7 @@ class Executor:
     def _end_input(self, channel: Channel, frame: Frame, end: End) -> None:
         pieces = None
         if end.payload is not None:
-            pieces, _ = self._take_payload(channel, frame, end.payload)
+            pieces, _ = self._inbox.take(channel, frame, end.payload)
         job = self._job(end.task)
         if job is not None:
             job.inputs[end.stream].finish(pieces)
@@ -293,7 +219,7 @@ class Executor:
                 job.output.close()
                 self._interrupt(job)
                 return
-        self._send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
+        self._reply(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
     def _interrupt(self, job: Job) -> None:
         if self._config.threads:
@@ -347,7 +273,7 @@ class Executor:
             # It came too late for its task; whoever waits is told by the outcome already made.
             return
 
-    def _run(self, job: Job) -> tuple[Message, list[bytes | memoryview], list[int]]:
+    def _run(self, job: Job) -> tuple[Message, Sendable | None]:
         token = current_task.set(job.run.task)
         inside = context.inside.set(True)
         self._capture.begin(job.run.task)
@@ -356,15 +282,12 @@ class Executor:
             try:
                 value, streamed = self._call(job)
                 ran = time.perf_counter() - started
+                outcome: tuple[Message, Sendable | None]
                 if streamed:
-                    outcome: tuple[Message, list[bytes | memoryview], list[int]] = (
-                        End(job.run.task, -1, None),
-                        [],
-                        [],
-                    )
+                    outcome = End(job.run.task, -1, None), None
                 else:
-                    payload, body, descriptors = self._pack(objects.encode(value))
-                    outcome = Result(job.run.task, ran, payload), body, descriptors
+                    sendable = self._pack(value)
+                    outcome = Result(job.run.task, ran, sendable[0]), sendable
             except BaseException as problem:
                 outcome = self._failure(job, problem, time.perf_counter() - started)
         finally:
@@ -375,7 +298,7 @@ class Executor:
 
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value, and whether it was an iterator that has been streamed already."""
-        with objects.handle_source(self._resolve):
+        with objects.HandleSource(self._resolve):
             function = self._resolve(job.run.code)
             args, kwargs = objects.decode(*job.pieces)
         if job.inputs:
@@ -393,14 +316,14 @@ class Executor:
         return None, True
 
     def _stream(self, job: Job, generator: Any) -> None:
-        self._send(Result(job.run.task, 0.0, None))
+        self._reply(Result(job.run.task, 0.0, None))
         with contextlib.closing(generator):
             for item in generator:
                 if not job.output.take():
                     return
-                payload, body, descriptors = self._pack(objects.encode(item))
+                sendable = self._pack(item)
                 del item
-                self._reply(Item(job.run.task, -1, payload), body, descriptors)
+                self._reply(Item(job.run.task, -1, sendable[0]), sendable)
 
     def _resolve(self, key: bytes) -> Any:
         definition = self._definitions.get(key)
@@ -419,83 +342,39 @@ class Executor:
 
     def _failure(
         self, job: Job, problem: BaseException, ran: float
-    ) -> tuple[Message, list[bytes | memoryview], list[int]]:
+    ) -> tuple[Message, Sendable | None]:
         cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
         name = f"{type(problem).__module__}.{type(problem).__qualname__}".removeprefix("builtins.")
         text = _text(problem)
         frames = _frames(problem)
-        payload: Payload | None = None
-        body: list[bytes | memoryview] = []
-        descriptors: list[int] = []
+        sendable: Sendable | None = None
         if isinstance(problem, Exception) and not cancelled:
             # First with the exceptions it came from, else alone, else only in words.
             for depth in (0, CHAIN_DEPTH):
                 with contextlib.suppress(Exception):
-                    encoded = objects.encode(_portable(problem, depth))
-                    payload, body, descriptors = self._pack(encoded)
+                    sendable = self._pack(_portable(problem, depth))
                     break
-        return (
-            Failure(job.run.task, ran, name, text, frames, payload, cancelled),
-            body,
-            descriptors,
-        )
+        payload = sendable[0] if sendable is not None else None
+        return Failure(job.run.task, ran, name, text, frames, payload, cancelled), sendable
 
-    def _pack(
-        self, encoded: objects.Encoded
-    ) -> tuple[Payload, list[bytes | memoryview], list[int]]:
+    def _reply(self, message: Message, sendable: Sendable | None = None) -> None:
         channel = self._channel
         assert channel is not None
-        segments: list[memory.Segment] = []
-        streamed: list[memoryview] = []
-
-        def large(buffers: list[memoryview]) -> list[Buffer]:
-            if not channel.shares_memory:
-                streamed.extend(buffers)
-                return [Buffer(len(buffer), STREAMED) for buffer in buffers]
-            offsets, size = memory.aligned([len(buffer) for buffer in buffers])
-            segment = self._results.allocate(size)
-            segment.write(list(zip(offsets, buffers, strict=True)))
-            segments.append(segment)
-            return [
-                Buffer(len(buffer), SEGMENT, b"", segment.id, at)
-                for at, buffer in zip(offsets, buffers, strict=True)
-            ]
-
-        packed = blobs.pack(encoded, large if encoded.buffers else None)
-        for segment in segments:
-            self._lent[segment.id] = segment
-            packed.payload.segments.append((segment.id, segment.size))
-        return packed.payload, packed.body + streamed, [s.descriptor for s in segments]
-
-    def _reply(
-        self, message: Message, body: list[bytes | memoryview], descriptors: list[int]
-    ) -> None:
-        channel = self._channel
-        assert channel is not None
+        _, body, segments = sendable or (None, [], [])
         with contextlib.suppress(OSError):
-            if self._mapped.released:
-                self._send_releases()
-            channel.send(message, body, descriptors)
+            self._inbox.send_releases(channel)
+            channel.send(message, body, [segment.descriptor for segment in segments])
+        if segments:
+            self._outbox.sent(segments)
 
-    def _send(self, message: Message) -> None:
-        self._reply(message, [], [])
-
-    def _send_releases(self) -> None:
-        released = _emptied(self._mapped.released)
-        if released and self._channel is not None:
-            self._channel.send(Released(released))
+    def _pack(self, value: Any) -> Sendable:
+        assert self._channel is not None
+        return self._outbox.pack(objects.encode(value), self._channel.shares_memory)
 
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         if self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.send(Written(task, stream, text, transient))
-
-
-def _emptied(items: Any) -> list[Any]:
-    taken = []
-    while items:
-        taken.append(items.popleft())
-    return taken
 
 
 def _with_streams(

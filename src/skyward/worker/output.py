@@ -1,7 +1,7 @@
 """Output capture: what a task writes, from Python or C, cut into lines and sent on as it happens.
 
-File descriptors 1 and 2 are pipes that this process both fills and drains. The agent holds their read
-ends too, so the last words of a process that dies are not lost.
+File descriptors 1 and 2 are pipes that this process both fills and drains. The agent holds their
+read ends too, so the last words of a process that dies are not lost.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""The outbox: results laid out for sending, large ones in shared memory lent to the client."""
+
+from __future__ import annotations
+
+from skyward.wire import blobs, memory
+from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Payload
+from skyward.wire.objects import Encoded
+
+LENT_MAX = 128
+"""Segments lent at once that will be reused; each keeps a descriptor open."""
+
+Sendable = tuple[Payload, list[bytes | memoryview], list[memory.Segment]]
+
+
+class Outbox:
+    """Lays out encoded objects, and takes shared memory back when the client is done with it."""
+
+    def __init__(self, cap: int) -> None:
+        self._arena = memory.Arena(cap)
+        self._lent: dict[int, memory.Segment] = {}
+
+    def pack(self, encoded: Encoded, shares_memory: bool) -> Sendable:
+        """A payload, its body, and the segments whose descriptors go along."""
+        segments: list[memory.Segment] = []
+        streamed: list[memoryview] = []
+
+        def large(buffers: list[memoryview]) -> list[Buffer]:
+            if not shares_memory:
+                streamed.extend(buffers)
+                return [Buffer(len(buffer), STREAMED) for buffer in buffers]
+            offsets, size = memory.aligned([len(buffer) for buffer in buffers])
+            segment = self._arena.allocate(size)
+            segment.write(list(zip(offsets, buffers, strict=True)))
+            segments.append(segment)
+            return [
+                Buffer(len(buffer), SEGMENT, b"", segment.id, at)
+                for at, buffer in zip(offsets, buffers, strict=True)
+            ]
+
+        packed = blobs.pack(encoded, large if encoded.buffers else None)
+        packed.payload.segments = [(segment.id, segment.size) for segment in segments]
+        return packed.payload, packed.body + streamed, segments
+
+    def sent(self, segments: list[memory.Segment]) -> None:
+        """The client has the descriptors; ours is only needed to use the segment again."""
+        for segment in segments:
+            if len(self._lent) < LENT_MAX:
+                self._lent[segment.id] = segment
+            else:
+                segment.close()
+
+    def returned(self, segment_ids: list[int]) -> None:
+        """The client maps these no more."""
+        for segment_id in segment_ids:
+            segment = self._lent.pop(segment_id, None)
+            if segment is not None:
+                self._arena.recycle(segment)

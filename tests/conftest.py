@@ -1,0 +1,115 @@
+"""What every test may use: a pool, a way to wait for things, and proof that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import skyward as sky
+
+RUN = uuid.uuid4().hex
+"""In the environment of every worker this test run starts, however deep below it."""
+MARK = "SKYWARD_TEST_RUN"
+
+Eventually = Callable[..., None]
+
+_shared_pools: list[sky.Compute] = []
+
+
+def worker_processes(mark: str = RUN) -> list[psutil.Process]:
+    """The live agents and executors that descend from this test run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if not any("skyward.worker" in part for part in process.info["cmdline"] or ()):
+            continue
+        try:
+            environment = process.environ()
+            if environment.get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _of_shared_pools() -> set[int]:
+    """Agents that outlive a test on purpose, with all below them."""
+    pids: set[int] = set()
+    for compute in _shared_pools:
+        for node in compute._open_pool.nodes:
+            process = getattr(node.machine, "_process", None)
+            if process is not None:
+                pids.add(process.pid)
+    return pids
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _marked() -> Iterator[None]:
+    """Mark this run's workers, and give them a folder of their own to leave things in."""
+    folder = tempfile.mkdtemp(prefix="skyt-", dir="/tmp")
+    before = dict(os.environ)
+    os.environ.update({MARK: RUN, "XDG_RUNTIME_DIR": folder})
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    left = os.listdir(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"folders were left behind: {left}"
+
+
+def wait_until(
+    condition: Callable[[], object], seconds: float = 30.0, what: str = "the condition"
+) -> None:
+    """Return as soon as the condition holds; fail loudly when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} did not come true within {seconds:g} s")
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """Wait for a condition, with a deadline: `eventually(lambda: future.running())`."""
+    return wait_until
+
+
+@pytest.fixture
+def nothing_left(eventually: Eventually) -> Iterator[None]:
+    """After the test, no worker process of it lives and none of its folders exists."""
+    folder = Path(os.environ["XDG_RUNTIME_DIR"])
+    before = set(os.listdir(folder))
+    yield
+
+    def strays() -> list[str]:
+        kept = _of_shared_pools()
+        try:
+            return [
+                f"{process.pid} {process.cmdline()}"
+                for process in worker_processes()
+                if process.pid not in kept and process.ppid() not in kept
+            ]
+        except psutil.Error:
+            return ["one that is just ending"]
+
+    eventually(lambda: not strays(), 20, f"the end of {strays()}")
+    if not _shared_pools:
+        eventually(lambda: set(os.listdir(folder)) <= before, 5, "the removal of temporary folders")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[sky.Compute]:
+    """Two nodes, shared by the tests of a module."""
+    with sky.Compute(nodes=2, options=sky.Options(console=False)) as compute:
+        _shared_pools.append(compute)
+        try:
+            yield compute
+        finally:
+            _shared_pools.remove(compute)
