@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from skyward.errors import ProtocolError
 from skyward.pool.scheduler import Place
 from skyward.pool.task import Definition, Parcel, Pieces, Task
 from skyward.wire import blobs, memory
@@ -62,7 +63,8 @@ class Lane(Place[Task]):
     def send(self, task: Task) -> None:
         """Send a task with whatever its executor does not have yet."""
         with self._lock:
-            for definition in (task.code, *task.handles):
+            self._define(task.code)
+            for definition in task.handles:
                 self._define(definition)
             payload, body, descriptors = self._pack(task.parcel)
             names = [str(index) for index in range(len(task.inputs))]
@@ -146,6 +148,8 @@ class Lane(Place[Task]):
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload, mapping what is in shared memory."""
+        if not payload.buffers and frame.body is not None:
+            return blobs.unpack(payload, frame.body, _nowhere)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self.mapped.add(segment, size, descriptor)
         places = [memory.fresh(ref.length) for ref in payload.buffers if ref.where == STREAMED]
@@ -214,6 +218,10 @@ class Lane(Place[Task]):
         for feeders in self.feeders.values():
             for feeder in feeders:
                 feeder.stop()
+
+
+def _nowhere(ref: Buffer) -> memoryview:
+    raise ProtocolError("a buffer that is nowhere")
 
 
 def _keys(task: Task) -> list[bytes]:

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ from skyward.pool.task import Definition, Failed, Parcel, Streaming, Task, Value
 from skyward.providers import Provider, Wish
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import memory, messages, objects
-from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
+from skyward.wire.blobs import BLOB_MIN, BlobStore, Mapped, Sources
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import (
@@ -126,6 +126,8 @@ class Pool:
         self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._dirty: set[Lane] = set()
         self._lanes: set[Lane] = set()
+        self._releasing: deque[Lane] = deque()
+        """Lanes whose executor can have memory back; appended to from finalizers."""
         self._versions = my_versions()
         cap = min(memory.machine_memory() // 8, 4 << 30)
         self._blob_cap = int(os.environ.get("SKYWARD_BLOB_CAP", cap))
@@ -190,28 +192,34 @@ class Pool:
             control, welcome = connect(
                 node.machine.endpoint, hello, self._credentials, node_name(self.id, node.index)
             )
+            node.control = control
+            node.heard = time.monotonic()
             where = f"node {node.index}"
             for warning in check_compatible(self._versions, welcome.versions, where):
                 self._console.note(warning)
-            node.control = control
-            node.heard = time.monotonic()
             self._console.phase(node.index, "starting workers")
             self._loop.watch(
                 control,
                 lambda frame: self._on_control(node, frame),
                 lambda problem: self._node_lost(node, "its agent is gone"),
             )
-        except (SkywardError, OSError, EOFError) as problem:
-            failure = (
-                problem
-                if isinstance(problem, SkywardError)
-                else PoolStartError(f"node {node.index} cannot be reached: {problem}")
-            )
+        except Exception as problem:
+            # Whatever a provider raises: nobody else would notice that the node never comes.
+            if isinstance(problem, SkywardError):
+                failure: Exception = problem
+            elif isinstance(problem, (OSError, EOFError)):
+                failure = PoolStartError(f"node {node.index} cannot be reached: {problem}")
+            else:
+                failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
+                failure.__cause__ = problem
             self._fail_node(node, failure)
 
     def _fail_node(self, node: Node, failure: BaseException) -> None:
         node.state = "lost"
         node.failure = failure
+        control, node.control = node.control, None
+        if control is not None:
+            self._loop.forget(control)
         node.machine.stop(0)
         self._console.phase(node.index, "failed")
         node.ready.set()
@@ -596,6 +604,7 @@ class Pool:
             channel=channel,
             store=self.store,
         )
+        lane.mapped = Mapped(lambda: self._releasing.append(lane))
         with self._lock:
             if self.closed or node.state in ("lost", "stopped"):
                 channel.close()
@@ -742,9 +751,8 @@ class Pool:
                 lane.forget(segments=retired)
         if not self._forgotten.empty():
             self._forget_handles()
-        for lane in list(self._lanes):
-            if lane.mapped.released:
-                lane.flush_releases()
+        while self._releasing:
+            self._releasing.popleft().flush_releases()
 
     def _fill(self, lane: Lane) -> None:
         light: list[Task] = []

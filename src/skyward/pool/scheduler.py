@@ -75,6 +75,7 @@ class Scheduler(Generic[W]):
     def __init__(self) -> None:
         self._ready: deque[Place[W]] = deque()
         self._places: dict[tuple[int, int], list[Place[W]]] = {}
+        self._at_node: dict[int, list[Place[W]]] = {}
         self._queue: deque[W] = deque()
         self._aimed: dict[object, deque[W]] = {}
         self._order = itertools.count()
@@ -83,12 +84,14 @@ class Scheduler(Generic[W]):
     def add(self, place: Place[W]) -> None:
         """A place is there to be used."""
         self._places.setdefault((place.node, place.worker), []).append(place)
+        self._at_node.setdefault(place.node, []).append(place)
         self._list(place)
 
     def remove(self, place: Place[W]) -> None:
         """A place is gone; what was on it is the caller's to deal with."""
         place.open = False
-        self._places.get((place.node, place.worker), [place]).remove(place)
+        self._places[place.node, place.worker].remove(place)
+        self._at_node[place.node].remove(place)
 
     def places(self) -> Iterator[Place[W]]:
         """All places."""
@@ -100,8 +103,7 @@ class Scheduler(Generic[W]):
         if task.worker is not None:
             return self._most_idle(self._places.get(task.worker, ()))
         if task.on is not None:
-            at_node = [p for key, ps in self._places.items() if key[0] == task.on for p in ps]
-            return self._most_idle(at_node)
+            return self._most_idle(self._at_node.get(task.on, ()))
         while self._ready:
             place = self._ready.popleft()
             place.listed = False

@@ -217,9 +217,10 @@ class Sources:
 class Mapped:
     """Segments of the other process, mapped here piece by piece and let go when unused."""
 
-    def __init__(self) -> None:
+    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
         self.released: deque[int] = deque()
         """Segments nothing here maps any more; appended to from finalizers, so lock-free."""
+        self._notify = notify
         self._open: dict[int, tuple[int, int]] = {}
         self._counts: dict[int, list[int]] = {}
 
@@ -248,6 +249,7 @@ class Mapped:
         if not count[0] and count[1]:
             self._counts.pop(segment, None)
             self.released.append(segment)
+            self._notify()
 
     def drop(self, segment: int) -> None:
         """No new views will be asked for; it is released when the last one dies."""
@@ -260,6 +262,7 @@ class Mapped:
         if not count[0]:
             self._counts.pop(segment, None)
             self.released.append(segment)
+            self._notify()
 
     def close(self) -> None:
         """Close every descriptor; live views stay valid."""
@@ -305,6 +308,8 @@ def unpack(
 ) -> tuple[memoryview, list[memoryview], list[tuple[int, int]]]:
     """The pieces `objects.decode` wants; `find` resolves what is not inline."""
     view = memoryview(body)
+    if not payload.buffers and not payload.storages and payload.pickle == len(view):
+        return view, [], []
     if payload.pickle > len(view) or len(payload.storages) > len(payload.buffers):
         raise ProtocolError("a payload that does not fit its body")
     buffers = []

@@ -23,6 +23,9 @@ PARTS_PER_CALL = 512
 JOIN_BELOW = 16 << 10
 # OpenSSL takes int lengths; a bounded write also keeps the interpreter's lock hand-overs fair.
 TLS_WRITE = 4 << 20
+# Plain numbers: combining the enum's members costs more than the call they go into.
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsize)
 
 
@@ -62,10 +65,12 @@ class Channel:
         meta = encode(message)
         length = sum(map(len, body)) if body else 0
         head = header(message.KIND, len(meta), length, len(descriptors)) + meta
-        with self._send_lock:
-            if not body and not descriptors:
-                self._sender.sendall(head)
-            else:
+        if length < JOIN_BELOW and not descriptors:
+            whole = b"".join((head, *body)) if body else head
+            with self._send_lock:
+                self._sender.sendall(whole)
+        else:
+            with self._send_lock:
                 self._send_parts([head, *body], descriptors)
         self.bytes_sent += len(head) + length
 
@@ -105,7 +110,7 @@ class Channel:
     def poll(self) -> list[Frame]:
         """Whatever frames can be read without waiting; `EOFError` when the other end is gone."""
         try:
-            count = self._receive_some(socket.MSG_DONTWAIT)
+            count = self._receive_some(_DONT_WAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
             return []
         frames = self._cut(count)
@@ -149,7 +154,7 @@ class Channel:
             )
         else:
             count, ancillary, _, _ = self._receiver.recvmsg_into(
-                [self._view], _DESCRIPTOR_SPACE, flags | socket.MSG_CMSG_CLOEXEC
+                [self._view], _DESCRIPTOR_SPACE, flags | _CLOSE_ON_EXEC
             )
             for level, kind, data in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -228,28 +228,33 @@ def _connect_one(
     family, _, address = endpoint.partition(":")
     if family == "unix":
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        end.settimeout(seconds)
-        end.connect(address)
-        _check_peer(end)
     else:
         host, _, port = address.rpartition(":")
         end = socket.create_connection((host, int(port)), seconds)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if context is None:
-            raise AuthenticationError(f"no credentials for {endpoint}")
-        try:
-            end = context.wrap_socket(end, server_hostname=name)
-        except ssl.SSLError as problem:
-            raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
-    decoder = FrameDecoder()
-    channel = Channel(end, decoder=decoder)
-    channel.send(hello)
-    frame = channel.receive()
-    welcome = messages.decode_as(Welcome, frame.kind, frame.meta)
-    if welcome.refusal:
-        channel.close()
-        raise AuthenticationError(f"{endpoint} refused the connection: {welcome.refusal}")
-    end.settimeout(None)
+    try:
+        if family == "unix":
+            end.settimeout(seconds)
+            end.connect(address)
+            _check_peer(end)
+        else:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is None:
+                raise AuthenticationError(f"no credentials for {endpoint}")
+            try:
+                end = context.wrap_socket(end, server_hostname=name)
+            except ssl.SSLError as problem:
+                raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
+        decoder = FrameDecoder()
+        channel = Channel(end, decoder=decoder)
+        channel.send(hello)
+        frame = channel.receive()
+        welcome = messages.decode_as(Welcome, frame.kind, frame.meta)
+        if welcome.refusal:
+            raise AuthenticationError(f"{endpoint} refused the connection: {welcome.refusal}")
+        end.settimeout(None)
+    except BaseException:
+        end.close()
+        raise
     return end, decoder, welcome
 
 

@@ -24,6 +24,7 @@ OURS = ("skyward", "skytorch", "cloudpickle")
 
 _MISSING = object()
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(...), type(NotImplemented))
+_ANNOTATIONS = (types.GenericAlias, types.UnionType)
 _GLOBAL_OPS = {
     dis.opmap[name]
     for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
@@ -105,6 +106,7 @@ class References:
     _checks: list[tuple[Any, str, Any]] = field(default_factory=list)
     _attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
 
     def fresh(self) -> bool:
         """Whether every name still means what it meant."""
@@ -114,19 +116,23 @@ class References:
         for owner, name, value in self._attributes:
             if getattr(owner, name, _MISSING) is not value:
                 return False
+        for cell, value in self._cells:
+            if _contents(cell) is not value:
+                return False
         return all(len(names) == size for names, size in self._sizes)
 
 
 def references(function: Callable[..., Any]) -> References:
     """Walk from a function to all it refers to; raises if it uses a name defined nowhere."""
     found = References(inspect.unwrap(function))
-    seen: set[int] = set()
+    # Held, not only named: the id of a value that is freed on the way would be given out again.
+    seen: dict[int, Any] = {}
     todo: list[Any] = [function]
     while todo:
         value = todo.pop()
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         todo += _visit(value, found)
     return found
 
@@ -137,18 +143,25 @@ def _visit(value: Any, found: References) -> Iterable[Any]:
     if isinstance(value, type):
         return _visit_class(value, found) if travels_by_value(value) else ()
     if isinstance(value, types.ModuleType):
+        if id(value) not in found.module_names and is_own(value.__name__):
+            found.constant = False
         return ()
     if isinstance(value, (staticmethod, classmethod)):
         return (value.__func__,)
     if isinstance(value, property):
         return tuple(part for part in (value.fget, value.fset, value.fdel) if part is not None)
-    if isinstance(value, (tuple, frozenset)):
+    # Exact types only: an instance of a subclass may have attributes that change.
+    if type(value) in (tuple, frozenset):
         return tuple(value)
-    if isinstance(value, (*_PLAIN, types.BuiltinFunctionType)):
+    if type(value) in _PLAIN:
         return ()
-    if type(value).__module__ in ("typing", "types") or hasattr(value, "__sky_constant__"):
-        constant: Any = getattr(value, "__sky_constant__", None)
-        return (constant,) if constant is not None else ()
+    if isinstance(value, types.BuiltinFunctionType):
+        bound = value.__self__
+        return () if bound is None or isinstance(bound, types.ModuleType) else (bound,)
+    if hasattr(type(value), "__sky_constant__"):
+        return (value.__sky_constant__,)
+    if type(value).__module__ == "typing" or isinstance(value, _ANNOTATIONS):
+        return ()
     found.constant = False
     return ()
 
@@ -164,10 +177,13 @@ def _visit_function(function: types.FunctionType, found: References) -> Iterator
             found.constant = False
         if value:
             yield from value if isinstance(value, tuple) else value.values()
-    if function.__dict__:
-        wrapped = {k: v for k, v in function.__dict__.items() if k != "__wrapped__"}
-        found.constant = found.constant and not wrapped
-        yield from function.__dict__.values()
+    attributes = function.__dict__
+    found._sizes.append((attributes, len(attributes)))
+    for name, value in attributes.items():
+        if name != "__wrapped__":
+            found.constant = False
+        found._checks.append((attributes, name, value))
+        yield value
     for name in sorted(reads):
         value = space.get(name, _MISSING)
         if value is _MISSING:
@@ -186,12 +202,19 @@ def _visit_function(function: types.FunctionType, found: References) -> Iterator
             yield from _visit_module(value, names, found)
         yield value
     for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue
-        found._attributes.append((cell, "cell_contents", value))
-        yield value
+        value = _contents(cell)
+        found._cells.append((cell, value))
+        if isinstance(value, types.ModuleType):
+            yield from _visit_module(value, names, found)
+        if value is not _MISSING:
+            yield value
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
 
 
 def _visit_module(
@@ -200,6 +223,7 @@ def _visit_module(
     if not is_own(module.__name__):
         return
     space = vars(module)
+    found._sizes.append((space, len(space)))
     wanted = found.module_names.setdefault(id(module), set())
     for name in names:
         if name in space and name not in wanted:

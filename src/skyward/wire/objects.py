@@ -19,7 +19,8 @@ from skyward.wire.tensors import Shelf, StorageBook
 
 _local = threading.local()
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_SMALL = (int, float, str, bool, type(None), bytes)
+_SMALL = frozenset((int, float, str, bool, type(None), bytes))
+"""What needs none of our own reducers."""
 
 
 @dataclass(slots=True)
@@ -105,23 +106,36 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def encode(
-    value: Any, *, own_modules: bool = False, names: Mapping[int, set[str]] | None = None
+    value: Any,
+    *,
+    own_modules: bool = False,
+    names: Mapping[int, set[str]] | None = None,
+    what: str = "the value",
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
     A `Call` is encoded as its arguments. Raises `SerializationError` naming the part that cannot
-    travel and the path to it.
+    travel and the path to it from `what`.
     """
+    if isinstance(value, Call):
+        whole: Any = (value.args, value.kwargs)
+        plain = all(type(v) in _SMALL for v in value.args) and not value.kwargs
+    else:
+        whole, plain = value, type(value) in _SMALL
+    if plain:
+        return Encoded([pickle.dumps(whole, 5)])
     out = _Pieces()
     pickler = _Pickler(out, own_modules, names or {})
     try:
-        pickler.dump((value.args, value.kwargs) if isinstance(value, Call) else value)
+        pickler.dump(whole)
     except SerializationError:
         raise
     except Exception as problem:
         path, culprit, cause = _culprit(value, own_modules)
+        if path.startswith(("[", ".")):
+            path = f"{what} at {path}"
         raise SerializationError(
-            f"{path or 'the value'} cannot be sent: {_short(culprit)} ({cause or problem}); "
+            f"{path or what} cannot be sent: {_short(culprit)} ({cause or problem}); "
             "pass plain data instead, or make it inside the function"
         ) from problem
     encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles)
@@ -208,7 +222,7 @@ def _culprit(value: Any, own_modules: bool) -> tuple[str, Any, BaseException | N
     while id(value) not in seen and len(seen) < 64:
         seen.add(id(value))
         for step, part in _parts(value):
-            if isinstance(part, _SMALL):
+            if type(part) in _SMALL:
                 continue
             failure = _failure(part, own_modules)
             if failure is not None:
@@ -219,7 +233,7 @@ def _culprit(value: Any, own_modules: bool) -> tuple[str, Any, BaseException | N
             break
     path = (steps[0] if steps else "").strip()
     if len(steps) > 1:
-        path += " at " + "".join(steps[1:])
+        path += ("" if path.startswith(("[", ".")) else " at ") + "".join(steps[1:])
     return path, value, cause
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.errors import ProtocolError, SerializationError
+from skyward.errors import ProtocolError, RemoteError, SerializationError
 from skyward.wire import messages, objects
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -49,6 +49,7 @@ from skyward.worker.config import ExecutorConfig
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
+from skyward.worker.reader import Reader
 from skyward.worker.streams import InputStream, OutputStream
 
 CHAIN_DEPTH = 8
@@ -87,7 +88,6 @@ class Executor:
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
         self._channel: Channel | None = None
-        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._waiting: OrderedDict[int, Job] = OrderedDict()
         self._running: dict[int, Job] = {}
         self._lock = threading.Lock()
@@ -95,11 +95,15 @@ class Executor:
         self._inbox = Inbox(config.blob_cap)
         self._outbox = Outbox(config.blob_cap)
         self._interrupting: Job | None = None
+        self._calling: Job | None = None
+        """The job whose function is being called, on the main thread."""
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._emit)
         credentials = Credentials(*config.credentials) if config.credentials else None
         self._listener = Listener(config.where, config.pool, credentials, self._accept)
         self._connected = threading.Event()
+        self._reader: Reader[Job] | None = None
+        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     @property
     def endpoint(self) -> str:
@@ -115,15 +119,15 @@ class Executor:
             channel.close()
             return
         self._connected.set()
-        self._receive_forever(channel)
 
-    # Receiving: one thread, never blocked by user code.
+    # Receiving; never on a thread that is in user code.
 
-    def _receive_forever(self, channel: Channel) -> None:
+    def _read_one(self) -> None:
+        channel = self._channel
+        assert channel is not None
         try:
-            while True:
-                frame = channel.receive()
-                self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
+            frame = channel.receive()
+            self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
         except (EOFError, OSError):
             # The client is gone; the agent decides what becomes of the node.
             os._exit(0)
@@ -173,11 +177,15 @@ class Executor:
         if pieces is None or keys:
             channel.send(Missing(run.task, missing, keys))
             return
-        inputs = [InputStream(run.task, index, channel) for index in range(len(run.inputs))]
-        job = Job(run, pieces, inputs, OutputStream())
+        hurry = self._reader.hurry if self._reader is not None else _no_need
+        inputs = [InputStream(run.task, i, channel, hurry) for i in range(len(run.inputs))]
+        job = Job(run, pieces, inputs, OutputStream(hurry))
         with self._lock:
             self._waiting[run.task] = job
-        self._queue.put(job)
+        if self._reader is not None:
+            self._reader.put(job)
+        else:
+            self._queue.put(job)
 
     def _job(self, task: int) -> Job | None:
         with self._lock:
@@ -232,9 +240,10 @@ class Executor:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _on_signal(self, *_: object) -> None:
-        job = self._interrupting
-        if job is not None and job.run.task in self._running:
-            self._interrupting = None
+        """Raise in the cancelled job, and only while it is in user code."""
+        job, self._interrupting = self._interrupting, None
+        if job is not None and job is self._calling:
+            self._calling = None
             raise Interrupted
 
     # Running.
@@ -242,23 +251,24 @@ class Executor:
     def serve(self) -> None:
         """Run tasks until the process is ended from outside."""
         signal.signal(signal.SIGINT, self._on_signal)
+        self._connected.wait()
         if not self._config.threads:
+            self._reader = Reader(self._read_one)
             while True:
-                self._run_next()
+                self._run_job(self._reader.next())
         for number in range(self._config.threads):
             threading.Thread(
                 target=self._serve_thread, name=f"skyward-task-{number}", daemon=True
             ).start()
         while True:
-            signal.pause()
+            self._read_one()
 
     def _serve_thread(self) -> None:
         while True:
-            copy_context().run(self._run_next)
+            copy_context().run(self._run_job, self._queue.get())
 
-    def _run_next(self) -> None:
+    def _run_job(self, job: Job) -> None:
         try:
-            job = self._queue.get()
             with self._lock:
                 if job.cancelled or self._waiting.pop(job.run.task, None) is None:
                     return
@@ -270,8 +280,8 @@ class Executor:
                 self._running.pop(job.run.task, None)
             self._reply(*outcome)
         except Interrupted:
-            # It came too late for its task; whoever waits is told by the outcome already made.
-            return
+            # On a thread, the interrupt may strike after the function has returned.
+            self._reply(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
 
     def _run(self, job: Job) -> tuple[Message, Sendable | None]:
         token = current_task.set(job.run.task)
@@ -286,9 +296,10 @@ class Executor:
                 if streamed:
                     outcome = End(job.run.task, -1, None), None
                 else:
-                    sendable = self._pack(value)
+                    sendable = self._pack(value, f"the result of {job.run.name}")
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
             except BaseException as problem:
+                self._calling = None
                 outcome = self._failure(job, problem, time.perf_counter() - started)
         finally:
             self._capture.end()
@@ -304,6 +315,9 @@ class Executor:
         if job.inputs:
             args, kwargs = _with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
+        self._calling = job
+        if job.cancelled:
+            raise Interrupted
         value = function(*args, **kwargs)
         del args, kwargs
         if inspect.iscoroutine(value):
@@ -311,6 +325,7 @@ class Executor:
         if inspect.isasyncgen(value):
             value = _drained(value)
         if not inspect.isgenerator(value):
+            self._calling = None
             return value, False
         self._stream(job, value)
         return None, True
@@ -321,7 +336,7 @@ class Executor:
             for item in generator:
                 if not job.output.take():
                     return
-                sendable = self._pack(item)
+                sendable = self._pack(item, f"an item of {job.run.name}")
                 del item
                 self._reply(Item(job.run.task, -1, sendable[0]), sendable)
 
@@ -367,14 +382,18 @@ class Executor:
         if segments:
             self._outbox.sent(segments)
 
-    def _pack(self, value: Any) -> Sendable:
+    def _pack(self, value: Any, what: str = "the value") -> Sendable:
         assert self._channel is not None
-        return self._outbox.pack(objects.encode(value), self._channel.shares_memory)
+        return self._outbox.pack(objects.encode(value, what=what), self._channel.shares_memory)
 
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         if self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.send(Written(task, stream, text, transient))
+
+
+def _no_need() -> None:
+    """With threads, the main one does nothing but listen."""
 
 
 def _with_streams(
@@ -416,14 +435,34 @@ def _frames(problem: BaseException) -> list[tuple[str, int, str, str]]:
     return [(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames[:200]]
 
 
-def _portable(problem: Exception, depth: int) -> objects.PortableException:
+def _portable(
+    problem: Exception, depth: int, made: dict[int, objects.PortableException] | None = None
+) -> objects.PortableException:
+    made = {} if made is None else made
     chain = {}
     if depth < CHAIN_DEPTH:
         for link in ("__cause__", "__context__"):
             other = getattr(problem, link)
             if isinstance(other, Exception):
-                chain[link] = _portable(other, depth + 1)
+                # `raise x from y` makes y both; each level would double the work.
+                if id(other) not in made:
+                    made[id(other)] = _portable(_travelling(other), depth + 1, made)
+                chain[link] = made[id(other)]
     return objects.PortableException(problem, chain, problem.__suppress_context__)
+
+
+def _travelling(problem: Exception) -> Exception:
+    """The exception, or words in its place if it would not survive: it is not the main one."""
+    try:
+        encoded = objects.encode(problem)
+        objects.decode(b"".join(encoded.pieces), encoded.buffers, encoded.storages)
+        return problem
+    except Exception:
+        name = type(problem).__qualname__
+        words = RemoteError(f"{name}: {_text(problem)}", type_name=name)
+        words.__cause__, words.__context__ = problem.__cause__, problem.__context__
+        words.__suppress_context__ = problem.__suppress_context__
+        return words
 
 
 def _die_with_parent() -> None:

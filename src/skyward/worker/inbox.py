@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeVar
 
+from skyward.errors import ProtocolError
 from skyward.wire import blobs, memory
 from skyward.wire.blobs import Blob, BlobStore, Mapped
 from skyward.wire.channel import Channel
@@ -26,6 +27,8 @@ class Inbox:
         self, channel: Channel, frame: Frame, payload: Payload
     ) -> tuple[Pieces | None, list[bytes]]:
         """Read the body, keep what is to be kept; None with what is missing if that cannot be."""
+        if not payload.buffers and frame.body is not None:
+            return blobs.unpack(payload, frame.body, _nowhere), []
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self._mapped.add(segment, size, descriptor)
         body = self._take_body(channel, frame, payload)
@@ -82,6 +85,10 @@ class Inbox:
         """Tell the client which of its segments nothing here maps any more."""
         if self._mapped.released:
             channel.send(Released(_emptied(self._mapped.released)))
+
+
+def _nowhere(ref: Buffer) -> memoryview:
+    raise ProtocolError("a buffer that is nowhere")
 
 
 def _emptied(items: deque[T]) -> list[T]:

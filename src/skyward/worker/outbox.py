@@ -21,6 +21,9 @@ class Outbox:
 
     def pack(self, encoded: Encoded, shares_memory: bool) -> Sendable:
         """A payload, its body, and the segments whose descriptors go along."""
+        if not encoded.buffers:
+            packed = blobs.pack(encoded, None)
+            return packed.payload, packed.body, []
         segments: list[memory.Segment] = []
         streamed: list[memoryview] = []
 
@@ -37,7 +40,7 @@ class Outbox:
                 for at, buffer in zip(offsets, buffers, strict=True)
             ]
 
-        packed = blobs.pack(encoded, large if encoded.buffers else None)
+        packed = blobs.pack(encoded, large)
         packed.payload.segments = [(segment.id, segment.size) for segment in segments]
         return packed.payload, packed.body + streamed, segments
 

@@ -58,6 +58,11 @@ class LineCutter:
                 self._rest += "\r"
         return lines, bar
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is text without a newline at its end."""
+        return bool(self._rest)
+
     def finish(self) -> str:
         """What is left without a newline, as a line of its own."""
         rest = _visible(self._rest + self._decoder.decode(b"", True))
@@ -82,10 +87,12 @@ class ProcessCapture:
         self._lock = threading.RLock()
         self._task = 0
         self._muted: frozenset[str] = frozenset()
-        self._libc = ctypes.CDLL(None)
+        self._flush = ctypes.CDLL(None).fflush
         self._pipes = {"stdout": os.dup(1), "stderr": os.dup(2)}
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
+        self._waiting = select.poll()
         for end in read_ends:
+            self._waiting.register(end, select.POLLIN)
             os.set_blocking(end, False)
             with contextlib.suppress(OSError, AttributeError):
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
@@ -102,16 +109,18 @@ class ProcessCapture:
 
     def end(self) -> None:
         """Send all that the task has written, so that it arrives before its result."""
+        self._flush(None)
         for stream in (sys.stdout, sys.stderr):
+            # A stream of the task's own making is its own affair.
             with contextlib.suppress(Exception):
                 stream.flush()
-        self._libc.fflush(None)
         with self._lock:
-            for name in self._reads:
-                self._drain(name)
-                rest = self._cutters[name].finish()
-                if rest:
-                    self._emit(self._task, name, rest, False)
+            if self._waiting.poll(0):
+                for name in self._reads:
+                    self._drain(name)
+            for name, cutter in self._cutters.items():
+                if cutter.unfinished:
+                    self._emit(self._task, name, cutter.finish(), False)
             self._task = 0
 
     def reroute(self, way: Route) -> None:
@@ -121,7 +130,7 @@ class ProcessCapture:
             if muted == (name in self._muted):
                 continue
             getattr(sys, name).flush()
-            self._libc.fflush(None)
+            self._flush(None)
             os.dup2(self._nowhere if muted else self._pipes[name], number)
         self._muted = way.muted
 
@@ -205,6 +214,7 @@ class TaskStream(RoutedStream):
         self._write = write
         self._flush = flush
         self._number = number
+        self._written = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -216,10 +226,13 @@ class TaskStream(RoutedStream):
         return _Bytes(self)
 
     def pass_on(self, text: str) -> int:
+        self._written = True
         return self._write(text)
 
     def flush(self) -> None:
-        self._flush()
+        if self._written:
+            self._written = False
+            self._flush()
 
     def isatty(self) -> bool:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from skyward.wire import objects
@@ -17,8 +18,8 @@ WINDOW = 16
 class InputStream:
     """An iterator over items the client sends; asks for more before it runs dry."""
 
-    def __init__(self, task: int, index: int, channel: Channel) -> None:
-        self._task, self._index, self._channel = task, index, channel
+    def __init__(self, task: int, index: int, channel: Channel, hurry: Callable[[], None]) -> None:
+        self._task, self._index, self._channel, self._hurry = task, index, channel, hurry
         self._items: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._owed = 0
         self._done = False
@@ -40,6 +41,8 @@ class InputStream:
         if self._owed <= WINDOW // 2:
             self._channel.send(Credit(self._task, self._index, WINDOW - self._owed))
             self._owed = WINDOW
+        if self._items.empty():
+            self._hurry()
         more, pieces = self._items.get()
         if more:
             self._owed -= 1
@@ -53,10 +56,11 @@ class InputStream:
 class OutputStream:
     """The client's permission to send items of a task's own iterator."""
 
-    def __init__(self) -> None:
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self._hurry = hurry
         self._credit = 0
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
 
     def grant(self, count: int) -> None:
         """The client took items, or (-1) wants no more."""
@@ -77,6 +81,7 @@ class OutputStream:
         """Wait until an item may be sent; False when nobody wants it."""
         with self._changed:
             while not self._credit and not self._closed:
+                self._hurry()
                 self._changed.wait()
             self._credit -= 1
             return not self._closed
