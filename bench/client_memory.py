@@ -14,14 +14,16 @@ from pathlib import Path
 SAMPLE_SECONDS = 0.001
 
 
-def peak_memory(direction: str, transport: str, size: int) -> int:
+def peak_memory(direction: str, transport: str, size: int, times: int) -> int:
     """Bytes held at most beyond what the client held before it had a pool.
+
+    The tensor is moved several times, one after the other and new on every page each time.
 
     Private memory is the client's own; shared memory counts for the whole machine, mapped or
     not, because a file in it that the client only writes to is part of nobody's resident set.
     """
     client = subprocess.Popen(
-        [sys.executable, __file__, direction, transport, str(size)],
+        [sys.executable, __file__, direction, transport, str(size), str(times)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -77,7 +79,7 @@ def _fields(path: Path) -> dict[str, int]:
     return sizes
 
 
-def _client(direction: str, transport: str, size: int) -> None:
+def _client(direction: str, transport: str, size: int, times: int) -> None:
     import torch
 
     import skyward as sky
@@ -101,13 +103,14 @@ def _client(direction: str, transport: str, size: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     provider = sky.Local() if transport == "auto" else sky.Local(transport=transport)
     with sky.Compute(provider, options=sky.Options(console=False)) as compute:
-        if direction == "argument":
-            moved: object = read_pages(tensor) >> compute
-        else:
-            moved = new_result(size // 4) >> compute
+        for _ in range(times):
+            if direction == "argument":
+                tensor[::1024] += 1
+                read_pages(tensor) >> compute
+            else:
+                new_result(size // 4) >> compute
         print("moved", _fields(own)["VmHWM"] - before, flush=True)
-        del moved
 
 
 if __name__ == "__main__":
-    _client(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _client(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

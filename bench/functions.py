@@ -8,16 +8,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from measure import Sample, interleave, p50, timed
-from peers import Peer, running_peers
+from peers import running_peers
 from report import Row, absent, absolute, claim, compared, run_suite
 
 import skyward as sky
+from skyward.pool.scheduler import Place, Scheduler
 
 QUIET = sky.Options(console=False)
 PROCESS_POOL = "ProcessPoolExecutor"
@@ -72,33 +75,41 @@ def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 def call_latency(size: Size) -> Sequence[Row]:
     """One call at a time, one worker, nothing to carry."""
+    what = "no-op call, p50"
     with ExitStack() as stack:
         executor = stack.enter_context(process_pool(1))
-        peers, missing = running_peers(stack)
         compute = stack.enter_context(sky.Compute(options=QUIET))
 
-        def through(peer: Peer) -> float:
-            return peer.noop(size.calls)
+        def through_skyward() -> float:
+            return p50(lambda: noop() >> compute, size.calls)
 
-        samples = interleave(
+        def through_process_pool() -> float:
+            return p50(lambda: executor.submit(plain_noop).result(), size.calls)
+
+        # Before Ray and Dask are there: on a small machine their daemons show in 100 µs.
+        alone = interleave(
+            {"skyward": through_skyward, PROCESS_POOL: through_process_pool},
+            rounds=size.rounds,
+            warmups=2,
+        )
+        peers, missing = running_peers(stack)
+        together = interleave(
             {
-                "skyward": lambda: p50(lambda: noop() >> compute, size.calls),
-                PROCESS_POOL: lambda: p50(lambda: executor.submit(plain_noop).result(), size.calls),
-                **{name: lambda peer=peer: through(peer) for name, peer in peers.items()},
+                "skyward": through_skyward,
+                **{name: partial(peer.noop, size.calls) for name, peer in peers.items()},
             },
             rounds=size.rounds,
             warmups=2,
         )
-        ours = samples["skyward"]
-        what = "no-op call, p50"
-        return [
-            compared(what, ours, PROCESS_POOL, samples[PROCESS_POOL], "<= 1.2x"),
-            *(
-                compared(what, ours, peer.label, samples[name], "< 1x")
-                for name, peer in peers.items()
-            ),
-            *(absent(what, name.capitalize(), why, ours) for name, why in missing.items()),
-        ]
+    ours = together["skyward"]
+    return [
+        compared(what, alone["skyward"], PROCESS_POOL, alone[PROCESS_POOL], "<= 1.2x"),
+        *(
+            compared(f"{what}, beside them", ours, peer.label, together[name], "< 1x")
+            for name, peer in peers.items()
+        ),
+        *(absent(what, name.capitalize(), why, ours) for name, why in missing.items()),
+    ]
 
 
 def many_tiny_tasks(size: Size) -> Sequence[Row]:
@@ -112,16 +123,13 @@ def many_tiny_tasks(size: Size) -> Sequence[Row]:
             results = sky.gather(*[tiny(i) for i in range(size.tasks)]) >> compute
             assert list(results) == list(range(size.tasks))
 
-        def through(peer: Peer) -> float:
-            return peer.tiny(size.tasks)
-
         seconds = interleave(
             {
                 "skyward": lambda: timed(gather),
                 PROCESS_POOL: lambda: timed(
                     lambda: list(executor.map(plain_tiny, range(size.tasks)))
                 ),
-                **{name: lambda peer=peer: through(peer) for name, peer in peers.items()},
+                **{name: partial(peer.tiny, size.tasks) for name, peer in peers.items()},
             },
             rounds=max(3, size.rounds // 2),
             warmups=1,
@@ -202,10 +210,97 @@ def broadcast(size: Size) -> Sequence[Row]:
     ]
 
 
+@dataclass(slots=True, eq=False)
+class SimulatedTask:
+    """As much of a task as the scheduler looks at."""
+
+    id: int
+    on: int | None = None
+    worker: tuple[int, int] | None = None
+    waiting: bool = True
+    order: int = 0
+
+
+def any_node(task: int, nodes: int) -> SimulatedTask:
+    return SimulatedTask(task)
+
+
+def one_node(task: int, nodes: int) -> SimulatedTask:
+    return SimulatedTask(task, on=task % nodes)
+
+
+def one_worker(task: int, nodes: int) -> SimulatedTask:
+    return SimulatedTask(task, worker=(task % nodes, 0))
+
+
+def scheduling_cost(
+    nodes: int,
+    describe: Callable[[int, int], SimulatedTask] = any_node,
+    *,
+    tasks: int = 5000,
+    ran: float = 1e-4,
+) -> float:
+    """Processor seconds per task to place `tasks` on simulated nodes, first come first served.
+
+    All arrive at once, each ends in the order it began after `ran` seconds of simulated time, and
+    the place it leaves is given what waits: the steps the pool takes, without its processes.
+    """
+    scheduler: Scheduler[SimulatedTask] = Scheduler()
+    for node in range(nodes):
+        scheduler.add(Place(node, 0, 0))
+    arriving = [describe(task, nodes) for task in range(tasks)]
+    running: deque[tuple[Place[SimulatedTask], int]] = deque()
+    ended = 0
+
+    start = time.thread_time()
+    for task in arriving:
+        place = scheduler.pick(task)
+        if place is None:
+            scheduler.queue(task)
+        else:
+            scheduler.begin(place, task)
+            running.append((place, task.id))
+    while running:
+        place, task_id = running.popleft()
+        scheduler.end(place, task_id)
+        place.note(ran)
+        ended += 1
+        while (following := scheduler.next_for(place)) is not None:
+            scheduler.begin(place, following)
+            running.append((place, following.id))
+    taken = time.thread_time() - start
+    assert ended == tasks
+    return taken / tasks
+
+
+def scheduling(size: Size) -> Sequence[Row]:
+    """What placing one task costs on few nodes and on many."""
+    rows = []
+    for describe in (any_node, one_node, one_worker):
+        samples = interleave(
+            {
+                "few": partial(scheduling_cost, 2, describe, tasks=size.tasks),
+                "many": partial(scheduling_cost, 64, describe, tasks=size.tasks),
+            },
+            rounds=size.rounds,
+        )
+        aim = describe.__name__.replace("_", " ")
+        rows.append(
+            compared(
+                f"scheduling a task for {aim} of 64",
+                samples["many"],
+                f"{aim} of 2",
+                samples["few"],
+                "<= 1.25x",
+            )
+        )
+    return rows
+
+
 if __name__ == "__main__":
     run_suite(
         "what a call costs",
-        [call_latency, many_tiny_tasks, start_up, broadcast],
+        [call_latency, many_tiny_tasks, start_up, broadcast, scheduling],
         full=FULL,
         quick=QUICK,
     )

@@ -19,6 +19,10 @@ import skyward as sky
 
 QUIET = sky.Options(console=False)
 MIB = 2**20
+MEDIA: dict[str, Callable[[], sky.Local]] = {
+    "same host": sky.Local,
+    "TCP and TLS": lambda: sky.Local(transport="tcp"),
+}
 FLOORS = {"new": "into a new buffer", "reused": "into one reused buffer"}
 
 
@@ -147,12 +151,20 @@ def raw_fetching(size: int, link: RawLink, *, reused: bool) -> Callable[[], floa
     return lambda: timed(lambda: link.exchange([], size, reused=reused))
 
 
-def transfers(
-    size: Size, provider: sky.Local, *, tls: bool, medium: str, floor: str, bar: str
-) -> Sequence[Row]:
+def same_host_transfers(size: Size) -> Sequence[Row]:
+    return transfers(size, "same host", "Unix socket", ">= 1.5x")
+
+
+def tls_transfers(size: Size) -> Sequence[Row]:
+    return transfers(size, "TCP and TLS", "ssl socket", ">= 0.8x")
+
+
+def transfers(size: Size, medium: str, floor: str, bar: str) -> Sequence[Row]:
     """A new tensor to a worker and one back from it, next to plain sockets doing the same."""
     tensor = payload(size.payload)
-    with RawLink(tls=tls) as link, sky.Compute(provider, options=QUIET) as compute:
+    with ExitStack() as stack:
+        link = stack.enter_context(RawLink(tls=floor == "ssl socket"))
+        compute = stack.enter_context(sky.Compute(MEDIA[medium](), options=QUIET))
         contenders = {
             "argument": sending(tensor, compute),
             "result": fetching(tensor.numel(), compute),
@@ -174,28 +186,6 @@ def transfers(
         for direction in ("argument", "result")
         for kind, into in FLOORS.items()
     ]
-
-
-def same_host_transfers(size: Size) -> Sequence[Row]:
-    return transfers(
-        size,
-        sky.Local(),
-        tls=False,
-        medium="same host",
-        floor="Unix socket",
-        bar=">= 1.5x",
-    )
-
-
-def tls_transfers(size: Size) -> Sequence[Row]:
-    return transfers(
-        size,
-        sky.Local(transport="tcp"),
-        tls=True,
-        medium="TCP and TLS",
-        floor="ssl socket",
-        bar=">= 0.8x",
-    )
 
 
 def first_send(size: Size) -> Sequence[Row]:
@@ -226,12 +216,16 @@ def first_send(size: Size) -> Sequence[Row]:
 
 def unchanged_tensor(size: Size) -> Sequence[Row]:
     """The same tensor again: only its hash is taken, and a change is never missed."""
+    return [row for medium in MEDIA for row in sent_again(size, medium)]
+
+
+def sent_again(size: Size, medium: str) -> Sequence[Row]:
     tensor = payload(size.payload)
     floats = tensor.numpy()
-    label = f"{size.payload // MIB} MiB unchanged, again"
-    with sky.Compute(options=QUIET) as compute:
+    label = f"{size.payload // MIB} MiB unchanged, again, {medium}"
+    with sky.Compute(MEDIA[medium](), options=QUIET) as compute:
         assert read_pages(tensor) >> compute == touch(tensor)
-        before = bytes_sent(compute)
+        before = compute.stats().bytes_sent
         calls = 0
 
         def send_again() -> float:
@@ -246,44 +240,55 @@ def unchanged_tensor(size: Size) -> Sequence[Row]:
             },
             rounds=size.rounds,
         )
-        per_call = (bytes_sent(compute) - before) / calls
+        per_call = (compute.stats().bytes_sent - before) / calls
 
         floats[12345] = 42.0
         seen = value_at(tensor, 12345) >> compute
 
         handle = sky.put(tensor)
         assert read_pages(handle) >> compute == touch(tensor)
-        before = bytes_sent(compute)
+        before = compute.stats().bytes_sent
         through_handle = [
             p50(lambda: read_pages(handle) >> compute, size.calls) for _ in range(size.rounds)
         ]
-        per_handle_call = (bytes_sent(compute) - before) / (size.calls * size.rounds)
+        per_handle_call = (compute.stats().bytes_sent - before) / (size.calls * size.rounds)
     return [
         compared(label, samples["again"], "xxh3_128 of it, one thread", samples["hash"], "<= 1.3x"),
-        absolute(f"{label}: sent per call", Sample((per_call,), "B"), "< 16 KiB", 16384),
+        on_the_wire(f"on the wire for it, {medium}", per_call),
         claim(
-            "a write through a numpy view", "seen" if seen == 42 else "MISSED", "seen", seen == 42
+            f"a write through a numpy view, {medium}",
+            "seen" if seen == 42 else "MISSED",
+            "seen",
+            seen == 42,
         ),
-        absolute("the same through sky.put, p50", Sample(tuple(through_handle)), "< 2 ms", 2e-3),
-        absolute("sky.put: sent per call", Sample((per_handle_call,), "B"), "< 16 KiB", 16384),
+        absolute(
+            f"the same through sky.put, p50, {medium}",
+            Sample(tuple(through_handle)),
+            "< 2 ms",
+            2e-3,
+        ),
+        on_the_wire(f"on the wire for a sky.put, {medium}", per_handle_call),
     ]
 
 
-def bytes_sent(compute: sky.Compute) -> int:
-    return compute.stats().bytes_sent
+def on_the_wire(what: str, per_call: float) -> Row:
+    """Bytes of a call that carries nothing: its request, and no more."""
+    return absolute(what, Sample((per_call,), "B"), "< 1 KiB", 1024)
 
 
 def memory_of_the_client(size: Size) -> Sequence[Row]:
     """The most a client holds beyond the tensor itself, shared memory included."""
     rows = []
-    for transport, medium in (("auto", "same host"), ("tcp", "TCP and TLS")):
-        for direction, bar in (("argument", "<= 1.2x"), ("result", "")):
-            peak = peak_memory(direction, transport, size.payload)
+    for medium, transport in (("same host", "auto"), ("TCP and TLS", "tcp")):
+        for what, direction, times, bar in (
+            ("one argument", "argument", 1, "<= 1.2x"),
+            ("5 new arguments in turn", "argument", 5, "<= 1.2x"),
+            ("5 results in turn", "result", 5, ""),
+        ):
+            peak = peak_memory(direction, transport, size.payload, times)
             rows.append(
                 compared(
-                    f"client memory for an {direction}, {medium}"
-                    if direction == "argument"
-                    else f"client memory for a {direction}, {medium}",
+                    f"client memory: {what}, {medium}",
                     Sample((float(peak),), "B"),
                     "the payload",
                     Sample((float(size.payload),), "B"),

@@ -29,9 +29,8 @@ QUIET = sky.Options(console=False)
 
 
 @pytest.fixture(scope="module")
-def compute():
-    with sky.Compute(nodes=2, options=QUIET) as pool:
-        yield pool
+def compute(pool):
+    return pool
 
 
 def wait_for(path, seconds=20.0):

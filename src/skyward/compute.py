@@ -24,8 +24,9 @@ from skyward.console import Console, console_for
 from skyward.errors import BroadcastError, ConfigurationError, Outcome, PoolClosedError
 from skyward.functions import Function, Pending
 from skyward.future import Future
+from skyward.pool.fleet import PoolSpec
 from skyward.pool.node import NodeView
-from skyward.pool.pool import Pool, PoolSpec
+from skyward.pool.pool import Pool
 from skyward.pool.task import Failed, Task
 from skyward.providers import Provider, Wish
 from skyward.providers.local import Local
@@ -245,9 +246,8 @@ class Compute:
         workers = pool.workers()
         tasks: list[Task] = []
         for place in workers:
-            shared = tasks[0].parcel if tasks and not tasks[0].inputs else None
-            tasks.append(pool.prepare(pending, worker=place, keep=False, parcel=shared))
-        pool.share(tasks)
+            like = tasks[0] if tasks else None
+            tasks.append(pool.prepare(pending, worker=place, keep=False, like=like))
         pool.submit_all(tasks)
         outcomes = []
         try:

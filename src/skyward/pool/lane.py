@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from skyward.pool.task import Definition, Parcel, Pieces, Task
 from skyward.wire import blobs, memory
 from skyward.wire.blobs import BlobStore, Mapped
 from skyward.wire.channel import Channel
-from skyward.wire.frames import Frame
+from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame
 from skyward.wire.messages import (
     KNOWN,
     SEGMENT,
@@ -45,20 +45,31 @@ class Lane(Place[Task]):
     pid: int = 0
     channel: Channel = field(default=None, repr=False)  # type: ignore[assignment]
     store: BlobStore = field(default=None, repr=False)  # type: ignore[assignment]
+    kill: Callable[[str], None] = field(default=lambda reason: None, repr=False)
+    """Have its agent end the executor, which starts a new one; takes the reason."""
     feeders: dict[int, list[Feeder]] = field(default_factory=dict)
     mapped: Mapped = field(default_factory=Mapped)
     lost: bool = False
+    end_reason: str = ""
+    """Why its process ended, once the agent has said so."""
     last_result: float = 0.0
     recalling: bool = False
     _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)
     _digests: set[bytes] = field(default_factory=set)
     _segments: set[int] = field(default_factory=set)
+    _leaving: set[int] = field(default_factory=set)
+    """Segments the executor was told to forget and has not released yet."""
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
     def where(self) -> str:
         """How people call this place."""
         return f"node {self.node}" + (f" worker {self.worker}" if self.worker else "")
+
+    def tell(self, message: Message) -> None:
+        """Send a small message; if the executor is gone, whoever watches it knows soon."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
 
     def send(self, task: Task) -> None:
         """Send a task with whatever its executor does not have yet."""
@@ -108,25 +119,29 @@ class Lane(Place[Task]):
         streamed: list[memoryview] = []
         new: dict[int, memory.Segment] = {}
 
+        def lend(segment: memory.Segment) -> bool:
+            """Whether the executor has the segment, or gets it with this frame."""
+            if segment.id in self._segments:
+                return segment.id not in self._leaving
+            if segment.id not in new and len(new) == DESCRIPTOR_LIMIT:
+                return False
+            new[segment.id] = segment
+            return True
+
         def large(buffers: list[memoryview]) -> list[Buffer]:
-            if self.channel.shares_memory:
-                refs = []
-                for blob in parcel.blobs:
-                    if blob.segment.id not in self._segments:
-                        new[blob.segment.id] = blob.segment
-                    refs.append(
-                        Buffer(blob.length, SEGMENT, blob.digest, blob.segment.id, blob.offset)
-                    )
-                return refs
             refs = []
             for index, digest in enumerate(parcel.digests):
                 length = len(buffers[index])
+                blob = parcel.blobs[index] if parcel.blobs else None
+                if self.channel.shares_memory and blob is not None and lend(blob.segment):
+                    refs.append(Buffer(length, SEGMENT, digest, blob.segment.id, blob.offset))
+                    continue
                 if digest in self._digests:
                     refs.append(Buffer(length, KNOWN, digest))
                     continue
                 self._digests.add(digest)
                 refs.append(Buffer(length, STREAMED, digest))
-                streamed.append(parcel.blobs[index].view() if parcel.blobs else buffers[index])
+                streamed.append(buffers[index] if blob is None else blob.view())
             return refs
 
         packed = blobs.pack(parcel.encoded, large if memory.can_share() else None)
@@ -148,8 +163,9 @@ class Lane(Place[Task]):
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload, mapping what is in shared memory."""
-        if not payload.buffers and frame.body is not None:
+        if not payload.buffers and frame.body is not None and not frame.descriptors:
             return blobs.unpack(payload, frame.body, _nowhere)
+        blobs.check(frame, payload)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self.mapped.add(segment, size, descriptor)
         places = [memory.fresh(ref.length) for ref in payload.buffers if ref.where == STREAMED]
@@ -159,6 +175,8 @@ class Lane(Place[Task]):
         def find(ref: Buffer) -> memoryview:
             if ref.where == SEGMENT:
                 return self.mapped.view(ref.segment, ref.offset, ref.length)
+            if ref.where != STREAMED:
+                raise ProtocolError("an executor refers to a blob instead of sending it")
             return next(arrived)
 
         pieces = blobs.unpack(payload, body, find)
@@ -176,6 +194,7 @@ class Lane(Place[Task]):
         with self._lock:
             gone = self._segments.intersection(segments)
             self._segments -= gone
+            self._leaving -= gone
         for segment in gone:
             self.store.unpin(segment)
 
@@ -190,6 +209,7 @@ class Lane(Place[Task]):
         with self._lock:
             # Still held until it says so: `let_go` unpins them.
             ours = [segment for segment in segments if segment in self._segments]
+            self._leaving.update(ours)
             known = [key for key in keys if self._known.pop(key, None) is not None]
             stale = [digest for digest in digests if digest in self._digests]
             self._digests.difference_update(stale)

@@ -154,7 +154,9 @@ class Loop:
                 channel.set_blocking(True)
                 on_frame(frame)
                 channel.set_blocking(False)
-            except (EOFError, OSError) as problem:
+            except Exception as problem:
+                if not isinstance(problem, (EOFError, OSError)):
+                    traceback.print_exc(file=sys.stderr)
                 self.soon(_later(self._lose, channel, on_lost, problem))
                 return
             self.soon(lambda: self._register(channel, on_frame, on_lost))

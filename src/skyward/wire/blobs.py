@@ -13,7 +13,7 @@ from skyward.wire import memory
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.memory import Arena, Segment
-from skyward.wire.messages import INLINE, Buffer, Payload
+from skyward.wire.messages import INLINE, STREAMED, Buffer, Payload
 from skyward.wire.objects import Encoded
 
 BLOB_MIN = 256 << 10
@@ -79,8 +79,11 @@ class BlobStore:
             offsets, size = memory.aligned([len(buffer) for buffer in new.values()])
             segment = self.arena.allocate(size)
             segment.write(list(zip(offsets, new.values(), strict=True)))
+            self.pin(segment)
             for (name, buffer), offset in zip(new.items(), offsets, strict=True):
                 blobs[name] = self.add(Blob(name, segment, offset, len(buffer)), pinned=True)
+            # Another thread may have placed the same contents meanwhile: then it is free again.
+            self.unpin(segment.id)
         for name in _repeated(names):
             self.pin(blobs[name].segment)
         self._shrink()
@@ -226,6 +229,9 @@ class Mapped:
 
     def add(self, segment: int, size: int, descriptor: int) -> None:
         """Take over a descriptor received for a segment."""
+        if os.fstat(descriptor).st_size < size:
+            os.close(descriptor)
+            raise ProtocolError(f"a segment said to have {size} bytes has fewer")
         old = self._open.pop(segment, None)
         if old is not None:
             os.close(old[0])
@@ -238,7 +244,7 @@ class Mapped:
         if held is None:
             raise ProtocolError(f"a payload names segment {segment}, which is not here")
         descriptor, size = held
-        if offset < 0 or length < 0 or offset + length > size:
+        if offset < 0 or length <= 0 or offset + length > size or offset % memory.GRANULE:
             raise ProtocolError(f"bytes {offset}+{length} of a segment of {size}")
         count = self._counts[segment]
         count[0] += 1
@@ -299,6 +305,22 @@ def pack(encoded: Encoded, large: Callable[[list[memoryview]], list[Buffer]] | N
         body.append(buffer)
         at += len(buffer)
     return Packed(Payload(length, refs, encoded.storages, inline=at), body)
+
+
+def check(frame: Frame, payload: Payload) -> None:
+    """Refuse a payload that does not add up, before anything is set aside for it."""
+    streamed = sum(ref.length for ref in payload.buffers if ref.where == STREAMED)
+    if payload.inline + streamed != frame.body_length:
+        problem = "does not account for its body"
+    elif len(payload.segments) != len(frame.descriptors):
+        problem = f"has {len(payload.segments)} segments, {len(frame.descriptors)} descriptors"
+    elif not all(ref.length for ref in payload.buffers if ref.where != INLINE):
+        problem = "has an empty buffer outside of its body"
+    else:
+        return
+    for descriptor in frame.descriptors:
+        os.close(descriptor)
+    raise ProtocolError(f"a payload that {problem}")
 
 
 def unpack(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import secrets
 import socket
@@ -272,7 +273,7 @@ class Listener:
     """Accepts connections, and hands on only those whose peer has proven itself.
 
     Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
-    holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time.
+    holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time, the latest to come.
     """
 
     def __init__(
@@ -298,33 +299,49 @@ class Listener:
         self._context = credentials.context(server=True) if credentials else None
         self._accept = accept
         self._seconds = seconds
-        self._places = threading.BoundedSemaphore(UNPROVEN_PEERS)
         self._versions = my_versions()
-        self._halves: dict[str, tuple[socket.socket, FrameDecoder]] = {}
-        self._halves_lock = threading.Lock()
+        self._unproven: dict[int, socket.socket] = {}
+        self._halves: dict[tuple[str, str], tuple[socket.socket, FrameDecoder]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="skyward-listener", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        for number in itertools.count():
             try:
                 end, _ = self._socket.accept()
             except OSError:
-                return
-            if not self._places.acquire(blocking=False):
-                end.close()
+                if self._closed:
+                    return
+                # Out of descriptors, say, which may pass; whoever it was will come again.
+                time.sleep(0.05)
                 continue
+            with self._lock:
+                oldest = next(iter(self._unproven), 0)
+                crowd = len(self._unproven) >= UNPROVEN_PEERS
+                crowded_out = self._unproven.pop(oldest) if crowd else None
+                self._unproven[number] = end
+            if crowded_out is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(crowded_out, socket.SHUT_RDWR)
             threading.Thread(
-                target=self._greet, args=(end,), name="skyward-greeting", daemon=True
+                target=self._greet, args=(number, end), name="skyward-greeting", daemon=True
             ).start()
 
-    def _greet(self, end: socket.socket) -> None:
+    def _greet(self, number: int, end: socket.socket) -> None:
         try:
             deadline = time.monotonic() + self._seconds
             end.settimeout(self._seconds)
             if self._context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                end = self._context.wrap_socket(end, server_side=True)
+                end = self._context.wrap_socket(
+                    end, server_side=True, do_handshake_on_connect=False
+                )
+                with self._lock:
+                    if number in self._unproven:
+                        self._unproven[number] = end
+                end.do_handshake()
             else:
                 _check_peer(end)
             decoder = FrameDecoder(meta_limit=GREETING_LIMIT, body_limit=0)
@@ -340,7 +357,8 @@ class Listener:
             end.close()
             return
         finally:
-            self._places.release()
+            with self._lock:
+                self._unproven.pop(number, None)
         channel = self._joined(end, decoder, hello)
         if channel is not None:
             self._accept(channel, hello)
@@ -349,10 +367,13 @@ class Listener:
         """The whole channel, or None while the other connection of its pair is still missing."""
         if hello.direction == "both":
             return Channel(end, decoder=decoder)
-        with self._halves_lock:
-            other = self._halves.pop(hello.session, None)
+        opposite = "send" if hello.direction == "receive" else "receive"
+        with self._lock:
+            other = self._halves.pop((hello.session, opposite), None)
             if other is None:
-                self._halves[hello.session] = (end, decoder)
+                self._halves[hello.session, hello.direction] = (end, decoder)
+                if len(self._halves) > UNPROVEN_PEERS:
+                    self._halves.pop(next(iter(self._halves)))[0].close()
                 return None
         other_end, other_decoder = other
         if hello.direction == "receive":
@@ -370,10 +391,14 @@ class Listener:
             if not data:
                 raise EOFError("the peer left before it introduced itself")
             decoder.feed(data)
-        return messages.decode_as(Hello, frame.kind, frame.meta)
+        hello = messages.decode_as(Hello, frame.kind, frame.meta)
+        if hello.direction not in ("both", "send", "receive"):
+            raise ProtocolError(f"a connection in the direction {hello.direction!r}")
+        return hello
 
     def close(self) -> None:
         """Stop accepting and remove the socket's file."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

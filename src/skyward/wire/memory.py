@@ -190,7 +190,8 @@ class Arena:
         self._idle_cap = idle_cap
         self._folder = folder
         self._free: list[Segment] = []
-        self._lock = threading.Lock()
+        # Views are let go in finalizers, which may run while this very thread holds the lock.
+        self._lock = threading.RLock()
 
     def allocate(self, size: int) -> Segment:
         """A segment of at least that size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -10,6 +10,11 @@ from skyward.errors import ProtocolError
 
 INLINE, SEGMENT, STREAMED, KNOWN = range(4)
 """Where a buffer's bytes are: in the body's front, in shared memory, in the body's tail, cached."""
+
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+"""A number of bytes, an offset or a segment's id: refused when negative or absurd."""
+Place = Annotated[int, msgspec.Meta(ge=INLINE, le=KNOWN)]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -21,23 +26,23 @@ class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
 class Buffer(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """One out-of-band buffer of a payload."""
 
-    length: int
-    where: int = INLINE
+    length: Size
+    where: Place = INLINE
     digest: bytes = b""
-    segment: int = 0
-    offset: int = 0
+    segment: Size = 0
+    offset: Size = 0
 
 
 class Payload(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """An encoded object: how the body and shared memory make up its pickle and buffers."""
 
-    pickle: int
+    pickle: Size
     buffers: list[Buffer] = []
-    storages: list[tuple[int, int]] = []
+    storages: list[tuple[Size, Size]] = []
     """For the last buffers, each a tensor storage: (first byte sent, bytes of the storage)."""
-    segments: list[tuple[int, int]] = []
+    segments: list[tuple[Size, Size]] = []
     """Shared memory that arrives with this frame, one descriptor each: (id, size)."""
-    inline: int = 0
+    inline: Size = 0
     """Bytes of the body before the streamed buffers."""
 
 

@@ -235,6 +235,17 @@ def _visit_module(
             yield value
 
 
+def name_modules(function: types.FunctionType, wanted: dict[int, set[str]]) -> None:
+    """Note which attributes of the user's modules a function names."""
+    reads, _, names = _global_names(function.__code__)
+    values = [function.__globals__.get(name) for name in reads]
+    values += [_contents(cell) for cell in function.__closure__ or ()]
+    for value in values:
+        if isinstance(value, types.ModuleType):
+            for _ in _visit_module(value, names, References(function, module_names=wanted)):
+                pass
+
+
 def _visit_class(kind: type, found: References) -> Iterator[Any]:
     space = vars(kind)
     found._sizes.append((space, len(space)))

@@ -19,7 +19,7 @@ from skyward.wire.tensors import Shelf, StorageBook
 
 _local = threading.local()
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
-_SMALL = frozenset((int, float, str, bool, type(None), bytes))
+_SMALL = frozenset((int, float, str, bool, type(None)))
 """What needs none of our own reducers."""
 
 
@@ -50,18 +50,20 @@ class _Pieces:
     def __init__(self) -> None:
         self.pieces: list[bytes | memoryview] = []
 
-    def write(self, piece: bytes | memoryview) -> int:
-        self.pieces.append(piece)
+    def write(self, piece: bytes | bytearray) -> int:
+        # A large bytearray comes as itself; its owner may change it before it is sent.
+        self.pieces.append(bytes(piece) if isinstance(piece, bytearray) else piece)
         return len(piece)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, out: _Pieces, own_modules: bool, names: Mapping[int, set[str]]) -> None:
+    def __init__(self, out: _Pieces, own_modules: bool, names: dict[int, set[str]]) -> None:
         self.buffers: list[memoryview] = []
         self.book: StorageBook | None = None
         self.handles: list[Any] = []
         self._own_modules = own_modules
         self._names = names
+        self._sent: dict[int, set[str]] = {}
         super().__init__(out, protocol=5, buffer_callback=self._take)
 
     def _take(self, buffer: pickle.PickleBuffer) -> None:
@@ -71,6 +73,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind is types.FunctionType:
             if self._own_modules and modules.travels_by_value(obj):
+                modules.name_modules(obj, self._names)
                 return self._dynamic_function_reduce(obj)
             return super().reducer_override(obj)
         if isinstance(obj, type):
@@ -101,8 +104,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         wanted = self._names.get(id(module))
         if wanted is None:
             wanted = {name for name in vars(module) if not name.startswith("__")}
+        else:
+            self._sent[id(module)] = set(wanted)
         state = {name: vars(module)[name] for name in sorted(wanted)}
         return _module, (module.__name__,), state, None, None, _set_module_state
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a function came along that wants more of a module than was sent by then."""
+        return any(self._names[module] - sent for module, sent in self._sent.items())
 
 
 def encode(
@@ -124,10 +134,14 @@ def encode(
         whole, plain = value, type(value) in _SMALL
     if plain:
         return Encoded([pickle.dumps(whole, 5)])
-    out = _Pieces()
-    pickler = _Pickler(out, own_modules, names or {})
+    wanted = {module: set(found) for module, found in names.items()} if names else {}
     try:
-        pickler.dump(whole)
+        while True:
+            out = _Pieces()
+            pickler = _Pickler(out, own_modules, wanted)
+            pickler.dump(whole)
+            if not pickler.cut_short:
+                break
     except SerializationError:
         raise
     except Exception as problem:

@@ -133,6 +133,8 @@ class Agent:
             case Kill():
                 self._kill(message.worker, message.slot, message.pid, message.reason)
             case Topology():
+                if not 0 <= message.worker < len(self._compute_pool):
+                    raise ProtocolError(f"worker {message.worker} is not on this node")
                 self._compute_pool[message.worker] = message.compute_pool
             case Shutdown():
                 self.end()

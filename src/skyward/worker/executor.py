@@ -128,13 +128,14 @@ class Executor:
         try:
             frame = channel.receive()
             self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
-        except (EOFError, OSError):
-            # The client is gone; the agent decides what becomes of the node.
-            os._exit(0)
-        except ProtocolError as problem:
+        except Exception as problem:
+            if isinstance(problem, (EOFError, OSError)) and not isinstance(problem, ProtocolError):
+                # The client is gone; the agent decides what becomes of the node.
+                os._exit(0)
             print(
-                f"executor {self._config.worker}.{self._config.slot}: {problem}",
+                f"executor {self._config.worker}.{self._config.slot}: {problem!r}",
                 file=sys.__stderr__,
+                flush=True,
             )
             os._exit(70)
 

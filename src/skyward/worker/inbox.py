@@ -27,8 +27,9 @@ class Inbox:
         self, channel: Channel, frame: Frame, payload: Payload
     ) -> tuple[Pieces | None, list[bytes]]:
         """Read the body, keep what is to be kept; None with what is missing if that cannot be."""
-        if not payload.buffers and frame.body is not None:
+        if not payload.buffers and frame.body is not None and not frame.descriptors:
             return blobs.unpack(payload, frame.body, _nowhere), []
+        blobs.check(frame, payload)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self._mapped.add(segment, size, descriptor)
         body = self._take_body(channel, frame, payload)
@@ -38,10 +39,13 @@ class Inbox:
             if ref.where == SEGMENT:
                 return self._mapped.view(ref.segment, ref.offset, ref.length)
             blob = self._cache.find(ref.digest)
-            if blob is None or blob.length != ref.length:
+            if blob is None:
                 missing.append(ref.digest)
                 return memoryview(b"")
             segment = blob.segment.id
+            if blob.length != ref.length:
+                self._cache.unpin(segment)
+                raise ProtocolError("a digest that stands for two lengths")
             return memory.map_private(
                 blob.segment.descriptor,
                 blob.offset,
@@ -50,6 +54,8 @@ class Inbox:
             )
 
         pieces = blobs.unpack(payload, body, find)
+        # Only now: a payload larger than the cap would lose its own blobs before they are found.
+        self._trim(channel)
         return (None, missing) if missing else (pieces, [])
 
     def _take_body(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
@@ -65,11 +71,13 @@ class Inbox:
         for at, ref in zip(offsets, streamed, strict=True):
             self._cache.add(Blob(ref.digest, segment, at, ref.length))
         self._cache.unpin(segment.id)
+        return body
+
+    def _trim(self, channel: Channel) -> None:
         self._cache.trim()
         self._cache.retired.clear()
         if self._cache.evicted:
             channel.send(Evicted(_emptied(self._cache.evicted)))
-        return body
 
     def forget(self, channel: Channel, segments: list[int], digests: list[bytes]) -> None:
         """The client will not refer to these again."""

@@ -1,0 +1,504 @@
+"""The fleet: a pool's nodes, brought up, watched, replaced when lost, and taken down."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from skyward.accelerators import Accelerator
+from skyward.console import Console
+from skyward.context import InstanceInfo, Peer
+from skyward.errors import (
+    ConfigurationError,
+    NodeLostError,
+    PoolStartError,
+    ProtocolError,
+    SkywardError,
+    WorkerDiedError,
+)
+from skyward.pool.dispatch import Dispatcher
+from skyward.pool.lane import Lane
+from skyward.pool.loop import Loop
+from skyward.pool.node import PING_SECONDS, Node, NodeView
+from skyward.pool.task import Task
+from skyward.providers import Provider, Wish
+from skyward.spec import Nodes, Options, Worker
+from skyward.wire import messages
+from skyward.wire.blobs import Mapped
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.identity import Authority, check_compatible, connect, my_versions, node_name
+from skyward.wire.messages import (
+    ExecutorDown,
+    ExecutorUp,
+    Hello,
+    Ping,
+    Shutdown,
+    Topology,
+    Written,
+)
+from skyward.worker.config import AgentConfig
+
+START_ATTEMPTS = 3
+READY_SECONDS = 120.0
+LAST_RESULTS_SECONDS = 1.0
+"""How long a dead executor's connection is read on before its tasks count as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What a pool is to be."""
+
+    provider: Provider
+    nodes: Nodes
+    accelerator: Accelerator | None
+    worker: Worker
+    options: Options
+    wish: Wish
+    name: str
+
+
+class Fleet:
+    """Owns the nodes of a pool."""
+
+    def __init__(
+        self, pool_id: str, spec: PoolSpec, loop: Loop, dispatcher: Dispatcher, console: Console
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.closed = False
+        self._id = pool_id
+        self._spec = spec
+        self._loop = loop
+        self._dispatcher = dispatcher
+        self._console = console
+        self._lock = threading.RLock()
+        self._versions = my_versions()
+        self._authority = Authority(pool_id) if spec.provider.encrypted else None
+        self._credentials = self._authority.issue("client") if self._authority else None
+        self._head_port = _free_port()
+        self._resizing = threading.Lock()
+        self._busy_since = self._idle_since = time.monotonic()
+        self._scaling = False
+        dispatcher.has_hope = self._has_hope
+
+    def start(self) -> None:
+        """Bring all nodes up, in parallel; raises the first failure after taking all down."""
+        self._add_nodes(self._spec.nodes.desired)
+        self._await_ready(self.nodes)
+        self._loop.later(PING_SECONDS, self._beat)
+
+    def _add_nodes(self, count: int) -> list[Node]:
+        first = len(self.nodes)
+        added = []
+        for index in range(first, first + count):
+            machine = self._spec.provider.machine(index, self._id, self._spec.wish)
+            added.append(Node(index, machine))
+        self.nodes.extend(added)
+        for node in added:
+            self._launch(node)
+        return added
+
+    def _await_ready(self, nodes: list[Node]) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        for node in nodes:
+            # In slices, so that Ctrl-C is noticed while waiting.
+            while not node.ready.wait(0.1):
+                if time.monotonic() > deadline:
+                    raise PoolStartError(
+                        f"node {node.index} was not ready within {READY_SECONDS:.0f} s"
+                    )
+            if node.failure is not None:
+                raise node.failure
+
+    def _launch(self, node: Node) -> None:
+        threading.Thread(
+            target=self._bring_up, args=(node,), name=f"skyward-node-{node.index}", daemon=True
+        ).start()
+
+    def _bring_up(self, node: Node) -> None:
+        try:
+            self._console.phase(node.index, "starting")
+            node.starts += 1
+            node.machine.start(self._agent_config(node))
+            self._console.phase(node.index, "connecting")
+            hello = Hello(self._id, "control", versions=self._versions, pid=os.getpid())
+            control, welcome = connect(
+                node.machine.endpoint, hello, self._credentials, node_name(self._id, node.index)
+            )
+            node.control = control
+            node.heard = time.monotonic()
+            where = f"node {node.index}"
+            for warning in check_compatible(self._versions, welcome.versions, where):
+                self._console.note(warning)
+            self._console.phase(node.index, "starting workers")
+            self._loop.watch(
+                control,
+                lambda frame: self._on_control(node, frame),
+                lambda problem: self._node_lost(node, "its agent is gone"),
+            )
+        except Exception as problem:
+            # Whatever a provider raises: nobody else would notice that the node never comes.
+            if isinstance(problem, SkywardError):
+                failure: Exception = problem
+            elif isinstance(problem, (OSError, EOFError)):
+                failure = PoolStartError(f"node {node.index} cannot be reached: {problem}")
+            else:
+                failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
+                failure.__cause__ = problem
+            self._fail_node(node, failure)
+
+    def _fail_node(self, node: Node, failure: BaseException) -> None:
+        node.state = "lost"
+        node.failure = failure
+        control, node.control = node.control, None
+        if control is not None:
+            self._loop.forget(control)
+        node.machine.stop(0)
+        self._console.phase(node.index, "failed")
+        node.ready.set()
+        self._dispatcher.fail_stranded()
+
+    def _agent_config(self, node: Node) -> AgentConfig:
+        worker = self._spec.worker
+        per_node = self._workers_per_node(node)
+        credentials = None
+        if self._authority is not None:
+            issued = self._authority.issue(node_name(self._id, node.index))
+            credentials = (issued.authority, issued.certificate, issued.key)
+        return AgentConfig(
+            pool=self._id,
+            node=node.index,
+            address="",
+            folder="",
+            workers=per_node,
+            slots=worker.concurrency,
+            threads=worker.executor == "thread",
+            compute_pool=[self._compute_pool(node, index) for index in range(per_node)],
+            visible=[
+                str(index) if worker.per_node == "accelerator" else "" for index in range(per_node)
+            ],
+            env=dict(self._spec.wish.image.env),
+            search_path=[path or os.getcwd() for path in sys.path],
+            working_directory=os.getcwd(),
+            orphan_timeout=self._spec.options.orphan_timeout,
+            client_pid=0,
+            credentials=credentials,
+            blob_cap=self._dispatcher.packer.cap,
+        )
+
+    def _workers_per_node(self, node: Node) -> int:
+        per_node = self._spec.worker.per_node
+        if per_node != "accelerator":
+            return per_node
+        if not node.machine.accelerators:
+            raise ConfigurationError(
+                f"Worker(per_node='accelerator'): node {node.index} has no accelerator; give a "
+                "number of workers instead"
+            )
+        return node.machine.accelerators
+
+    def _compute_pool(self, node: Node, worker: int) -> str:
+        peers = tuple(Peer(n.index, n.machine.address) for n in self.nodes)
+        return InstanceInfo(
+            node=node.index,
+            worker=worker,
+            total_nodes=len(self.nodes),
+            workers_per_node=self._workers_per_node(node),
+            head_addr=self.nodes[0].machine.address if self.nodes else "127.0.0.1",
+            head_port=self._head_port,
+            accelerators=node.machine.accelerators,
+            accelerator=node.machine.accelerator,
+            peers=peers if self._spec.options.cluster else (),
+            job_id=self._id,
+            hostname=socket.gethostname(),
+        ).to_json()
+
+    def _tell_topology(self) -> None:
+        for node in self.nodes:
+            for worker in range(self._workers_per_node(node)):
+                message = Topology(worker, self._compute_pool(node, worker))
+                node.tell(message)
+                for lane in list(node.lanes.values()):
+                    if lane.worker == worker and not lane.lost:
+                        lane.tell(message)
+
+    def resize(self, count: int) -> None:
+        """Grow or shrink to that many nodes; what runs on a leaving node is finished first."""
+        with self._resizing:
+            have = len(self.nodes)
+            if count > have:
+                self._await_ready(self._add_nodes(count - have))
+            elif count < have:
+                self._retire(self.nodes[count:])
+            if count != have:
+                self._tell_topology()
+
+    def _retire(self, leaving: list[Node]) -> None:
+        lanes = [lane for node in leaving for lane in node.lanes.values()]
+        for node in leaving:
+            node.state = "draining"
+        for lane in lanes:
+            self._dispatcher.drain(lane)
+        while any(lane.tasks for lane in lanes if not lane.lost) and not self.closed:
+            time.sleep(0.01)
+        with self._lock:
+            self.nodes = [node for node in self.nodes if node not in leaving]
+        for node in leaving:
+            self._stop_node(node, 5.0)
+
+    def _stop_node(self, node: Node, seconds: float) -> None:
+        node.state = "stopped"
+        node.tell(Shutdown())
+        # One that is still starting was told nothing it could end by itself for.
+        node.machine.stop(seconds if node.control is not None else 0)
+        if node.control is not None:
+            self._loop.forget(node.control)
+        for lane in list(node.lanes.values()):
+            self._loop.forget(lane.channel)
+            self._dispatcher.lose(
+                lane, lambda task: NodeLostError(f"{task.name} was on a node that was stopped")
+            )
+
+    def close(self, seconds: float) -> None:
+        """End every node, in parallel."""
+        self.closed = True
+        enders = [
+            threading.Thread(target=self._stop_node, args=(node, seconds)) for node in self.nodes
+        ]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+
+    def _has_hope(self, task: Task) -> bool:
+        """Whether a node that could run this task is there or may come."""
+        wanted = task.worker[0] if task.worker is not None else task.on
+        return any(
+            node.state in ("starting", "ready") or (node.state == "lost" and node.failure is None)
+            for node in self.nodes
+            if wanted is None or node.index == wanted
+        )
+
+    # The agents' frames.
+
+    def _on_control(self, node: Node, frame: Frame) -> None:
+        message = messages.decode(frame.kind, frame.meta)
+        node.heard = time.monotonic()
+        match message:
+            case Ping():
+                pass
+            case ExecutorUp():
+                threading.Thread(
+                    target=self._open_lane, args=(node, message), name="skyward-lane", daemon=True
+                ).start()
+            case ExecutorDown():
+                self._executor_down(node, message)
+            case Written():
+                self._console.output(
+                    message.text, message.stream, node.index, 0, "", message.transient
+                )
+            case _:
+                raise ProtocolError(f"an agent does not send {type(message).__name__}")
+
+    def _open_lane(self, node: Node, up: ExecutorUp) -> None:
+        hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
+        try:
+            channel, _ = connect(
+                up.endpoint, hello, self._credentials, node_name(self._id, node.index)
+            )
+        except (OSError, EOFError, SkywardError) as problem:
+            if not self.closed and node.state == "starting":
+                self._fail_node(
+                    node, PoolStartError(f"node {node.index}: worker unreachable: {problem}")
+                )
+            return
+        self._add_lane(node, up, channel)
+
+    def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
+        worker = self._spec.worker
+        capacity = worker.concurrency if worker.executor == "thread" else 1
+        lane = Lane(
+            node=node.index,
+            worker=up.worker,
+            slot=up.slot,
+            capacity=capacity,
+            window=capacity,
+            pid=up.pid,
+            channel=channel,
+            store=self._dispatcher.packer.store,
+            kill=lambda reason: node.kill(lane, reason),
+        )
+        lane.mapped = Mapped(lambda: self._dispatcher.releasing.append(lane))
+        with self._lock:
+            if self.closed or node.state in ("lost", "stopped"):
+                channel.close()
+                return
+            node.lanes[up.worker, up.slot] = lane
+        self._dispatcher.add(lane, usable=node.state != "draining")
+        self._loop.watch(
+            channel,
+            lambda frame: self._dispatcher.receive(lane, frame),
+            lambda problem: self._lane_lost(node, lane),
+        )
+        expected = self._workers_per_node(node) * (
+            1 if worker.executor == "thread" else worker.concurrency
+        )
+        if node.state == "starting" and len(node.lanes) == expected:
+            node.state = "ready"
+            node.ready.set()
+            self._console.phase(node.index, "ready")
+
+    # Losing things.
+
+    def _lane_lost(self, node: Node, lane: Lane) -> None:
+        """The connection ended; why, the agent will say, if it is not gone itself."""
+        if lane.lost or self.closed:
+            return
+        self._dispatcher.drain(lane)
+        lane.close()
+        if lane.end_reason:
+            self._bury(node, lane, lane.end_reason)
+            return
+        # The agent's report follows within moments; without one, the link itself broke.
+        self._loop.later(2.0, lambda: self._bury(node, lane, "its connection was lost"))
+
+    def _executor_down(self, node: Node, down: ExecutorDown) -> None:
+        lane = node.lanes.get((down.worker, down.slot))
+        if lane is not None and lane.pid == down.pid:
+            # Results it sent before it died come before the end of its connection, unless a
+            # process it left behind keeps that open.
+            lane.end_reason = down.reason
+            seconds = 0.0 if lane.lost else LAST_RESULTS_SECONDS
+            self._loop.later(seconds, lambda: self._bury(node, lane, down.reason))
+        if not down.restarting:
+            failure = PoolStartError(
+                f"node {node.index} worker {down.worker} cannot run: {down.reason}"
+            )
+            if node.state == "starting":
+                self._fail_node(node, failure)
+            else:
+                self._console.note(str(failure))
+        elif node.state == "starting" and lane is None:
+            self._console.note(f"node {node.index}: worker {down.worker}: {down.reason}")
+
+    def _bury(self, node: Node, lane: Lane, reason: str) -> None:
+        """An executor is gone for good."""
+        with self._lock:
+            if node.lanes.get((lane.worker, lane.slot)) is not lane:
+                return
+            del node.lanes[lane.worker, lane.slot]
+        if lane.tasks:
+            self._dispatcher.counts.workers_died += 1
+        self._loop.forget(lane.channel)
+        self._dispatcher.lose(
+            lane,
+            lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
+        )
+
+    def _node_lost(self, node: Node, reason: str) -> None:
+        """A whole node is gone; its tasks are struck, and it is started anew."""
+        with self._lock:
+            if self.closed or node.state in ("lost", "stopped"):
+                return
+            before, node.state = node.state, "lost"
+            lanes = list(node.lanes.values())
+            node.lanes.clear()
+        self._dispatcher.counts.nodes_lost += 1
+        self._console.phase(node.index, "lost")
+        threading.Thread(target=node.machine.stop, args=(0,), daemon=True).start()
+        control, node.control = node.control, None
+        if control is not None:
+            self._loop.forget(control)
+        if before == "starting" or node.starts >= START_ATTEMPTS:
+            node.failure = PoolStartError(f"node {node.index} was lost: {reason}")
+        for lane in lanes:
+            self._loop.forget(lane.channel)
+            self._dispatcher.lose(
+                lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {reason}")
+            )
+        if node.failure is not None:
+            node.ready.set()
+            self._dispatcher.fail_stranded()
+        elif before != "draining":
+            node.machine = self._spec.provider.machine(node.index, self._id, self._spec.wish)
+            node.state = "starting"
+            node.ready.clear()
+            self._launch(node)
+
+    # The regular beat: heartbeats, tasks stuck behind slow ones, scaling.
+
+    def _beat(self) -> None:
+        if self.closed:
+            return
+        self._loop.later(PING_SECONDS, self._beat)
+        for node in list(self.nodes):
+            if node.control is None:
+                continue
+            node.ping()
+            if node.silent_too_long:
+                self._node_lost(node, "it has stopped answering")
+        self._dispatcher.recall_stuck()
+        if self._spec.nodes.elastic:
+            self._scale(time.monotonic())
+
+    def _scale(self, now: float) -> None:
+        """Within the asked-for range: grow while tasks wait, shrink after `idle_timeout`."""
+        backlog = self._dispatcher.backlog
+        busy = backlog or any(lane.tasks for lane in list(self._dispatcher.lanes))
+        count = len(self.nodes)
+        if not backlog:
+            self._busy_since = now
+        if busy:
+            self._idle_since = now
+        wanted = count
+        if backlog and now - self._busy_since > 1.0:
+            wanted = min(self._spec.nodes.ceiling, count + 1)
+        elif not busy and now - self._idle_since > self._spec.options.idle_timeout:
+            wanted = max(self._spec.nodes.floor, count - 1)
+        if wanted != count and not self._scaling:
+            self._scaling = True
+            threading.Thread(target=self._scale_to, args=(wanted,), daemon=True).start()
+
+    def _scale_to(self, count: int) -> None:
+        try:
+            self._console.note(f"scaling to {count} nodes")
+            self.resize(count)
+        except SkywardError as problem:
+            self._console.note(f"scaling failed: {problem}")
+        finally:
+            self._scaling = False
+
+    # Looking.
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Every (node, worker), in rank order."""
+        return [(n.index, w) for n in self.nodes for w in range(self._workers_per_node(n))]
+
+    def slots(self) -> int:
+        """Tasks the pool can run at once."""
+        return max(1, len(self.workers()) * self._spec.worker.concurrency)
+
+    def views(self) -> list[NodeView]:
+        """The nodes as a user sees them."""
+        with self._lock:
+            return [
+                NodeView(
+                    node.index,
+                    node.state,
+                    node.machine.address,
+                    node.machine.accelerator,
+                    node.machine.accelerators,
+                    tuple(t.name for lane in node.lanes.values() for t in lane.started()),
+                )
+                for node in self.nodes
+            ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

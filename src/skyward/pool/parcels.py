@@ -1,0 +1,170 @@
+"""Parcels: calls, code and data made ready to be sent, their large buffers hashed and held."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from skyward.functions import Code, Handle, Pending
+from skyward.pool.task import Definition, Parcel
+from skyward.wire import memory, objects
+from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
+from skyward.wire.objects import Encoded
+
+DEFINITIONS_MAX = 1024
+
+
+class Packer:
+    """Makes parcels, and keeps one definition for everything workers hold under a key."""
+
+    def __init__(self, *, encrypted: bool, stale: Callable[[list[bytes]], None]) -> None:
+        self._encrypted = encrypted
+        self._tell_stale = stale
+        cap = min(memory.machine_memory() // 8, 4 << 30)
+        self.cap = int(os.environ.get("SKYWARD_BLOB_CAP", cap))
+        self.store = BlobStore(self.cap, os.environ.get("SKYWARD_BLOB_DIR") or None)
+        self._sources = Sources()
+        self._definitions: OrderedDict[bytes, Definition] = OrderedDict()
+        self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def call(self, pending: Pending[Any], *, keep: bool) -> tuple[Parcel, list[Iterator[Any]]]:
+        """A call's arguments, and the iterators among them that travel item by item.
+
+        `keep` copies what the caller may change before it is sent.
+        """
+        function = pending.function
+        args, kwargs, inputs = split_streams(pending)
+        call = objects.Call(function.name, function.parameter_names, args, kwargs)
+        return self.parcel(objects.encode(call, own_modules=True), keep=keep), inputs
+
+    def parcel(self, encoded: Encoded, *, keep: bool) -> Parcel:
+        """An encoded object with its large buffers named, and held if that is needed."""
+        parcel = Parcel(encoded)
+        large = [buffer for buffer in encoded.buffers if len(buffer) >= BLOB_MIN]
+        if keep and len(large) < len(encoded.buffers):
+            encoded.buffers = [
+                buffer if len(buffer) >= BLOB_MIN else memoryview(bytes(buffer))
+                for buffer in encoded.buffers
+            ]
+        if not large or not memory.can_share():
+            return parcel
+        if keep or not self._encrypted:
+            parcel.blobs = self.store.place(large)
+            parcel.digests = [blob.digest for blob in parcel.blobs]
+            for digest in self._sources.replaced(large, parcel.digests):
+                self.store.evict(digest)
+            # The bytes are in shared memory now; the caller's own may change or go.
+            held = iter(parcel.blobs)
+            encoded.buffers = [
+                next(held).view() if len(buffer) >= BLOB_MIN else buffer
+                for buffer in encoded.buffers
+            ]
+        else:
+            parcel.digests = memory.digests(large)
+            stale = self._sources.replaced(large, parcel.digests)
+            if stale:
+                self._tell_stale(stale)
+        if self._encrypted:
+            parcel.large = large
+        return parcel
+
+    def shared(self, parcel: Parcel) -> Parcel:
+        """The same parcel for one more task, which holds its blobs for itself."""
+        for blob in parcel.blobs:
+            self.store.pin(blob.segment)
+        return Parcel(parcel.encoded, list(parcel.blobs), parcel.digests, parcel.large)
+
+    def release(self, parcel: Parcel) -> None:
+        """Nobody will send this parcel again."""
+        blobs, parcel.blobs = parcel.blobs, []
+        for blob in blobs:
+            self.store.unpin(blob.segment.id)
+
+    def code(self, code: Code) -> Definition:
+        """The definition of a function's code."""
+        with self._lock:
+            known = self._definitions.get(code.key)
+            if known is not None:
+                self._definitions.move_to_end(code.key)
+                return known
+        made = Definition(code.key, self.parcel(_copied(code.encoded), keep=True), False)
+        with self._lock:
+            self._definitions[code.key] = made
+            old = None
+            if len(self._definitions) > DEFINITIONS_MAX:
+                old = next((d for d in self._definitions.values() if not d.frozen), None)
+            if old is not None:
+                del self._definitions[old.key]
+        if old is not None:
+            self.release(old.parcel)
+        return made
+
+    def handle(self, handle: Handle[Any]) -> Definition:
+        """The definition of data given to `put`; it lives as long as the handle."""
+        with self._lock:
+            known = self._definitions.get(handle.key)
+        if known is not None:
+            return known
+        made = Definition(handle.key, self.parcel(_copied(handle.encoded), keep=True), True)
+        with self._lock:
+            self._definitions[handle.key] = made
+        weakref.finalize(handle, self._forgotten.put, handle.key).atexit = False
+        return made
+
+    def take_forgotten(self) -> list[bytes]:
+        """Keys of handles that have died since; their data is let go here."""
+        keys = []
+        while not self._forgotten.empty():
+            keys.append(self._forgotten.get())
+        with self._lock:
+            dropped = [self._definitions.pop(key, None) for key in keys]
+        for definition in dropped:
+            if definition is not None:
+                self.release(definition.parcel)
+        return keys
+
+    def take_retired(self) -> list[int]:
+        """Segments that hold nothing any more, for those who map them to let go."""
+        retired = []
+        while self.store.retired:
+            retired.append(self.store.retired.popleft())
+        self.store.evicted.clear()
+        return retired
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.store.close()
+
+
+def split_streams(
+    pending: Pending[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Iterator[Any]]]:
+    """Arguments with those that stream replaced by references, and their iterators."""
+    streamed = pending.function.streamed_parameters
+    if not streamed:
+        return pending.args, pending.kwargs, []
+    inputs: list[Iterator[Any]] = []
+
+    def swap(name: str, value: Any) -> Any:
+        if name not in streamed or value is None:
+            return value
+        inputs.append(iter(value))
+        return objects.StreamRef(len(inputs) - 1)
+
+    names = pending.function.parameter_names
+    args = tuple(
+        swap(names[index] if index < len(names) else "", value)
+        for index, value in enumerate(pending.args)
+    )
+    kwargs = {name: swap(name, value) for name, value in pending.kwargs.items()}
+    return args, kwargs, inputs
+
+
+def _copied(encoded: Encoded) -> Encoded:
+    return Encoded(encoded.pieces, list(encoded.buffers), encoded.storages, encoded.handles)
