@@ -1,0 +1,429 @@
+"""A client that is killed, interrupted or forked: its workers end, its next call works."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import skyward as sky
+
+Eventually = Callable[..., None]
+
+PRELUDE = """
+import os, signal, sys, threading, time
+import skyward as sky
+
+@sky.function
+def sleeps(path=None):
+    try:
+        if path:
+            open(path, "w").close()
+        time.sleep(600)
+    finally:
+        if path:
+            os.rename(path, path + ".ended")
+
+@sky.function
+def echo(value):
+    return value
+
+@sky.function
+def agent():
+    return os.getppid()
+
+def say(*words):
+    print(*words, flush=True)
+
+def running(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+quiet = sky.Options(console=False)
+"""
+
+
+class Script:
+    """A client in a process of its own, with a folder and a mark of its own."""
+
+    def __init__(self, folder: Path, body: str, *arguments: str) -> None:
+        self.mark = uuid.uuid4().hex
+        # Sockets need short paths, shorter than pytest's.
+        self.private = Path(tempfile.mkdtemp(prefix="skyc-", dir="/tmp"))
+        script = folder / "script.py"
+        script.write_text(PRELUDE + textwrap.dedent(body))
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "SKYWARD_TEST_CLIENT": self.mark,
+                "XDG_RUNTIME_DIR": str(self.private),
+                "TMPDIR": str(self.private),
+            },
+        )
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.errors = ""
+        self._readers = [
+            threading.Thread(target=self._read_out), threading.Thread(target=self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_out(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors += line
+
+    def hears(self, words: str, seconds: float = 30.0) -> str:
+        """The next line that begins with these words."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = None
+            if line is None:
+                pytest.fail(f"never heard {words!r}, only {self.said}\n{self.errors}")
+            self.said.append(line)
+            if line.startswith(words):
+                return line
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def workers(self) -> list[int]:
+        """Agents and executors it has started that still live."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or ()
+            if not any("skyward.worker" in part for part in command):
+                continue
+            try:
+                mine = process.environ().get("SKYWARD_TEST_CLIENT") == self.mark
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def left(self) -> list[str]:
+        """What it has left in its folder for temporary things."""
+        return sorted(os.listdir(self.private))
+
+    def lets_go(self) -> int:
+        """Let it end, and return how."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(30)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in self.workers():
+            os.kill(pid, signal.SIGKILL)
+        for reader in self._readers:
+            reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        shutil.rmtree(self.private, ignore_errors=True)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """Runs scripts, and ends what is left of them."""
+    scripts: list[Script] = []
+
+    def start(body: str, *arguments: str) -> Script:
+        scripts.append(Script(tmp_path, body, *arguments))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.end()
+
+
+# Deaths of the client.
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_killed_client_leaves_no_process_and_no_folder(
+    client: Callable[..., Script],
+    eventually: Eventually,
+    tmp_path: Path,
+    number: signal.Signals,
+    transport: str,
+) -> None:
+    body = """
+        with sky.Compute(sky.Local(transport=sys.argv[2]), nodes=2, options=quiet) as compute:
+            future = sleeps(sys.argv[1]) > compute
+            running(sys.argv[1])
+            say("running")
+            time.sleep(600)
+    """
+    script = client(body, str(tmp_path / "task"), transport)
+    script.hears("running")
+    assert len(script.workers()) == 4
+    assert script.left()
+    script.process.send_signal(number)
+    # Nobody has waited for the client yet: as a zombie it still has its process id.
+    eventually(lambda: not script.workers(), 10, "the end of all workers")
+    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    assert script.process.wait(10) == -number
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        ("raise LookupError('unhandled')", 1),
+        ("sys.exit(5)", 5),
+        ("os._exit(6)", 6),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+    ],
+    ids=["exception", "sys.exit", "os._exit", "KeyboardInterrupt"],
+)
+@pytest.mark.parametrize("within", [True, False], ids=["with", "entered-only"])
+def test_a_client_that_ends_amid_a_task_leaves_nothing(
+    client: Callable[..., Script],
+    eventually: Eventually,
+    tmp_path: Path,
+    last: str,
+    status: int,
+    within: bool,
+) -> None:
+    if within:
+        body = f"""
+            with sky.Compute(options=quiet) as compute:
+                future = sleeps(sys.argv[1]) > compute
+                running(sys.argv[1])
+                {last}
+        """
+    else:
+        body = f"""
+            compute = sky.Compute(options=quiet).__enter__()
+            future = sleeps(sys.argv[1]) > compute
+            running(sys.argv[1])
+            {last}
+        """
+    script = client(body, str(tmp_path / "task"))
+    assert script.process.wait(30) == status, script.errors
+    eventually(lambda: not script.workers(), 10, "the end of all workers")
+    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    if "LookupError" in last:
+        assert "LookupError: unhandled" in script.errors
+
+
+# Ctrl-C.
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.15, 0.3, 0.5])
+def test_ctrl_c_while_a_pool_starts_takes_it_down(
+    client: Callable[..., Script], eventually: Eventually, moment: float
+) -> None:
+    """Whatever the start was doing at that moment; the pause only spreads the moments."""
+    body = """
+        compute = sky.Compute(nodes=2, options=quiet)
+        try:
+            say("starting")
+            with compute:
+                time.sleep(600)
+        except KeyboardInterrupt:
+            say("interrupted", compute)
+        sys.stdin.read()
+    """
+    script = client(body)
+    script.hears("starting")
+    time.sleep(moment)
+    script.interrupt()
+    began = time.monotonic()
+    script.hears("interrupted")
+    assert time.monotonic() - began < 5
+    # It lives on: what is gone was taken down, not orphaned.
+    eventually(lambda: not script.workers(), 5, "the end of all workers")
+    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    assert script.lets_go() == 0
+    assert script.errors == ""
+
+
+def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
+    client: Callable[..., Script], eventually: Eventually, tmp_path: Path
+) -> None:
+    body = """
+        with sky.Compute(options=quiet) as compute:
+            threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
+            try:
+                sleeps(sys.argv[1]) >> compute
+            except KeyboardInterrupt:
+                say("interrupted")
+            started = time.monotonic()
+            assert echo(1) >> compute == 1
+            say("next", time.monotonic() - started, compute.stats().workers_died)
+        say("left")
+    """
+    script = client(body, str(tmp_path / "task"))
+    script.hears("running")
+    script.interrupt()
+    script.hears("interrupted")
+    _, seconds, deaths = script.hears("next").split()
+    assert float(seconds) < 1
+    assert deaths == "0"
+    assert (tmp_path / "task.ended").exists()
+    script.hears("left")
+    assert script.lets_go() == 0
+    assert script.errors == ""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "sleeps(sys.argv[1]) @ compute",
+        "sky.gather(*[sleeps(sys.argv[1])] * 5) >> compute",
+        "next(sky.gather(*[sleeps(sys.argv[1])] * 5, stream=True) >> compute)",
+        "next(compute.map(sleeps, [sys.argv[1]] * 5))",
+        "(sleeps(sys.argv[1]) > compute).result()",
+    ],
+    ids=["broadcast", "gather", "stream", "map", "future"],
+)
+def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
+    client: Callable[..., Script], tmp_path: Path, call: str
+) -> None:
+    body = f"""
+        with sky.Compute(options=quiet) as compute:
+            threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
+            try:
+                {call}
+            except KeyboardInterrupt:
+                say("interrupted")
+            if "result" not in {call!r}:  # a future is not cancelled by not waiting for it
+                assert echo(1) >> compute == 1
+            say("next")
+        sys.stdin.read()
+    """
+    script = client(body, str(tmp_path / "task"))
+    script.hears("running")
+    script.interrupt()
+    script.hears("interrupted", 10)
+    script.hears("next", 10)
+    assert script.lets_go() == 0
+    assert script.errors == ""
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
+    client: Callable[..., Script], eventually: Eventually, times: int
+) -> None:
+    """The agents stand still, so that an orderly shutdown would take seconds."""
+    body = """
+        compute = sky.Compute(nodes=2, options=quiet)
+        try:
+            with compute:
+                for pid in agent() @ compute:
+                    os.kill(pid, signal.SIGSTOP)
+                say("leaving")
+        except KeyboardInterrupt:
+            say("interrupted")
+        own = [t.name for t in threading.enumerate() if t.name.startswith("skyward")]
+        say("threads", own)
+        sys.stdin.read()
+    """
+    script = client(body)
+    script.hears("leaving")
+    for _ in range(times):
+        time.sleep(0.2)  # each Ctrl-C is to find the shutdown a little further
+        script.interrupt()
+    began = time.monotonic()
+    script.hears("interrupted")
+    assert not script.workers()
+    assert not script.left()
+    assert time.monotonic() - began < 4
+    assert script.hears("threads") == "threads []"
+    assert script.lets_go() == 0
+    assert script.errors == ""
+
+
+# Forks.
+
+
+def test_a_forked_child_is_told_that_the_pool_is_not_its_own(pool: sky.Compute) -> None:
+    @sky.function
+    def echo(value: int) -> int:
+        return value
+
+    assert echo(1) >> pool == 1
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            try:
+                echo(2) >> pool
+            except sky.PoolClosedError as problem:
+                os.write(write, f"run: {problem}\n".encode())
+            try:
+                echo(2) >> sky
+            except sky.PoolClosedError as problem:
+                os.write(write, f"sky: {problem}\n".encode())
+            pool.close()
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answers:
+        heard = answers.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0
+    assert heard == [
+        "run: this pool belongs to the process that made it; a forked child must make its own",
+        "sky: no Compute is active here: `>> sky` works inside a `with sky.Compute()` block",
+    ]
+    assert echo(3) >> pool == 3
+    assert echo(4) @ pool == [4, 4]
+
+
+def test_a_forked_child_may_have_a_pool_of_its_own_and_its_end_spares_the_parents(
+    client: Callable[..., Script], eventually: Eventually
+) -> None:
+    body = """
+        with sky.Compute(options=quiet) as compute:
+            assert echo(1) >> compute == 1
+            child = os.fork()
+            if not child:
+                with sky.Compute(options=quiet) as own:
+                    assert echo(2) >> own == 2
+                sys.exit(7)  # through atexit, with the parent's pool still in a `with` of ours
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            say("child", status)
+            assert echo(3) >> compute == 3
+        say("left")
+    """
+    script = client(body)
+    assert script.hears("child") == "child 7"
+    script.hears("left")
+    assert script.lets_go() == 0
+    assert script.errors == ""
+    eventually(lambda: not script.workers(), 10, "the end of all workers")
+    assert not script.left()
