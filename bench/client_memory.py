@@ -5,6 +5,8 @@ As a program it is that client: it says where it is on stdout and waits for a li
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 from pathlib import Path
 
 SAMPLE_SECONDS = 0.001
+SHARED_MEMORY = ("/memfd:", "/dev/shm/")
 
 
 def peak_memory(direction: str, transport: str, size: int, times: int) -> int:
@@ -19,8 +22,8 @@ def peak_memory(direction: str, transport: str, size: int, times: int) -> int:
 
     The tensor is moved several times, one after the other and new on every page each time.
 
-    Private memory is the client's own; shared memory counts for the whole machine, mapped or
-    not, because a file in it that the client only writes to is part of nobody's resident set.
+    Shared memory counts in full if the client has it open or mapped, whoever made it: what it
+    only writes to, with `pwrite`, is in no resident set.
     """
     client = subprocess.Popen(
         [sys.executable, __file__, direction, transport, str(size), str(times)],
@@ -65,8 +68,24 @@ def _expect(answer: str, start: str) -> None:
 
 def _held(pid: int) -> int:
     own = _fields(Path(f"/proc/{pid}/status"))
-    machine = _fields(Path("/proc/meminfo"))
-    return own["RssAnon"] + own["RssFile"] + machine["Shmem"]
+    return own["RssAnon"] + own["RssFile"] + _shared(pid)
+
+
+def _shared(pid: int) -> int:
+    """Bytes of the shared-memory files that a process has open or mapped."""
+    files: dict[int, int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[5].startswith(SHARED_MEMORY):
+            start, end = (int(edge, 16) for edge in words[0].split("-"))
+            files[int(words[4])] = files.get(int(words[4]), 0) + end - start
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        # Closed between the listing and now.
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(descriptor).startswith(SHARED_MEMORY):
+                found = descriptor.stat()
+                files[found.st_ino] = found.st_blocks * 512
+    return sum(files.values())
 
 
 def _fields(path: Path) -> dict[str, int]:

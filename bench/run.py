@@ -53,9 +53,12 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   new buffer* allocates it for every transfer, as anything must that yields a new object; *into one
   reused buffer* does not, which is the least a socket can cost.
 - TLS is version 1.3 on both sides, on loopback, with the cipher that OpenSSL prefers.
-- *Client memory* is the peak beyond what the client held before it had a pool: its own private
-  memory plus all shared memory of the machine, whoever made it, sampled every millisecond, or the
+- *On the wire* is what went through the socket. On the same host a new tensor does not go that way
+  either; there the time says that it was not copied again.
+- *Client memory* is the peak beyond what the client held before it had a pool: its private memory
+  plus every shared-memory file it has open or mapped, sampled every few milliseconds, or the
   kernel's high-water mark of its resident set if that is larger.
+- *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce
 

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from skyward import functions
 from skyward.accelerators import Accelerator
 from skyward.console import Console, console_for
 from skyward.errors import BroadcastError, ConfigurationError, Outcome, PoolClosedError
-from skyward.functions import Function, Pending
+from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.pool.fleet import PoolSpec
+from skyward.pool.flow import Crowd, Flow
 from skyward.pool.node import NodeView
 from skyward.pool.pool import Pool
-from skyward.pool.task import Failed, Task
+from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
@@ -215,7 +215,7 @@ class Compute:
         >>> compute.run(train(x), on="head")
         """
         pool = self._open_pool
-        task = pool.prepare(functions._checked(pending), on=self._index(on), keep=False)
+        task = pool.prepare(checked(pending), on=self._index(on), keep=False)
         pool.submit(task)
         result: T = self._await(task)
         return result
@@ -226,7 +226,7 @@ class Compute:
         >>> future = compute.submit(train(x), on=1)
         """
         pool = self._open_pool
-        task = pool.prepare(functions._checked(pending), on=self._index(on), keep=True)
+        task = pool.prepare(checked(pending), on=self._index(on), keep=True)
         future: Future[T] = Future()
         future._bind(lambda: pool.cancel(task), lambda: task.lane is not None)
         pool.after(task, functools.partial(_settle, pool, task, future))
@@ -241,7 +241,7 @@ class Compute:
         pool = self._open_pool
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
-        pending = functions._checked(pending)
+        pending = checked(pending)
         _refuse_one_shot_streams(pending)
         workers = pool.workers()
         tasks: list[Task] = []
@@ -280,10 +280,10 @@ class Compute:
         """
         pool = self._open_pool
         tasks: list[Task] = []
-        crowd = _Crowd()
+        crowd = Crowd()
         try:
             for pending in pendings:
-                task = pool.prepare(functions._checked(pending), keep=True)
+                task = pool.prepare(checked(pending), keep=True)
                 task.on_done = crowd.left
                 crowd.joined()
                 tasks.append(task)
@@ -330,7 +330,7 @@ class Compute:
     def _flow(
         self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
     ) -> Iterator[Any]:
-        flow = _Flow(self._open_pool, pendings, ordered, ahead)
+        flow = Flow(self._open_pool, pendings, ordered, ahead)
         flow.fill()
         return flow
 
@@ -401,97 +401,6 @@ class Compute:
         else:
             state = "closed" if self._pool.closed else f"{len(self._pool.nodes)} nodes"
         return f"<sky.Compute {self.name}: {state}>"
-
-
-class _Crowd:
-    """Tasks waited for together: until all have left, or the first one failed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 1  # the one who waits, so that it is not over before it has begun
-        self._over = threading.Event()
-        self._failed: Task | None = None
-
-    def joined(self) -> None:
-        """One more to wait for."""
-        with self._lock:
-            self._inside += 1
-
-    def left(self, task: Task | None) -> None:
-        """One is done."""
-        with self._lock:
-            self._inside -= 1
-            if self._failed is None and task is not None and isinstance(task.outcome, Failed):
-                self._failed = task
-                self._over.set()
-            if not self._inside:
-                self._over.set()
-
-    def wait(self) -> Task | None:
-        """Wait; returns the first that failed, if one did."""
-        self.left(None)
-        self._over.wait()
-        return self._failed
-
-
-class _Flow(Iterator[Any]):
-    """Results of many calls, some ahead of the consumer; dropping it cancels what is left."""
-
-    def __init__(
-        self, pool: Pool, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
-    ) -> None:
-        self._pool, self._pendings, self._ordered, self._ahead = pool, pendings, ordered, ahead
-        self._tasks: deque[Task] = deque()
-        self._ready: deque[Task] = deque()
-        self._arrived = threading.Semaphore(0)
-        self._open: set[Task] = set()
-
-    def fill(self) -> None:
-        """Submit as many calls as may be ahead."""
-        while self._ahead is None or len(self._open) < self._ahead:
-            pending = next(self._pendings, None)
-            if pending is None:
-                return
-            task = self._pool.prepare(functions._checked(pending), keep=True)
-            self._open.add(task)
-            if self._ordered:
-                self._tasks.append(task)
-            else:
-                task.on_done = self._done
-            self._pool.submit(task)
-
-    def _done(self, task: Task) -> None:
-        self._ready.append(task)
-        self._arrived.release()
-
-    def __next__(self) -> Any:
-        if not self._open:
-            raise StopIteration
-        if self._ordered:
-            task = self._tasks.popleft()
-            task.wait()
-        else:
-            self._arrived.acquire()
-            task = self._ready.popleft()
-        self._open.discard(task)
-        self.fill()
-        self._pool.flush_output(task)
-        try:
-            return task.wait().get()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Cancel what has not been taken."""
-        left, self._open = self._open, set()
-        self._pendings = iter(())
-        for task in left:
-            if not task.done:
-                self._pool.cancel(task)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:

@@ -247,7 +247,7 @@ class Pending(Generic[T]):
     def __and__(self, other: Any) -> Any:
         if isinstance(other, Group):
             return Group((self, *other.pendings))
-        return Group((self, _checked(other)))
+        return Group((self, checked(other)))
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -280,7 +280,7 @@ class Group(Generic[*Ts]):
     def __and__(self, other: Any) -> Any:
         if isinstance(other, Group):
             return Group((*self.pendings, *other.pendings))
-        return Group((*self.pendings, _checked(other)))
+        return Group((*self.pendings, checked(other)))
 
     def __rshift__(self, where: Where) -> tuple[*Ts]:
         """Run all of them, wait for all."""
@@ -329,10 +329,11 @@ def gather(*pendings: Pending[Any], stream: bool = False, ordered: bool = True) 
 
     >>> sky.gather(*[score(x) for x in xs]) >> compute
     """
-    return Gather(tuple(_checked(pending) for pending in pendings), stream, ordered)
+    return Gather(tuple(checked(pending) for pending in pendings), stream, ordered)
 
 
-def _checked(pending: Any) -> Pending[Any]:
+def checked(pending: Any) -> Pending[Any]:
+    """The argument, which must be a described call."""
     if not isinstance(pending, Pending):
         raise TypeError(
             f"{_short(pending)} is not a call of a @sky.function; write f(x), not f or f.local(x)"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from skyward import checks
 from skyward.errors import ConfigurationError
 
 __all__ = ["Image", "Nodes", "Options", "PipIndex", "Variables", "Volume", "Worker"]
 
-# Greedy up to the last "@" before the path, so that a password with an "@" in it is hidden whole.
-_CREDENTIALS = re.compile(r"://[^/\s'\"]+@")
 _PYTHON_VERSION = re.compile(r"3\.(\d{1,2})(?:\.\d{1,3})?")
 _OLDEST_MINOR = 11
 _INDEX_URL = re.compile(r"(?:https?://[^/\s]|file:///)\S*")
@@ -66,17 +63,17 @@ class PipIndex:
     packages: Sequence[str]
 
     def __post_init__(self) -> None:
-        url = _text(self, "url", self.url)
+        url = checks.text(self, "url", self.url)
         if not _INDEX_URL.fullmatch(url):
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"url": url},
                 "not the address of an index; "
                 "write a whole URL, such as 'https://download.pytorch.org/whl/cpu'",
             )
-        packages = _texts(self, "packages", self.packages)
+        packages = checks.texts(self, "packages", self.packages)
         if not packages:
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"url": url, "packages": packages},
                 "an index without packages would serve nothing; "
@@ -84,16 +81,16 @@ class PipIndex:
             )
         for package in packages:
             if not _PROJECT_NAME.fullmatch(package):
-                raise _refused(
+                raise checks.refused(
                     self,
                     {"packages": [package]},
                     "packages takes names alone; "
                     "put the version in Image(pip=[...]) and only the name here",
                 )
-        _store(self, packages=packages)
+        checks.store(self, packages=packages)
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return checks.shown(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +113,19 @@ class Image:
     excludes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        _store(
+        checks.store(
             self,
             python=_python_version(self, self.python),
-            pip=_texts(self, "pip", self.pip, _check_requirement),
+            pip=checks.texts(self, "pip", self.pip, _check_requirement),
             pip_indexes=_indexes(self, self.pip_indexes),
-            apt=_texts(self, "apt", self.apt, _check_apt_package),
+            apt=checks.texts(self, "apt", self.apt, _check_apt_package),
             env=_variables(self, self.env),
-            includes=_texts(self, "includes", self.includes),
-            excludes=_texts(self, "excludes", self.excludes),
+            includes=checks.texts(self, "includes", self.includes),
+            excludes=checks.texts(self, "excludes", self.excludes),
         )
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return checks.shown(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +141,26 @@ class Nodes:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        desired = _whole(self, "desired", self.desired, at_least=1)
-        low = None if self.min is None else _whole(self, "min", self.min, at_least=1)
-        high = None if self.max is None else _whole(self, "max", self.max, at_least=1)
+        desired = checks.whole(self, "desired", self.desired, at_least=1)
+        low = None if self.min is None else checks.whole(self, "min", self.min, at_least=1)
+        high = None if self.max is None else checks.whole(self, "max", self.max, at_least=1)
         if low is not None and high is not None and low > high:
-            raise _refused(
+            raise checks.refused(
                 self, {"min": low, "max": high}, f"min exceeds max; write min={high}, max={low}"
             )
         if low is not None and desired < low:
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"desired": desired, "min": low},
                 f"desired is below min; start with at least {low} or lower min to {desired}",
             )
         if high is not None and desired > high:
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"desired": desired, "max": high},
                 f"desired exceeds max; start with at most {high} or raise max to {desired}",
             )
-        _store(self, desired=desired, min=low, max=high)
+        checks.store(self, desired=desired, min=low, max=high)
 
     @classmethod
     def of(cls, value: int | tuple[int, int] | Nodes) -> Nodes:
@@ -210,9 +207,9 @@ class Worker:
     per_node: int | Literal["accelerator"] = 1
 
     def __post_init__(self) -> None:
-        concurrency = _whole(self, "concurrency", self.concurrency, at_least=1)
+        concurrency = checks.whole(self, "concurrency", self.concurrency, at_least=1)
         if self.executor not in ("process", "thread"):
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"executor": self.executor},
                 "no such executor; write 'process' for isolation or 'thread' for shared memory",
@@ -220,15 +217,15 @@ class Worker:
         per_node: int | str = self.per_node
         if isinstance(per_node, str):
             if per_node != "accelerator":
-                raise _refused(
+                raise checks.refused(
                     self,
                     {"per_node": per_node},
                     "the only word it takes is 'accelerator', one worker for each; "
                     "otherwise write a number",
                 )
         else:
-            per_node = _whole(self, "per_node", per_node, at_least=1)
-        _store(self, concurrency=concurrency, per_node=per_node)
+            per_node = checks.whole(self, "per_node", per_node, at_least=1)
+        checks.store(self, concurrency=concurrency, per_node=per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +247,18 @@ class Options:
     retries: int = 0
 
     def __post_init__(self) -> None:
-        _store(
+        checks.store(
             self,
-            cluster=_flag(self, "cluster", self.cluster),
-            console=None if self.console is None else _flag(self, "console", self.console),
+            cluster=checks.flag(self, "cluster", self.cluster),
+            console=None if self.console is None else checks.flag(self, "console", self.console),
             default_timeout=(
                 None
                 if self.default_timeout is None
-                else _seconds(self, "default_timeout", self.default_timeout)
+                else checks.seconds(self, "default_timeout", self.default_timeout)
             ),
-            idle_timeout=_seconds(self, "idle_timeout", self.idle_timeout),
-            orphan_timeout=_seconds(self, "orphan_timeout", self.orphan_timeout),
-            retries=_whole(self, "retries", self.retries, at_least=0),
+            idle_timeout=checks.seconds(self, "idle_timeout", self.idle_timeout),
+            orphan_timeout=checks.seconds(self, "orphan_timeout", self.orphan_timeout),
+            retries=checks.whole(self, "retries", self.retries, at_least=0),
         )
 
 
@@ -279,93 +276,33 @@ class Volume:
 
     # Written out so that `target` may be left out and still reads as a `str` to a type checker.
     def __init__(self, source: str, target: str | None = None, read_only: bool = False) -> None:
-        source = _text(self, "source", source)
+        source = checks.text(self, "source", source)
         if target is None:
             if not source.startswith("/"):
-                raise _refused(
+                raise checks.refused(
                     self,
                     {"source": source},
                     "the source is not an absolute path, so it cannot be the target too; "
                     f"say where nodes see it: Volume({source!r}, target='/data')",
                 )
             target = source
-        target = _text(self, "target", target)
+        target = checks.text(self, "target", target)
         if not target.startswith("/") or not target.strip("/") or ".." in target.split("/"):
-            raise _refused(
+            raise checks.refused(
                 self,
                 {"target": target},
                 "nodes need an absolute path below '/' and without '..'; write one such as '/data'",
             )
-        read_only = _flag(self, "read_only", read_only)
-        _store(self, source=source, target=target, read_only=read_only)
+        read_only = checks.flag(self, "read_only", read_only)
+        checks.store(self, source=source, target=target, read_only=read_only)
 
     def __repr__(self) -> str:
-        return _shown(self)
-
-
-def _store(value: object, **normalised: object) -> None:
-    for name, content in normalised.items():
-        object.__setattr__(value, name, content)
-
-
-def _shown(value: PipIndex | Image | Volume) -> str:
-    """Render a value as the call that makes it, with any credentials in its URLs hidden."""
-    return _call(value, {each.name: getattr(value, each.name) for each in fields(value)})
-
-
-def _call(value: object, given: Mapping[str, object]) -> str:
-    arguments = ", ".join(f"{name}={content!r}" for name, content in given.items())
-    return f"{type(value).__name__}({_CREDENTIALS.sub('://***@', arguments)})"
-
-
-def _refused(value: object, given: Mapping[str, object], problem: str) -> ConfigurationError:
-    problem = _CREDENTIALS.sub("://***@", problem)
-    return ConfigurationError(f"{_call(value, given)}: {problem}")
-
-
-def _text(value: object, name: str, content: object) -> str:
-    given = {name: content}
-    if not isinstance(content, str):
-        raise _refused(value, given, f"{name} must be a str, not {_kind(content)}; pass a str")
-    if not content.strip():
-        raise _refused(value, given, f"{name} is empty; give it a value or leave it out")
-    if content != content.strip() or not content.isprintable():
-        raise _refused(
-            value,
-            given,
-            f"{name} has whitespace around it or control characters in it; remove them",
-        )
-    return content
-
-
-def _texts(
-    value: object,
-    name: str,
-    content: object,
-    check: Callable[[object, str], None] | None = None,
-) -> tuple[str, ...]:
-    if isinstance(content, str):
-        raise _refused(
-            value,
-            {name: content},
-            f"a bare string would be read letter by letter; write {name}=[{content!r}]",
-        )
-    if not isinstance(content, list | tuple):
-        raise _refused(
-            value,
-            {name: content},
-            f"{name} must be a list of strings, not {_kind(content)}; write {name}=[...]",
-        )
-    texts = tuple(_text(value, f"{name}[{i}]", item) for i, item in enumerate(content))
-    if check is not None:
-        for text in texts:
-            check(value, text)
-    return texts
+        return checks.shown(self)
 
 
 def _check_requirement(value: object, requirement: str) -> None:
     if requirement.startswith("-"):
-        raise _refused(
+        raise checks.refused(
             value,
             {"pip": [requirement]},
             "an option of pip, not a requirement; "
@@ -373,7 +310,7 @@ def _check_requirement(value: object, requirement: str) -> None:
         )
     if _TWO_REQUIREMENTS.match(requirement):
         names = requirement.split()
-        raise _refused(
+        raise checks.refused(
             value, {"pip": [requirement]}, f"one requirement to an entry; write pip={names!r}"
         )
 
@@ -381,7 +318,7 @@ def _check_requirement(value: object, requirement: str) -> None:
 def _check_apt_package(value: object, package: str) -> None:
     # The names end up in a shell command on the node.
     if not _APT_PACKAGE.fullmatch(package):
-        raise _refused(
+        raise checks.refused(
             value,
             {"apt": [package]},
             "not the name of one package; write each as apt would list it, such as apt=['ffmpeg']",
@@ -394,14 +331,14 @@ def _python_version(value: object, version: object) -> str:
     given = {"python": version}
     if isinstance(version, int | float):
         # Quoting what arrived would be wrong advice: 3.10 has already become 3.1.
-        raise _refused(
+        raise checks.refused(
             value, given, "a number loses its last zero; write it in quotes: python='3.11'"
         )
     match = _PYTHON_VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None:
-        raise _refused(value, given, "not a version; write 'auto' or one such as '3.11'")
+        raise checks.refused(value, given, "not a version; write 'auto' or one such as '3.11'")
     if int(match[1]) < _OLDEST_MINOR:
-        raise _refused(
+        raise checks.refused(
             value, given, f"nodes need Python 3.{_OLDEST_MINOR} or newer; write 'auto' or '3.11'"
         )
     return match[0]
@@ -411,17 +348,17 @@ def _indexes(value: object, content: object) -> tuple[PipIndex, ...]:
     if isinstance(content, list | tuple):
         for i, item in enumerate(content):
             if not isinstance(item, PipIndex):
-                raise _refused(
+                raise checks.refused(
                     value,
                     {f"pip_indexes[{i}]": item},
-                    f"each index must be a PipIndex, not {_kind(item)}; "
+                    f"each index must be a PipIndex, not {checks.kind(item)}; "
                     "write PipIndex(url, packages=[...])",
                 )
         return tuple(content)
-    raise _refused(
+    raise checks.refused(
         value,
         {"pip_indexes": content},
-        f"pip_indexes must be a list of PipIndex, not {_kind(content)}; "
+        f"pip_indexes must be a list of PipIndex, not {checks.kind(content)}; "
         "write pip_indexes=[PipIndex(url, packages=[...])]",
     )
 
@@ -430,8 +367,8 @@ def _variables(value: object, content: object) -> Variables:
     # The messages name variables and never show what they hold: any of them may be a token.
     if not isinstance(content, Mapping):
         raise ConfigurationError(
-            f"Image(env=...): env must be a mapping of names to values, not {_kind(content)}; "
-            "write env={'NAME': 'value'}"
+            "Image(env=...): env must be a mapping of names to values, not "
+            f"{checks.kind(content)}; write env={{'NAME': 'value'}}"
         )
     for name, text in content.items():
         if not isinstance(name, str) or not _VARIABLE_NAME.fullmatch(name):
@@ -441,7 +378,7 @@ def _variables(value: object, content: object) -> Variables:
             )
         if not isinstance(text, str):
             raise ConfigurationError(
-                f"Image(env={{{name!r}: ...}}): the value must be a str, not {_kind(text)}; "
+                f"Image(env={{{name!r}: ...}}): the value must be a str, not {checks.kind(text)}; "
                 "environment variables hold text, so write it in quotes"
             )
         if "\0" in text:
@@ -450,54 +387,3 @@ def _variables(value: object, content: object) -> Variables:
                 "which no environment can hold; remove it"
             )
     return Variables(content)
-
-
-def _whole(value: object, name: str, content: SupportsIndex, *, at_least: int) -> int:
-    given = {name: content}
-    try:
-        # numpy's integers count; `True` is an int to Python but never a number of nodes.
-        number = None if isinstance(content, bool) else operator.index(content)
-    except TypeError:
-        number = None
-    if number is None:
-        raise _refused(
-            value,
-            given,
-            f"{name} must be a whole number, not {_kind(content)}; write {name}={at_least} or more",
-        )
-    if number < at_least:
-        raise _refused(value, given, f"{name} must be at least {at_least}; raise it to that")
-    return number
-
-
-def _seconds(value: object, name: str, content: SupportsFloat) -> float:
-    given = {name: content}
-    try:
-        # A str has its own conversion to float, but "30" is as likely a slip as a wish.
-        seconds = None if isinstance(content, bool | str) else float(content)
-    except (TypeError, ValueError, OverflowError):
-        seconds = None
-    if seconds is None:
-        raise _refused(
-            value, given, f"{name} must be a number of seconds, not {_kind(content)}; write 30.0"
-        )
-    if not math.isfinite(seconds) or seconds <= 0:
-        raise _refused(
-            value,
-            given,
-            f"{name} must be a positive, finite number of seconds; "
-            "write a large one, such as 86400.0 for a day, to wait long",
-        )
-    return seconds
-
-
-def _flag(value: object, name: str, content: object) -> bool:
-    if not isinstance(content, bool):
-        raise _refused(
-            value, {name: content}, f"{name} must be True or False, not {_kind(content)}"
-        )
-    return content
-
-
-def _kind(content: object) -> str:
-    return "None" if content is None else type(content).__name__

@@ -24,6 +24,7 @@ from skyward.pool.dispatch import Dispatcher
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
+from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
 from skyward.spec import Nodes, Options, Worker
@@ -81,8 +82,7 @@ class Fleet:
         self._credentials = self._authority.issue("client") if self._authority else None
         self._head_port = _free_port()
         self._resizing = threading.Lock()
-        self._busy_since = self._idle_since = time.monotonic()
-        self._scaling = False
+        self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
         dispatcher.has_hope = self._has_hope
 
     def start(self) -> None:
@@ -442,26 +442,7 @@ class Fleet:
             if node.silent_too_long:
                 self._node_lost(node, "it has stopped answering")
         self._dispatcher.recall_stuck()
-        if self._spec.nodes.elastic:
-            self._scale(time.monotonic())
-
-    def _scale(self, now: float) -> None:
-        """Within the asked-for range: grow while tasks wait, shrink after `idle_timeout`."""
-        backlog = self._dispatcher.backlog
-        busy = backlog or any(lane.tasks for lane in list(self._dispatcher.lanes))
-        count = len(self.nodes)
-        if not backlog:
-            self._busy_since = now
-        if busy:
-            self._idle_since = now
-        wanted = count
-        if backlog and now - self._busy_since > 1.0:
-            wanted = min(self._spec.nodes.ceiling, count + 1)
-        elif not busy and now - self._idle_since > self._spec.options.idle_timeout:
-            wanted = max(self._spec.nodes.floor, count - 1)
-        if wanted != count and not self._scaling:
-            self._scaling = True
-            threading.Thread(target=self._scale_to, args=(wanted,), daemon=True).start()
+        self._scaler.look(len(self.nodes))
 
     def _scale_to(self, count: int) -> None:
         try:
@@ -469,8 +450,6 @@ class Fleet:
             self.resize(count)
         except SkywardError as problem:
             self._console.note(f"scaling failed: {problem}")
-        finally:
-            self._scaling = False
 
     # Looking.
 

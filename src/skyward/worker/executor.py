@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import OrderedDict
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.errors import ProtocolError, RemoteError, SerializationError
+from skyward.errors import ProtocolError, SerializationError
 from skyward.wire import messages, objects
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -45,15 +44,13 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
+from skyward.worker import failures
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
 from skyward.worker.reader import Reader
 from skyward.worker.streams import InputStream, OutputStream
-
-CHAIN_DEPTH = 8
-"""How many causes of an exception travel with it."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -360,15 +357,14 @@ class Executor:
         self, job: Job, problem: BaseException, ran: float
     ) -> tuple[Message, Sendable | None]:
         cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
-        name = f"{type(problem).__module__}.{type(problem).__qualname__}".removeprefix("builtins.")
-        text = _text(problem)
-        frames = _frames(problem)
+        name, text = failures.type_name(problem), failures.text(problem)
+        frames = failures.frames(problem)
         sendable: Sendable | None = None
         if isinstance(problem, Exception) and not cancelled:
             # First with the exceptions it came from, else alone, else only in words.
-            for depth in (0, CHAIN_DEPTH):
+            for depth in (0, failures.CHAIN_DEPTH):
                 with contextlib.suppress(Exception):
-                    sendable = self._pack(_portable(problem, depth))
+                    sendable = self._pack(failures.portable(problem, depth))
                     break
         payload = sendable[0] if sendable is not None else None
         return Failure(job.run.task, ran, name, text, frames, payload, cancelled), sendable
@@ -418,52 +414,6 @@ def _drained(items: Any) -> Any:
     finally:
         loop.run_until_complete(items.aclose())
         loop.close()
-
-
-def _text(problem: BaseException) -> str:
-    try:
-        return str(problem)
-    except Exception as worse:
-        return f"<its str() failed: {type(worse).__name__}>"
-
-
-def _frames(problem: BaseException) -> list[tuple[str, int, str, str]]:
-    """The traceback below our own frames."""
-    here = os.path.dirname(os.path.dirname(__file__))
-    frames = traceback.extract_tb(problem.__traceback__)
-    while frames and frames[0].filename.startswith(here):
-        frames.pop(0)
-    return [(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames[:200]]
-
-
-def _portable(
-    problem: Exception, depth: int, made: dict[int, objects.PortableException] | None = None
-) -> objects.PortableException:
-    made = {} if made is None else made
-    chain = {}
-    if depth < CHAIN_DEPTH:
-        for link in ("__cause__", "__context__"):
-            other = getattr(problem, link)
-            if isinstance(other, Exception):
-                # `raise x from y` makes y both; each level would double the work.
-                if id(other) not in made:
-                    made[id(other)] = _portable(_travelling(other), depth + 1, made)
-                chain[link] = made[id(other)]
-    return objects.PortableException(problem, chain, problem.__suppress_context__)
-
-
-def _travelling(problem: Exception) -> Exception:
-    """The exception, or words in its place if it would not survive: it is not the main one."""
-    try:
-        encoded = objects.encode(problem)
-        objects.decode(b"".join(encoded.pieces), encoded.buffers, encoded.storages)
-        return problem
-    except Exception:
-        name = type(problem).__qualname__
-        words = RemoteError(f"{name}: {_text(problem)}", type_name=name)
-        words.__cause__, words.__context__ = problem.__cause__, problem.__context__
-        words.__suppress_context__ = problem.__suppress_context__
-        return words
 
 
 def _die_with_parent() -> None:

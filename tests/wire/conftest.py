@@ -1,0 +1,44 @@
+"""What the tests of the wire share: a round trip through everything but the socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+
+from skyward.wire import blobs, messages, objects
+from skyward.wire.messages import Buffer, Define
+
+
+class Trip(Protocol):
+    def __call__(self, value: Any, *, own_modules: bool = False) -> Any: ...
+
+
+def _trip(value: Any, *, own_modules: bool = False) -> Any:
+    packed = blobs.pack(objects.encode(value, own_modules=own_modules), None)
+    meta = messages.encode(Define(b"key", packed.payload, False))
+    arrived = messages.decode_as(Define, Define.KIND, meta)
+    body = bytearray().join(packed.body)
+    return objects.decode(*blobs.unpack(arrived.payload, body, _nowhere))
+
+
+def _nowhere(ref: Buffer) -> memoryview:
+    raise AssertionError(f"{ref} is not inline")
+
+
+@pytest.fixture(scope="session")
+def trip() -> Trip:
+    """Encode, lay out, read the layout, decode: what comes out at the other end."""
+    return _trip
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Callable[[objects.Encoded], Any]:
+    """What an `Encoded` stands for."""
+
+    def load(encoded: objects.Encoded) -> Any:
+        buffers = [memoryview(bytearray(buffer)) for buffer in encoded.buffers]
+        return objects.decode(b"".join(encoded.pieces), buffers, encoded.storages)
+
+    return load
