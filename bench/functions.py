@@ -131,7 +131,7 @@ def many_tiny_tasks(size: Size) -> Sequence[Row]:
                 ),
                 **{name: partial(peer.tiny, size.tasks) for name, peer in peers.items()},
             },
-            rounds=max(3, size.rounds // 2),
+            rounds=max(3, size.rounds // 3),
             warmups=1,
         )
         rates = {name: sample.per(size.tasks, "tasks/s") for name, sample in seconds.items()}

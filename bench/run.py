@@ -112,7 +112,9 @@ def verdict(rows: Sequence[Row]) -> str:
     failed = [row for row in rows if row.failed]
     text = f"{len(judged) - len(missed)} of {len(judged)} bars are met."
     if missed:
-        named = "; ".join(f"{row.what} ({row.against or row.ours})" for row in missed)
+        named = "; ".join(
+            " ".join(filter(None, (row.what, row.ratio or row.ours, row.against))) for row in missed
+        )
         text += f" Missed: {named}."
     if failed:
         text += f" Could not be measured: {'; '.join(row.what for row in failed)}."
@@ -133,8 +135,8 @@ def page(results: dict[str, list[Row]], load_before: float) -> str:
         verdict=verdict([row for rows in results.values() for row in rows]),
         machine="\n".join(f"| {name} | {value} |" for name, value in machine.items()),
         cores=os.cpu_count(),
-        sections="".join(
-            f"## {SUITES[suite]}\n\n{markdown_table(rows)}\n\n" for suite, rows in results.items()
+        sections="\n".join(
+            f"## {SUITES[suite]}\n\n{markdown_table(rows)}\n" for suite, rows in results.items()
         ),
     )
 

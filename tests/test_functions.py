@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -305,7 +306,38 @@ def test_cancelling_a_future_stops_the_remote_work_and_frees_its_place(
     eventually(lambda: not any(view.running for view in compute.nodes))
     with pytest.raises(concurrent.futures.CancelledError):
         future.result()
-    assert [1, 1] == [add(0) >> compute, add(0) >> compute]
+    assert add(0) @ compute == [1, 1]
+
+
+def test_a_call_is_cancelled_though_others_wait_behind_it_on_its_worker(
+    compute, tmp_path, eventually
+):
+    """Short calls are sent ahead; the worker must hear of the cancellation all the same."""
+    for number in range(200):
+        add(number) >> compute
+    ahead = [add(number) > compute for number in range(20)]
+    slow = wait_then(tmp_path / "gate", 1) > compute
+    behind = [add(number) > compute for number in range(20)]
+    eventually(slow.running)
+    died = compute.stats().workers_died
+
+    slow.cancel()
+
+    assert [future.result(20) for future in ahead + behind] == [*range(1, 21)] * 2
+    assert compute.stats().workers_died == died
+
+
+def test_a_slow_call_holds_up_nothing_that_another_worker_could_do(compute, tmp_path):
+    for number in range(200):
+        add(number) >> compute
+    ahead = [add(number) > compute for number in range(20)]
+    slow = wait_then(tmp_path / "gate", "slow") > compute
+    behind = [add(number) > compute for number in range(100)]
+
+    assert [future.result(20) for future in ahead + behind] == [*range(1, 21), *range(1, 101)]
+    assert not slow.done()
+    (tmp_path / "gate").touch()
+    assert slow.result(20) == "slow"
 
 
 def test_a_cancelled_future_counts_as_done_for_those_who_wait(compute, tmp_path):
@@ -400,7 +432,7 @@ def test_one_failure_in_a_broadcast_raises_with_every_outcome(compute):
 
 
 def test_and_returns_a_tuple_in_the_order_written(compute):
-    assert (add(1) & node.__class__(str)(5)) >> compute == (2, "5")
+    assert (add(1) & sky.function(str)(5)) >> compute == (2, "5")
     assert (add(1) & add(2) & add(3)) >> compute == (2, 3, 4)
     assert ((add(1) & add(2)) & (add(3) & add(4))) >> compute == (2, 3, 4, 5)
     assert (add(1) & (add(2) & add(3))) >> compute == (2, 3, 4)
@@ -544,9 +576,7 @@ def test_an_unordered_map_yields_what_is_there_first(compute, tmp_path):
             wait_for(gate)
         return number
 
-    results = compute.map(
-        slow_zero, range(5), itertools.repeat(tmp_path / "gate"), ordered=False
-    )
+    results = compute.map(slow_zero, range(5), itertools.repeat(tmp_path / "gate"), ordered=False)
 
     assert {next(results) for _ in range(4)} == {1, 2, 3, 4}
     (tmp_path / "gate").touch()
@@ -554,9 +584,7 @@ def test_an_unordered_map_yields_what_is_there_first(compute, tmp_path):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_consumer_of_map_that_stops_taking_stops_the_submissions(
-    compute, eventually, ordered
-):
+def test_a_consumer_of_map_that_stops_taking_stops_the_submissions(compute, eventually, ordered):
     pulled = 0
 
     def numbers():
@@ -633,7 +661,7 @@ def test_a_broadcast_to_one_node_is_refused(compute):
 
 @pytest.mark.parametrize("run", [operator.rshift, operator.gt, operator.matmul])
 def test_only_a_compute_can_run_functions(run):
-    with pytest.raises(TypeError, match="42 cannot run functions; use a sky.Compute"):
+    with pytest.raises(TypeError, match=r"42 cannot run functions; use a sky\.Compute"):
         run(add(1), 42)
     with pytest.raises(TypeError, match="the module 'os' cannot run functions"):
         run(add(1), os)
@@ -669,9 +697,7 @@ def test_the_module_means_the_innermost_block(compute):
 
 def test_threads_started_inside_a_block_use_its_pool(compute):
     results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(add(1) >> sky)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(add(1) >> sky)) for _ in range(4)]
 
     for thread in threads:
         thread.start()
@@ -816,14 +842,11 @@ def test_a_global_is_sent_with_the_value_it_has_at_the_call(compute, monkeypatch
 
 
 def test_a_helper_that_is_redefined_is_sent_anew(compute):
-    def helper():
-        return "old"
-
+    helper = lambda: "old"
     call = sky.function(lambda: helper())
     assert call() >> compute == "old"
 
-    def helper():
-        return "new"
+    helper = lambda: "new"
 
     assert call() >> compute == "new"
 
@@ -1041,16 +1064,18 @@ def test_numpy_data_behind_a_handle_cannot_be_written_to(compute, size):
 
 
 def test_put_data_is_freed_everywhere_when_the_handle_dies(compute, eventually):
-    handle = sky.put([Marker("x"), os.urandom(100_000)])
-    key = handle.key
+    marker = Marker("here")
+    here = weakref.ref(marker)
+    handle = sky.put([marker, os.urandom(100_000)])
+    del marker
     type_and_size(handle) @ compute
     assert markers("Marker") @ compute == [1, 1]
 
     del handle
     gc.collect()
 
+    assert here() is None
     eventually(lambda: markers("Marker") @ compute == [0, 0])
-    assert key not in compute._pool._definitions
 
 
 def test_put_data_stays_while_a_call_still_needs_it(compute, tmp_path):
@@ -1155,7 +1180,7 @@ def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventua
         finally:
             Path(stopped).touch()
 
-    with pytest.raises(sky.TaskTimeoutError, match="endless ran longer than its timeout of 0.3 s"):
+    with pytest.raises(sky.TaskTimeoutError, match="endless ran longer than its timeout"):
         endless(tmp_path / "stopped") >> compute
 
     eventually((tmp_path / "stopped").exists)

@@ -20,7 +20,13 @@ from typing import Any, Literal, Self, TypeVar, overload
 from skyward import functions
 from skyward.accelerators import Accelerator
 from skyward.console import Console, console_for
-from skyward.errors import BroadcastError, ConfigurationError, Outcome, PoolClosedError
+from skyward.errors import (
+    BroadcastError,
+    ConfigurationError,
+    Outcome,
+    PoolClosedError,
+    SkywardError,
+)
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.pool.fleet import PoolSpec
@@ -126,15 +132,26 @@ class Compute:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._forget_context()
+        self._close_surely()
+
+    def _forget_context(self) -> None:
         if self._token is not None:
             # Another context may leave than entered, as with `async with` across tasks.
             with contextlib.suppress(ValueError):
                 functions.current.reset(self._token)
             self._token = None
-        self._close_surely()
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._open)
+        opening = asyncio.create_task(asyncio.to_thread(self._open))
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread goes on all the same, and what it opens must not stay.
+            with contextlib.suppress(SkywardError):
+                await opening
+            await asyncio.to_thread(self._close_surely)
+            raise
         self._token = functions.current.set(self)
         return self
 
@@ -144,7 +161,8 @@ class Compute:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, problem, trace)
+        self._forget_context()
+        await asyncio.to_thread(self._close_surely)
 
     def _open(self) -> None:
         if self._pool is not None:
@@ -170,15 +188,29 @@ class Compute:
 
     def _close_surely(self) -> None:
         """Close; a Ctrl-C on the way makes it quicker, not partial."""
+        if threading.current_thread() is not threading.main_thread():
+            self.close()
+            return
+        # Ctrl-C strikes this thread only, so closing goes on undisturbed on another.
+        # Waited for with an event: an interrupted Thread.join takes the thread for ended.
+        over = threading.Event()
+        threading.Thread(target=self._close_then, args=(over,), name="skyward-close").start()
+        interrupt: KeyboardInterrupt | None = None
+        while not over.is_set():
+            try:
+                if interrupt is not None and self._pool is not None:
+                    self._pool.hurry()
+                over.wait()
+            except KeyboardInterrupt as again:
+                interrupt = again
+        if interrupt is not None:
+            raise interrupt
+
+    def _close_then(self, over: threading.Event) -> None:
         try:
             self.close()
-        except KeyboardInterrupt:
-            closer = threading.Thread(target=self.close, kwargs={"seconds": 0.0})
-            closer.start()
-            while closer.is_alive():
-                with contextlib.suppress(KeyboardInterrupt):
-                    closer.join(0.1)
-            raise
+        finally:
+            over.set()
 
     def close(self, seconds: float = 5.0) -> None:
         """Take everything down; leaving the `with` block does this for you."""
@@ -216,7 +248,6 @@ class Compute:
         """
         pool = self._open_pool
         task = pool.prepare(checked(pending), on=self._index(on), keep=False)
-        pool.submit(task)
         result: T = self._await(task)
         return result
 
@@ -230,7 +261,11 @@ class Compute:
         future: Future[T] = Future()
         future._bind(lambda: pool.cancel(task), lambda: task.lane is not None)
         pool.after(task, functools.partial(_settle, pool, task, future))
-        pool.submit(task)
+        try:
+            pool.submit(task)
+        except BaseException:
+            pool.cancel(task)
+            raise
         return future
 
     def broadcast(self, pending: Pending[T], on: None = None) -> list[T]:
@@ -248,9 +283,9 @@ class Compute:
         for place in workers:
             like = tasks[0] if tasks else None
             tasks.append(pool.prepare(pending, worker=place, keep=False, like=like))
-        pool.submit_all(tasks)
         outcomes = []
         try:
+            pool.submit_all(tasks)
             for (node, worker), task in zip(workers, tasks, strict=True):
                 try:
                     task.wait()
@@ -337,9 +372,10 @@ class Compute:
     def _await(self, task: Task) -> Any:
         pool = self._open_pool
         try:
+            pool.submit(task)
             return self._result(task)
         except BaseException:
-            if not task.done:
+            if not task.done or task.stream is not None:
                 pool.cancel(task)
             raise
 

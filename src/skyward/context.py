@@ -11,9 +11,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from skyward.errors import ConfigurationError
@@ -122,6 +122,8 @@ class Route:
 
     muted: frozenset[str] = frozenset()
     listener: Listener | None = None
+    unfinished: dict[str, str] = field(default_factory=dict, compare=False)
+    """Per stream, the line the listener has not been told yet."""
 
 
 class Capture(Protocol):
@@ -167,7 +169,6 @@ class RoutedStream(io.TextIOBase):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._line = ""
 
     def write(self, text: str) -> int:
         way = route.get()
@@ -175,7 +176,8 @@ class RoutedStream(io.TextIOBase):
             return len(text)
         if way.listener is None:
             return self.pass_on(text)
-        *lines, self._line = (self._line + text).split("\n")
+        *lines, rest = (way.unfinished.get(self.name, "") + text).split("\n")
+        way.unfinished[self.name] = rest
         for line in lines:
             self._tell(way.listener, line)
         return len(text)
@@ -186,10 +188,10 @@ class RoutedStream(io.TextIOBase):
 
     def finish(self) -> None:
         """Hand an unfinished line to the listener that is about to leave."""
-        listener = route.get().listener
-        if self._line and listener is not None:
-            self._tell(listener, self._line)
-        self._line = ""
+        way = route.get()
+        rest = way.unfinished.pop(self.name, "")
+        if rest and way.listener is not None:
+            self._tell(way.listener, rest)
 
     def _tell(self, listener: Listener, line: str) -> None:
         info = instance_info()
@@ -318,21 +320,48 @@ class _Muted:
     def __sky_constant__(self) -> tuple[Any, ...]:
         return self._function, self._allowed
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if inspect.isgeneratorfunction(self._function):
-            return self._generate(*args, **kwargs)
-        if inspect.iscoroutinefunction(self._function):
-            return self._await(*args, **kwargs)
         with self._quiet():
-            return self._function(*args, **kwargs)
+            value = self._function(*args, **kwargs)
+        if inspect.isgenerator(value):
+            return self._generate(value)
+        if inspect.isasyncgen(value):
+            return self._generate_async(value)
+        return self._await(value) if inspect.iscoroutine(value) else value
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with self._quiet():
-            yield from self._function(*args, **kwargs)
+    def _generate(self, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        # Only while it runs: between items it is its consumer's turn to print.
+        try:
+            while True:
+                with self._quiet():
+                    try:
+                        item = next(items)
+                    except StopIteration as end:
+                        return end.value
+                yield item
+        finally:
+            with self._quiet():
+                items.close()
 
-    async def _await(self, *args: Any, **kwargs: Any) -> Any:
+    async def _generate_async(self, items: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            while True:
+                with self._quiet():
+                    try:
+                        item = await anext(items)
+                    except StopAsyncIteration:
+                        return
+                yield item
+        finally:
+            with self._quiet():
+                await items.aclose()
+
+    async def _await(self, value: Awaitable[Any]) -> Any:
         with self._quiet():
-            return await self._function(*args, **kwargs)
+            return await value
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -340,7 +369,7 @@ class _Muted:
             yield
             return
         way = route.get()
-        with _routed(Route(way.muted.union(self._streams), way.listener)):
+        with _routed(Route(way.muted.union(self._streams), way.listener, way.unfinished)):
             yield
 
 

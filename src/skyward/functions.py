@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import sys
 import threading
 import types
 import typing
@@ -24,6 +25,7 @@ from typing import (
     overload,
 )
 
+import cloudpickle
 import xxhash
 
 from skyward import context
@@ -129,7 +131,19 @@ class Function(Generic[P, T]):
     def __sky_constant__(self) -> tuple[Any, ...]:
         return (self.body,)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """For plain pickle: by name where that can be imported, else with the body's code."""
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(self.__module__) if self.__module__ != "__main__" else None
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is self:
+            return str(name)
+        body = cloudpickle.dumps(self.body)
+        return _unpickled, (body, self.timeout, self.retries, self.name)
+
+    def by_value(self) -> tuple[Any, ...]:
+        """For our own pickles, which carry the definitions of what a worker cannot import."""
         return _rebuild, (self.body, self.timeout, self.retries, self.name)
 
     def __repr__(self) -> str:
@@ -137,7 +151,11 @@ class Function(Generic[P, T]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: calls include the instance."""
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound = _Bound(self, instance)
+        bound.__doc__ = self.__doc__
+        return bound
 
     def code(self) -> Code:
         """The body as it travels; encoded anew only when something it refers to has changed."""
@@ -168,6 +186,18 @@ class Function(Generic[P, T]):
         )
 
 
+class _Bound(functools.partial[Any]):
+    """A function as a method of an instance."""
+
+    def local(self, *args: Any, **kwargs: Any) -> Any:
+        """Run here, now."""
+        return self.func.local(*self.args, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _unpickled(body: bytes, timeout: float | None, retries: int, name: str) -> Function[..., Any]:
+    return _rebuild(cloudpickle.loads(body), timeout, retries, name)
+
+
 def _rebuild(
     body: Callable[..., Any], timeout: float | None, retries: int, name: str
 ) -> Function[..., Any]:
@@ -178,6 +208,9 @@ def _is_iterator(hint: Any) -> bool:
     if isinstance(hint, str):
         return hint.rpartition(".")[2].startswith("Iterator[") or "abc.Iterator[" in hint
     origin = typing.get_origin(hint) or hint
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return all(map(_is_iterator, kinds))
     return origin in (collections.abc.Iterator, collections.abc.Generator)
 
 
@@ -223,6 +256,9 @@ class Pending(Generic[T]):
         object.__setattr__(self, "kwargs", kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
+
+    def __delattr__(self, name: str) -> None:
         raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -35,7 +35,9 @@ class Future(concurrent.futures.Future[T]):
     def cancel(self) -> bool:
         """Cancel the call, also when it runs already."""
         cancelled = super().cancel()
-        if cancelled and self._stop is not None:
-            stop, self._stop = self._stop, None
+        stop, self._stop = self._stop, None
+        if cancelled and stop is not None:
+            # Those in `wait` and `as_completed` only hear of it this way.
+            self.set_running_or_notify_cancel()
             stop()
         return cancelled

@@ -335,6 +335,104 @@ def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
     assert script.errors == ""
 
 
+def test_ctrl_c_while_a_large_argument_is_on_its_way_leaves_a_pool_that_works(
+    client: Callable[..., Script], tmp_path: Path
+) -> None:
+    """The worker stands still, so that the argument cannot get through before the Ctrl-C."""
+    body = """
+        @sky.function
+        def executor():
+            return os.getpid()
+
+        @sky.function
+        def length(value):
+            return len(value)
+
+        with sky.Compute(options=quiet) as compute:
+            pid = executor() >> compute
+            large = os.urandom(64 << 20)
+            os.kill(pid, signal.SIGSTOP)
+            say("sending")
+            try:
+                length(large) >> compute
+            except KeyboardInterrupt:
+                say("interrupted")
+            os.kill(pid, signal.SIGCONT)
+            assert echo(1) >> compute == 1
+            assert length(large) >> compute == len(large)
+            say("next")
+    """
+    script = client(body)
+    script.hears("sending")
+    time.sleep(0.3)  # less than it takes to give a stopped worker up
+    script.interrupt()
+    script.hears("interrupted")
+    script.hears("next")
+    assert script.lets_go() == 0
+    assert script.errors == ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "call"),
+    [
+        ("unix", "assert echo(count) >> compute == count"),
+        ("unix", "assert echo(count) @ compute == [count] * 2"),
+        ("unix", "assert total(array) >> compute == count * len(array)"),
+        ("tcp", "assert total(array) >> compute == count * len(array)"),
+    ],
+    ids=["call", "broadcast", "shared-memory", "tcp"],
+)
+def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
+    client: Callable[..., Script], transport: str, call: str
+) -> None:
+    """Hundreds of them, wherever they strike; the caller's own data changes in between."""
+    body = f"""
+        import random
+        import numpy as np
+
+        @sky.function
+        def total(values):
+            return int(values.sum())
+
+        def storm():
+            while not calm.wait(0.005 + random.random() * 0.02):
+                signal.raise_signal(signal.SIGINT)
+
+        calm = threading.Event()
+        array = np.zeros(200_000, np.int64)
+        count = interrupts = 0
+        with sky.Compute(sky.Local(transport={transport!r}), nodes=2, options=quiet) as compute:
+            assert total(array) @ compute == [0, 0]
+            weather = threading.Thread(target=storm)
+            until = time.monotonic() + 1.5
+            weather.start()
+            while time.monotonic() < until or interrupts < 20:
+                try:
+                    while time.monotonic() < until or interrupts < 20:
+                        count += 1
+                        array[:] = count
+                        {call}
+                except KeyboardInterrupt:
+                    interrupts += 1
+            while not calm.is_set() or weather.is_alive():
+                try:
+                    calm.set()
+                    time.sleep(0.1)
+                except KeyboardInterrupt:
+                    pass
+            say("calm", count, interrupts)
+            array[:] = 7
+            assert total(array) @ compute == [7 * len(array)] * 2
+            say("works")
+        sys.stdin.read()
+    """
+    script = client(body)
+    script.hears("calm")
+    script.hears("works", 10)
+    assert script.lets_go() == 0, script.errors
+    assert script.errors == ""
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     client: Callable[..., Script], eventually: Eventually, times: int
@@ -348,6 +446,7 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
                     os.kill(pid, signal.SIGSTOP)
                 say("leaving")
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one may come after all is done
             say("interrupted")
         own = [t.name for t in threading.enumerate() if t.name.startswith("skyward")]
         say("threads", own)
@@ -355,9 +454,10 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     """
     script = client(body)
     script.hears("leaving")
+    time.sleep(0.2)  # to find the shutdown on its way
     for _ in range(times):
-        time.sleep(0.2)  # each Ctrl-C is to find the shutdown a little further
         script.interrupt()
+        time.sleep(0.02)
     began = time.monotonic()
     script.hears("interrupted")
     assert not script.workers()

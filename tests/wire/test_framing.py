@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -32,7 +33,7 @@ def joined(sent: list[Sent]) -> bytes:
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     at = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[start:end] for start, end in zip(at, at[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(at)]
 
 
 def read_all(parts: list[bytes]) -> list[Sent]:

@@ -83,14 +83,12 @@ class Terminal:
         if not self._bars and not self._title:
             self._hide()
             return
-        view: Group | Table
         if self._title:
-            view = Table.grid(padding=(0, 1))
-            view.add_row(Spinner("dots"), Text(self._title))
+            table = Table.grid(padding=(0, 1))
             for node, (phase, seconds) in sorted(self._phases.items()):
-                view.add_row(
-                    DONE.get(phase, " "), f"node {node}", phase, f"[dim]{seconds:.1f} s[/]"
-                )
+                done = DONE.get(phase, " ")
+                table.add_row(done, f"node {node}", phase, f"[dim]{seconds:.1f} s[/]")
+            view = Group(Spinner("dots", self._title), table)
         else:
             view = Group(*self._bars.values())
         if self._live is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -22,12 +23,11 @@ from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.parcels import Packer
 from skyward.pool.scheduler import Scheduler
-from skyward.pool.streams import Feeder, RemoteIterator
+from skyward.pool.streams import Arrivals, Feeder, RemoteIterator
 from skyward.pool.task import Failed, Outcome, Streaming, Task, Value, remote_failure
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
-    Cancel,
     Credit,
     End,
     Evicted,
@@ -142,25 +142,41 @@ class Dispatcher:
 
     def submit(self, task: Task) -> None:
         """Send a task to a free place, or queue it."""
-        with self._lock:
-            if self.closed:
-                raise PoolClosedError("this pool is closed")
-            self.counts.submitted += 1
-            lane = self._assign(task)
+        try:
+            with self._lock:
+                if self.closed:
+                    raise PoolClosedError("this pool is closed")
+                self.counts.submitted += 1
+                lane = self._assign(task)
+        except KeyboardInterrupt:
+            self._mend()
+            raise
         if lane is not None:
             self._send(lane, task)
+
+    def _mend(self) -> None:
+        """A Ctrl-C may have come between two steps: no free place may be forgotten over it."""
+        with self._lock:
+            for lane in self.lanes:
+                self._scheduler.relist(lane)
+            self._dirty.update(self.lanes)
+        self._loop.soon(lambda: None)
 
     def submit_all(self, tasks: list[Task]) -> None:
         """Submit tasks such that no other comes between them on any worker."""
         sends = []
-        with self._lock:
-            if self.closed:
-                raise PoolClosedError("this pool is closed")
-            for task in tasks:
-                self.counts.submitted += 1
-                lane = self._assign(task)
-                if lane is not None:
-                    sends.append((lane, task))
+        try:
+            with self._lock:
+                if self.closed:
+                    raise PoolClosedError("this pool is closed")
+                for task in tasks:
+                    self.counts.submitted += 1
+                    lane = self._assign(task)
+                    if lane is not None:
+                        sends.append((lane, task))
+        except KeyboardInterrupt:
+            self._mend()
+            raise
         if len(sends) == 1 or not any(task.parcel.heavy for _, task in sends):
             for lane, task in sends:
                 self._send(lane, task)
@@ -182,8 +198,9 @@ class Dispatcher:
             self._scheduler.queue(task)
             return None
         assert isinstance(place, Lane)
-        self._scheduler.begin(place, task)
+        # In this order, so that a task on a lane knows it, whatever interrupts us.
         task.lane = place
+        self._scheduler.begin(place, task)
         return place
 
     def _send(self, lane: Lane, task: Task) -> None:
@@ -194,7 +211,12 @@ class Dispatcher:
                 Feeder(task, index, lane, source) for index, source in enumerate(task.inputs)
             ]
         try:
-            lane.send(task)
+            if not lane.send(task):
+                self._drop(lane, task)
+        except KeyboardInterrupt:
+            if lane.channel.aborted:
+                self.drain(lane)
+            raise
         except OSError:
             # The executor is gone; losing the lane decides what becomes of its tasks.
             return
@@ -202,6 +224,13 @@ class Dispatcher:
             with self._lock:
                 self._scheduler.end(lane, task.id)
             self._finish(task, Failed.because(problem))
+
+    def _drop(self, lane: Lane, task: Task) -> None:
+        """A task was cancelled before it was sent."""
+        with self._lock:
+            self._scheduler.end(lane, task.id)
+            self._dirty.add(lane)
+        self._let_go(task)
 
     # What comes back: on the loop's thread, or on a transfer thread for a large body.
 
@@ -251,8 +280,9 @@ class Dispatcher:
         if result.payload is None:
             task = lane.tasks.get(result.task)
             if task is not None and not task.done:
-                task.stream = RemoteIterator(task, lane, self._abandon)
-                self._finish(task, Streaming(task.stream))
+                task.stream = arrivals = Arrivals()
+                opened = functools.partial(RemoteIterator, task, lane, arrivals, self._abandon)
+                self._finish(task, Streaming(opened))
             return
         pieces = lane.take(frame, result.payload)
         task = self._leave(lane, result.task, result.ran)
@@ -273,6 +303,7 @@ class Dispatcher:
         task = self._leave(lane, end.task, 1.0)
         if task is not None and task.stream is not None:
             task.stream.ended(None)
+            self._let_go(task)
 
     def _on_recalled(self, lane: Lane, recalled: Recalled) -> None:
         with self._lock:
@@ -294,6 +325,8 @@ class Dispatcher:
             self._dirty.add(lane)
         for feeder in lane.feeders.pop(task_id, ()):
             feeder.stop()
+        if task is not None and task.timer is not None:
+            task.timer.cancel()
         return task
 
     def _finish(self, task: Task, outcome: Outcome[Any]) -> None:
@@ -326,10 +359,10 @@ class Dispatcher:
         while self.releasing:
             self.releasing.popleft().flush_releases()
 
-    def tell_stale(self, digests: list[bytes]) -> None:
+    def tell_stale(self, digests: list[bytes], segments: list[int]) -> None:
         """These contents have been replaced where they came from; workers can drop them."""
         for lane in list(self.lanes):
-            lane.forget(digests=digests)
+            lane.forget(digests=digests, segments=segments)
 
     def _fill(self, lane: Lane) -> None:
         light: list[Task] = []
@@ -351,9 +384,11 @@ class Dispatcher:
                 light.append(task)
         if light:
             try:
-                lane.send_small(light)
+                unsent = lane.send_small(light)
             except OSError:
                 return
+            for task in unsent:
+                self._drop(lane, task)
 
     def recall_stuck(self) -> None:
         """Call back tasks that were sent ahead and now wait behind a slow one."""
@@ -379,9 +414,11 @@ class Dispatcher:
             task.stream.ended(Failed.because(reason))
         if on_lane and lane is not None:
             self._stop_remote(lane, task)
+            if lane.channel.aborted:
+                self.drain(lane)
 
     def _stop_remote(self, lane: Lane, task: Task) -> None:
-        lane.tell(Cancel(task.id))
+        lane.stop(task)
         self._loop.later(CANCEL_GRACE, lambda: self._insist(lane, task))
 
     def _insist(self, lane: Lane, task: Task) -> None:

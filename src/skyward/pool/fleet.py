@@ -115,9 +115,10 @@ class Fleet:
                 raise node.failure
 
     def _launch(self, node: Node) -> None:
-        threading.Thread(
+        node.launch = threading.Thread(
             target=self._bring_up, args=(node,), name=f"skyward-node-{node.index}", daemon=True
-        ).start()
+        )
+        node.launch.start()
 
     def _bring_up(self, node: Node) -> None:
         try:
@@ -243,6 +244,7 @@ class Fleet:
             node.state = "draining"
         for lane in lanes:
             self._dispatcher.drain(lane)
+        self._dispatcher.fail_stranded()
         while any(lane.tasks for lane in lanes if not lane.lost) and not self.closed:
             time.sleep(0.01)
         with self._lock:
@@ -255,6 +257,8 @@ class Fleet:
         node.tell(Shutdown())
         # One that is still starting was told nothing it could end by itself for.
         node.machine.stop(seconds if node.control is not None else 0)
+        if node.launch is not None:
+            node.launch.join(5.0)
         if node.control is not None:
             self._loop.forget(node.control)
         for lane in list(node.lanes.values()):
@@ -273,6 +277,11 @@ class Fleet:
             ender.start()
         for ender in enders:
             ender.join()
+
+    def hurry(self) -> None:
+        """End every machine now, however long others wait for it to end by itself."""
+        for node in list(self.nodes):
+            threading.Thread(target=node.machine.stop, args=(0,), daemon=True).start()
 
     def _has_hope(self, task: Task) -> bool:
         """Whether a node that could run this task is there or may come."""

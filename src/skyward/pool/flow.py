@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -51,8 +52,7 @@ class Flow(Iterator[Any]):
     ) -> None:
         self._pool, self._pendings, self._ordered, self._ahead = pool, pendings, ordered, ahead
         self._tasks: deque[Task] = deque()
-        self._ready: deque[Task] = deque()
-        self._arrived = threading.Semaphore(0)
+        self._ready: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._open: set[Task] = set()
 
     def fill(self) -> None:
@@ -66,12 +66,9 @@ class Flow(Iterator[Any]):
             if self._ordered:
                 self._tasks.append(task)
             else:
-                task.on_done = self._done
+                # The queue and not a method: a task must not keep a dropped flow alive.
+                task.on_done = self._ready.put
             self._pool.submit(task)
-
-    def _done(self, task: Task) -> None:
-        self._ready.append(task)
-        self._arrived.release()
 
     def __next__(self) -> Any:
         if not self._open:
@@ -80,8 +77,7 @@ class Flow(Iterator[Any]):
             task = self._tasks.popleft()
             task.wait()
         else:
-            self._arrived.acquire()
-            task = self._ready.popleft()
+            task = self._ready.get()
         self._open.discard(task)
         self.fill()
         self._pool.flush_output(task)

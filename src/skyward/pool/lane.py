@@ -21,6 +21,7 @@ from skyward.wire.messages import (
     SEGMENT,
     STREAMED,
     Buffer,
+    Cancel,
     Define,
     Forget,
     Message,
@@ -52,6 +53,8 @@ class Lane(Place[Task]):
     lost: bool = False
     end_reason: str = ""
     """Why its process ended, once the agent has said so."""
+    sending: Task | None = None
+    """The task whose frame is on its way out."""
     last_result: float = 0.0
     recalling: bool = False
     _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)
@@ -71,23 +74,50 @@ class Lane(Place[Task]):
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
-    def send(self, task: Task) -> None:
-        """Send a task with whatever its executor does not have yet."""
+    def send(self, task: Task) -> bool:
+        """Send a task with whatever its executor does not have yet, unless it was cancelled."""
         with self._lock:
+            if task.done:
+                return False
             self._define(task.code)
             for definition in task.handles:
                 self._define(definition)
-            payload, body, descriptors = self._pack(task.parcel)
+            try:
+                payload, body, descriptors = self._pack(task.parcel)
+            except KeyboardInterrupt:
+                # The executor may have been put down for memory it will not get.
+                if task.parcel.digests:
+                    self.channel.abort()
+                raise
             names = [str(index) for index in range(len(task.inputs))]
             keys = [definition.key for definition in task.handles]
             run = Run(task.id, task.name, task.code.key, payload, keys, names)
-            self.channel.send(run, body, descriptors)
+            self.sending = task
+            try:
+                self.channel.send(run, body, descriptors)
+            finally:
+                self.sending = None
+            return True
 
-    def send_small(self, tasks: list[Task]) -> None:
-        """Send several light tasks in one write."""
+    def stop(self, task: Task) -> None:
+        """Have a task stopped; while it is being sent, only by ending the connection.
+
+        What is sent then is the caller's own memory, and the caller is about to have it back.
+        """
+        if self.sending is task:
+            self.channel.abort()
+            return
         with self._lock:
+            self.tell(Cancel(task.id))
+
+    def send_small(self, tasks: list[Task]) -> list[Task]:
+        """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
+        with self._lock:
+            unsent = [task for task in tasks if task.done]
             batch: list[tuple[Message, Body]] = []
             for task in tasks:
+                if task in unsent:
+                    continue
                 for definition in (task.code, *task.handles):
                     self._define(definition)
                 packed = blobs.pack(task.parcel.encoded, None)
@@ -96,6 +126,7 @@ class Lane(Place[Task]):
                     (Run(task.id, task.name, task.code.key, packed.payload, keys, []), packed.body)
                 )
             self.channel.send_many(batch)
+            return unsent
 
     def _define(self, definition: Definition) -> None:
         if definition.key in self._known:

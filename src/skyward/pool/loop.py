@@ -98,6 +98,8 @@ class Loop:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        # Others may still call, and the numbers may soon be someone else's.
+        self._wake_read = self._wake_write = -1
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):

@@ -35,6 +35,8 @@ class Node:
         self.failure: BaseException | None = None
         self.ready = threading.Event()
         """Set when it is usable, or has failed for good."""
+        self.launch: threading.Thread | None = None
+        """Brings it up, also anew after a loss."""
         self.starts = 0
         self._pings = 0
 

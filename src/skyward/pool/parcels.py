@@ -17,12 +17,14 @@ from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
 from skyward.wire.objects import Encoded
 
 DEFINITIONS_MAX = 1024
+RETURN_SECONDS = 0.01
+"""How long the memory of replaced contents is waited for: a round trip, not a task."""
 
 
 class Packer:
     """Makes parcels, and keeps one definition for everything workers hold under a key."""
 
-    def __init__(self, *, encrypted: bool, stale: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, *, encrypted: bool, stale: Callable[[list[bytes], list[int]], None]) -> None:
         self._encrypted = encrypted
         self._tell_stale = stale
         cap = min(memory.machine_memory() // 8, 4 << 30)
@@ -54,25 +56,28 @@ class Packer:
             ]
         if not large or not memory.can_share():
             return parcel
+        parcel.digests = memory.digests(large)
+        stale = self._sources.replaced(large, parcel.digests)
+        if stale:
+            self._drop_stale(stale)
         if keep or not self._encrypted:
-            parcel.blobs = self.store.place(large)
-            parcel.digests = [blob.digest for blob in parcel.blobs]
-            for digest in self._sources.replaced(large, parcel.digests):
-                self.store.evict(digest)
+            parcel.blobs = self.store.place(large, parcel.digests)
             # The bytes are in shared memory now; the caller's own may change or go.
-            held = iter(parcel.blobs)
             encoded.buffers = [
-                next(held).view() if len(buffer) >= BLOB_MIN else buffer
+                memory.placeholder(len(buffer)) if len(buffer) >= BLOB_MIN else buffer
                 for buffer in encoded.buffers
             ]
-        else:
-            parcel.digests = memory.digests(large)
-            stale = self._sources.replaced(large, parcel.digests)
-            if stale:
-                self._tell_stale(stale)
         if self._encrypted:
             parcel.large = large
         return parcel
+
+    def _drop_stale(self, stale: list[bytes]) -> None:
+        """Contents were replaced where they came from: let the new ones take their memory."""
+        segments = [self.store.evict(digest) for digest in stale]
+        self._tell_stale(stale, self.take_retired())
+        for segment in segments:
+            if segment is not None:
+                self.store.arena.await_return(segment, RETURN_SECONDS)
 
     def shared(self, parcel: Parcel) -> Parcel:
         """The same parcel for one more task, which holds its blobs for itself."""

@@ -76,6 +76,10 @@ class Pool:
                 self._results_thread.join()
         self._packer.close()
 
+    def hurry(self) -> None:
+        """End the machines at once, while `close` still gives them time."""
+        self._fleet.hurry()
+
     def resize(self, count: int) -> None:
         """Grow or shrink to that many nodes."""
         self._check_open()

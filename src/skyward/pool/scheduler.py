@@ -174,6 +174,11 @@ class Scheduler(Generic[W]):
         self._aimed.clear()
         return tasks
 
+    def relist(self, place: Place[W]) -> None:
+        """Make sure that a place which has room is found."""
+        place.listed = place in self._ready
+        self._list(place)
+
     def _list(self, place: Place[W]) -> None:
         if place.open and not place.listed and len(place.tasks) < place.capacity:
             place.listed = True

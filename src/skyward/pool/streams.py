@@ -20,15 +20,32 @@ WINDOW = 16
 """Items the worker may be ahead of the consumer."""
 
 
+class Arrivals:
+    """What has come of a stream; its task holds this and not the iterator, which may be dropped."""
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[Pieces | Outcome[Any] | None] = queue.SimpleQueue()
+
+    def arrived(self, pieces: Pieces) -> None:
+        """An item came in."""
+        self.items.put(pieces)
+
+    def ended(self, problem: Outcome[Any] | None) -> None:
+        """There are no more; with a problem, this is why."""
+        self.items.put(problem)
+
+
 class RemoteIterator(Iterator[Any]):
     """Iterates over what a remote generator yields, letting it run only so far ahead.
 
     Closing it, leaving a `with` block, or dropping it stops the remote generator.
     """
 
-    def __init__(self, task: Task, lane: Lane, abandon: Callable[[Task], None]) -> None:
+    def __init__(
+        self, task: Task, lane: Lane, arrivals: Arrivals, abandon: Callable[[Task], None]
+    ) -> None:
         self._task, self._lane, self._abandon = task, lane, abandon
-        self._items: queue.SimpleQueue[Pieces | Outcome[Any] | None] = queue.SimpleQueue()
+        self._items = arrivals.items
         self._owed = 0
         self._done = False
         self._grant(WINDOW)
@@ -37,14 +54,6 @@ class RemoteIterator(Iterator[Any]):
         self._owed += count
         with contextlib.suppress(OSError):
             self._lane.channel.send(Credit(self._task.id, -1, count))
-
-    def arrived(self, pieces: Pieces) -> None:
-        """An item came in."""
-        self._items.put(pieces)
-
-    def ended(self, problem: Outcome[Any] | None) -> None:
-        """There are no more; with a problem, this is why."""
-        self._items.put(problem)
 
     def __iter__(self) -> Self:
         return self
@@ -106,25 +115,29 @@ class Feeder:
                     return
                 try:
                     item = next(self._source)
+                    packed = blobs.pack(objects.encode(item, own_modules=True), None)
                 except StopIteration:
                     self._lane.channel.send(End(self._task.id, self._index, None))
                     return
-                packed = blobs.pack(objects.encode(item, own_modules=True), None)
+                except BaseException as problem:
+                    # Whatever it is, the function waits for it.
+                    self._send_problem(problem)
+                    return
                 message = Item(self._task.id, self._index, packed.payload)
                 self._lane.channel.send(message, packed.body)
         except OSError:
             # The lane is gone, and the task is told so by those who watch it.
             return
-        except Exception as problem:
-            self._send_problem(problem)
         finally:
             close = getattr(self._source, "close", None)
             if close is not None:
                 close()
 
-    def _send_problem(self, problem: Exception) -> None:
-        portable = objects.PortableException(problem, {}, False)
+    def _send_problem(self, problem: BaseException) -> None:
         try:
+            if not isinstance(problem, Exception):
+                raise SkywardError("only exceptions proper are raised in other processes")
+            portable = objects.PortableException(problem, {}, False)
             encoded = objects.encode(portable, own_modules=True)
         except SkywardError:
             replacement = SkywardError(f"the argument stream failed: {problem!r}")

@@ -17,7 +17,7 @@ from skyward.wire.objects import Encoded
 
 if TYPE_CHECKING:
     from skyward.pool.lane import Lane
-    from skyward.pool.streams import RemoteIterator
+    from skyward.pool.streams import Arrivals, RemoteIterator
 
 Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Task:
         self.waiting = False
         self.order = 0
         self.lane: Lane | None = None
-        self.stream: RemoteIterator | None = None
+        self.stream: Arrivals | None = None
         self.timer: Any = None
         self.deadline: float | None = None
         self.done = False
@@ -120,7 +120,7 @@ class Task:
             return False
         self.done = True
         self.outcome = outcome
-        if self.timer is not None:
+        if self.timer is not None and not isinstance(outcome, Streaming):
             self.timer.cancel()
             self.timer = None
         self._finished.release()
@@ -171,14 +171,14 @@ class Value(Outcome[Any]):
 class Streaming(Outcome[Any]):
     """The function returned an iterator, whose items are on their way."""
 
-    __slots__ = ("_iterator",)
+    __slots__ = ("_open",)
 
-    def __init__(self, iterator: RemoteIterator) -> None:
-        self._iterator = iterator
+    def __init__(self, open: Callable[[], RemoteIterator]) -> None:
+        self._open = open
 
     def get(self) -> Any:
-        """The iterator."""
-        return self._iterator
+        """The iterator; the caller alone holds it, so that dropping it ends the stream."""
+        return self._open()
 
 
 class Failed(Outcome[Any]):

@@ -62,9 +62,14 @@ class BlobStore:
         self._size = 0
         self._lock = threading.RLock()
 
-    def place(self, buffers: Sequence[memoryview]) -> list[Blob]:
-        """Hold these contents, copying only what is not held yet; the caller must unpin them."""
-        names = memory.digests(buffers)
+    def place(
+        self, buffers: Sequence[memoryview], names: Sequence[bytes] | None = None
+    ) -> list[Blob]:
+        """Hold these contents, copying only what is not held yet; the caller must unpin them.
+
+        `names` are their digests, where those are known already.
+        """
+        names = memory.digests(buffers) if names is None else names
         with self._lock:
             blobs: dict[bytes, Blob] = {}
             for name in names:
@@ -78,7 +83,11 @@ class BlobStore:
         if new:
             offsets, size = memory.aligned([len(buffer) for buffer in new.values()])
             segment = self.arena.allocate(size)
-            segment.write(list(zip(offsets, new.values(), strict=True)))
+            try:
+                segment.write(list(zip(offsets, new.values(), strict=True)))
+            except BaseException:
+                segment.close()
+                raise
             self.pin(segment)
             for (name, buffer), offset in zip(new.items(), offsets, strict=True):
                 blobs[name] = self.add(Blob(name, segment, offset, len(buffer)), pinned=True)
@@ -111,11 +120,14 @@ class BlobStore:
                 self.pin(blob.segment)
             return blob
 
-    def evict(self, digest: bytes) -> None:
-        """Drop one blob, cap or no cap."""
+    def evict(self, digest: bytes) -> int | None:
+        """Drop one blob, cap or no cap; the segment that only its mappers still keep, if any."""
         with self._lock:
-            if digest in self._blobs:
-                self._drop(digest, self._blobs.pop(digest))
+            blob = self._blobs.pop(digest, None)
+            if blob is None:
+                return None
+            self._drop(digest, blob)
+            return None if blob.segment.id in self._in_segment else blob.segment.id
 
     def _find(self, digest: bytes) -> Blob | None:
         blob = self._blobs.get(digest)

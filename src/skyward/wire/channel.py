@@ -53,6 +53,7 @@ class Channel:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.closed = False
+        self.aborted = False
 
     def fileno(self) -> int:
         """The descriptor to wait on for incoming frames."""
@@ -86,20 +87,47 @@ class Channel:
             self._sender.sendall(joined)
         self.bytes_sent += len(joined)
 
+    def abort(self) -> None:
+        """End the connection for both readers to see; it stays its owner's to close."""
+        self.aborted = True
+        for end in {self._sender, self._receiver}:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(end, socket.SHUT_RDWR)
+
     def _send_parts(self, parts: list[Bytes], descriptors: Sequence[int]) -> None:
         views = _joined(parts)
-        if self._encrypted:
-            for view in views:
-                for start in range(0, len(view), TLS_WRITE):
-                    self._sender.sendall(view[start : start + TLS_WRITE])
-            return
+        counts: list[int] = []
+        length = sum(map(len, views))
+        try:
+            if self._encrypted:
+                self._send_encrypted(views)
+            else:
+                self._send_vectors(views, descriptors, counts)
+        except BaseException:
+            # A Ctrl-C in the middle of a frame: whatever came next would be read as its rest.
+            if sum(counts) != length:
+                self.abort()
+            raise
+
+    def _send_encrypted(self, views: list[memoryview]) -> None:
+        for view in views:
+            for start in range(0, len(view), TLS_WRITE):
+                self._sender.sendall(view[start : start + TLS_WRITE])
+
+    def _send_vectors(
+        self, views: list[memoryview], descriptors: Sequence[int], counts: list[int]
+    ) -> None:
         ancillary = []
         if descriptors:
             rights = array.array("i", descriptors).tobytes()
             ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, rights))
         at = 0
         while at < len(views):
-            sent = self._sender.sendmsg(views[at : at + PARTS_PER_CALL], ancillary)
+            # One step for the interpreter: no Ctrl-C between the call and the note of its count.
+            counts.extend(
+                map(self._sender.sendmsg, (views[at : at + PARTS_PER_CALL],), (ancillary,))
+            )
+            sent = counts[-1]
             ancillary = []
             while at < len(views) and sent >= len(views[at]):
                 sent -= len(views[at])

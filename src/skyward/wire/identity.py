@@ -335,6 +335,8 @@ class Listener:
             end.settimeout(self._seconds)
             if self._context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                # Raises if the peer is gone already, for which `ssl` would not close its socket.
+                end.getpeername()
                 end = self._context.wrap_socket(
                     end, server_side=True, do_handshake_on_connect=False
                 )
@@ -371,9 +373,12 @@ class Listener:
         with self._lock:
             other = self._halves.pop((hello.session, opposite), None)
             if other is None:
+                stale = [self._halves.pop((hello.session, hello.direction), None)]
                 self._halves[hello.session, hello.direction] = (end, decoder)
                 if len(self._halves) > UNPROVEN_PEERS:
-                    self._halves.pop(next(iter(self._halves)))[0].close()
+                    stale.append(self._halves.pop(next(iter(self._halves))))
+                for half in filter(None, stale):
+                    half[0].close()
                 return None
         other_end, other_decoder = other
         if hello.direction == "receive":
@@ -402,6 +407,10 @@ class Listener:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        with self._lock:
+            halves, self._halves = self._halves, {}
+        for end, _ in halves.values():
+            end.close()
         family, _, address = self.endpoint.partition(":")
         if family == "unix":
             Path(address).unlink(missing_ok=True)

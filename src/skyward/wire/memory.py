@@ -79,6 +79,11 @@ def fresh(size: int) -> memoryview:
     return memoryview(block)
 
 
+def placeholder(size: int) -> memoryview:
+    """Stands for a buffer whose bytes are kept elsewhere: address space that is never touched."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 class Segment:
     """One piece of shareable memory, made and written by its owner, mapped by others.
 
@@ -121,7 +126,8 @@ class Segment:
                 while done < len(source):
                     done += os.pwrite(self.descriptor, source[done : done + (64 << 20)], at + done)
             return
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self.shared()))
+        anchor = ctypes.c_char.from_buffer(self.shared())
+        base = ctypes.addressof(anchor)
         jobs = []
         for at, source in pieces:
             origin = address(source)
@@ -131,7 +137,12 @@ class Segment:
             for start in range(0, len(source), 4 * CHUNK):
                 count = min(4 * CHUNK, len(source) - start)
                 jobs.append((base + at + start, origin + start, count))
-        list(_pool().map(lambda job: ctypes.memmove(*job), jobs))
+
+        # After a Ctrl-C the copying goes on without us: both ends must stay where they are.
+        def copy(job: tuple[int, int, int], alive: object = (anchor, pieces)) -> None:
+            ctypes.memmove(*job)
+
+        list(_pool().map(copy, jobs))
 
     def shared(self) -> mmap.mmap:
         """The owner's own view of the memory."""
@@ -192,6 +203,7 @@ class Arena:
         self._free: list[Segment] = []
         # Views are let go in finalizers, which may run while this very thread holds the lock.
         self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
 
     def allocate(self, size: int) -> Segment:
         """A segment of at least that size."""
@@ -203,10 +215,18 @@ class Arena:
                 return best
         return Segment(size, self._folder)
 
+    def await_return(self, segment_id: int, seconds: float) -> bool:
+        """Wait until a segment is free again, for a moment at most."""
+        with self._returned:
+            return self._returned.wait_for(
+                lambda: any(segment.id == segment_id for segment in self._free), seconds
+            )
+
     def recycle(self, segment: Segment) -> None:
         """Take back a segment that nobody maps any more."""
         with self._lock:
             self._free.append(segment)
+            self._returned.notify_all()
             surplus = []
             while self._free and sum(s.size for s in self._free) > self._idle_cap:
                 surplus.append(self._free.pop(0))

@@ -279,7 +279,7 @@ def decode(kind: int, meta: bytes) -> Message:
         raise ProtocolError(f"a frame of unknown kind {kind}")
     try:
         return decoder.decode(meta)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ProtocolError(f"a malformed {KINDS[kind].__name__} message: {problem}") from None
 
 

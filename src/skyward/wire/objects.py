@@ -88,6 +88,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if getattr(kind, "__sky_handle__", False):
             self.handles.append(obj)
             return _handle, (obj.key,)
+        if getattr(kind, "__sky_function__", False):
+            return obj.by_value()
         return NotImplemented
 
     def _reduce_class(self, kind: type) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,7 +157,7 @@ class Agent:
         if silent > self._config.orphan_timeout:
             self.end()
         pid = self._config.client_pid
-        if pid and self._channel is None and not psutil.pid_exists(pid):
+        if pid and self._channel is None and not _is_alive(pid):
             self.end()
 
     # The executors.
@@ -334,6 +335,14 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended keeps its number until its parent looks."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def _is_stopped(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -372,6 +381,8 @@ def main() -> None:
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     agent.serve()
+    # The client does this too, unless it was killed.
+    shutil.rmtree(config.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

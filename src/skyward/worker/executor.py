@@ -9,12 +9,16 @@ import inspect
 import os
 import queue
 import signal
+import socket
+import ssl
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from contextvars import copy_context
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -51,6 +55,8 @@ from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
 from skyward.worker.reader import Reader
 from skyward.worker.streams import InputStream, OutputStream
+
+INTERRUPT_AGAIN_SECONDS = 0.005
 
 
 class Interrupted(KeyboardInterrupt):
@@ -217,14 +223,14 @@ class Executor:
                 job.cancelled = True
             else:
                 job = self._running.get(task)
-                if job is None:
-                    return
+            if job is not None and task in self._running:
                 job.cancelled = True
                 for stream in job.inputs:
                     stream.finish(None)
                 job.output.close()
                 self._interrupt(job)
                 return
+        # Also for one that never came or is done: it holds no place here.
         self._reply(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
     def _interrupt(self, job: Job) -> None:
@@ -237,12 +243,19 @@ class Executor:
             self._interrupting = job
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, _: int, frame: FrameType | None) -> None:
         """Raise in the cancelled job, and only while it is in user code."""
         job, self._interrupting = self._interrupting, None
-        if job is not None and job is self._calling:
-            self._calling = None
-            raise Interrupted
+        if job is None or job is not self._calling:
+            return
+        if _in_our_code(frame):
+            # A frame half sent, or memory not given back, would harm the tasks to come.
+            retry = threading.Timer(INTERRUPT_AGAIN_SECONDS, self._interrupt, (job,))
+            retry.daemon = True
+            retry.start()
+            return
+        self._calling = None
+        raise Interrupted
 
     # Running.
 
@@ -414,6 +427,22 @@ def _drained(items: Any) -> Any:
     finally:
         loop.run_until_complete(items.aclose())
         loop.close()
+
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
+"""What our code waits in; whether it is ours that does shows further out."""
+
+
+def _in_our_code(frame: FrameType | None) -> bool:
+    """Whether a step of ours is under way there: sending, printing, giving memory back."""
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    # Memory is given back by finalizers.
+    return file.startswith(_OURS) or file == weakref.__file__
 
 
 def _die_with_parent() -> None:

@@ -167,9 +167,9 @@ class ThreadCapture:
         self._emit = emit
         self._cutters: dict[tuple[int, str], LineCutter] = {}
         self._lock = threading.Lock()
-        for name in ("stdout", "stderr"):
+        for name, number in (("stdout", 1), ("stderr", 2)):
             stream = getattr(sys, name)
-            setattr(sys, name, TaskStream(name, self._writer(name, stream), stream.flush, 1))
+            setattr(sys, name, TaskStream(name, self._writer(name, stream), stream.flush, number))
         context.install_capture(self)
 
     def _writer(self, name: str, behind: Any) -> Callable[[str], int]:

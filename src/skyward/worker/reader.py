@@ -76,8 +76,10 @@ class Reader(Generic[J]):
                 seen, seen_at = self._begun, now
             elif self._running and self._turn.acquire(blocking=False):
                 try:
-                    # Until the next job: then the main thread may have the turn again.
-                    while self._jobs.empty():
+                    # While this job lasts, also when others wait behind it: it may be cancelled,
+                    # or need credit. Then until the next: the main thread may have the turn again.
+                    begun = self._begun
+                    while self._jobs.empty() or (self._running and self._begun == begun):
                         self._read_one()
                 finally:
                     self._turn.release()

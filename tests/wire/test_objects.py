@@ -1,0 +1,186 @@
+"""Objects: whatever nests, refers to itself or is large arrives as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import os
+import subprocess
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyward.wire import blobs, objects
+
+Trip = Callable[..., Any]
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.dates(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4)
+        | st.frozensets(st.integers(), max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=plain)
+@settings(max_examples=100, deadline=None)
+def test_plain_data_arrives_equal(trip: Trip, value: Any) -> None:
+    assert trip(value) == value
+    assert trip([value, {"again": value}]) == [value, {"again": value}]
+
+
+@given(args=st.lists(plain, max_size=3), kwargs=st.dictionaries(st.text(), plain, max_size=2))
+@settings(max_examples=50, deadline=None)
+def test_a_call_travels_as_its_arguments(
+    trip: Trip, args: list[Any], kwargs: dict[str, Any]
+) -> None:
+    call = objects.Call("f", ("a", "b"), tuple(args), kwargs)
+    assert trip(call) == (tuple(args), kwargs)
+
+
+def test_an_object_that_contains_itself(trip: Trip) -> None:
+    value: list[Any] = [np.arange(3)]
+    value.append({"self": value})
+    got = trip(value)
+    assert got[1]["self"] is got
+
+
+@given(size=st.integers(100_000, 400_000))
+@settings(max_examples=10, deadline=None)
+def test_large_bytes_are_kept_as_they_are_and_not_copied(trip: Trip, size: int) -> None:
+    large = os.urandom(size)
+    for value in (large, [large], {"deep": ([large],)}):
+        assert any(piece is large for piece in objects.encode(value).pieces)
+        assert trip(value) == value
+    call = objects.Call("f", ("a",), (large,), {})
+    assert any(piece is large for piece in objects.encode(call).pieces)
+
+
+def test_a_large_bytearray_is_sent_as_it_was_when_encoded() -> None:
+    data = bytearray(200_000)
+    encoded = objects.encode([data])
+    data[:] = b"x" * 300_000
+    (got,) = objects.decode(b"".join(encoded.pieces))
+    assert got == bytes(200_000)
+
+
+def test_tensors_arrays_and_bytes_in_one_object_each_find_their_own_buffer(trip: Trip) -> None:
+    value = {
+        "array": np.arange(5),
+        "tensor": torch.arange(5),
+        "nested": [np.ones((2, 2)), {"t": torch.ones(2, 2), "b": bytearray(b"xyz")}],
+        "model": torch.nn.Linear(2, 2),
+        "empty": [np.empty(0), torch.empty(0), b""],
+    }
+    got = trip(value)
+    assert got["array"].tolist() == got["tensor"].tolist() == [0, 1, 2, 3, 4]
+    assert got["nested"][0].tolist() == got["nested"][1]["t"].tolist() == [[1, 1], [1, 1]]
+    assert got["nested"][1]["b"] == b"xyz"
+    assert torch.equal(got["model"].weight, value["model"].weight)
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    when: datetime.datetime
+    points: tuple[Point, ...]
+    colour: Colour
+
+
+def test_types_of_the_standard_library_and_of_users(trip: Trip) -> None:
+    record = Record(datetime.datetime(2024, 1, 2), (Point(1, 2), Point(3, 4)), Colour.BLUE)
+    for own in (False, True):
+        got = trip(
+            [record, OrderedDict(a=1), Counter("aab"), range(5), slice(1, 2)], own_modules=own
+        )
+        assert got[0] == record
+        assert got[0].colour is Colour.BLUE
+        assert got[1:] == [OrderedDict(a=1), Counter("aab"), range(5), slice(1, 2)]
+
+
+def test_an_exception_keeps_its_type_arguments_and_chain(trip: Trip) -> None:
+    problem = KeyError("missing", 7)
+    problem.extra = [1, 2]  # type: ignore[attr-defined]
+    cause = objects.PortableException(ValueError("the cause"), {}, False)
+    got = trip(objects.PortableException(problem, {"__cause__": cause}, True)).rebuild()
+    assert (type(got), got.args, got.extra) == (KeyError, ("missing", 7), [1, 2])
+    assert repr(got.__cause__) == "ValueError('the cause')"
+
+
+def test_functions_classes_and_closures_arrive_working(trip: Trip) -> None:
+    factor = 3
+
+    def scaled(x: int, *, plus: int = 1) -> int:
+        return x * factor + plus
+
+    got = trip([scaled, lambda x: x + 1, len, os.path.join, np.mean, torch.relu], own_modules=True)
+    assert got[0](5) == 16
+    assert got[1](1) == 2
+    assert got[2:] == [len, os.path.join, np.mean, torch.relu]
+
+
+def test_torch_is_not_imported_to_send_plain_data() -> None:
+    code = (
+        "import sys; from skyward.wire import objects, blobs;"
+        "objects.decode(b''.join(objects.encode({'a': [1, b'x']}).pieces));"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(sizes=st.lists(st.sampled_from([0, 10, 5000, blobs.BLOB_MIN, 300_000]), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_large_buffers_are_placed_elsewhere_and_found_again(sizes: list[int]) -> None:
+    arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
+    elsewhere: list[bytearray] = []
+
+    def large(buffers: list[memoryview]) -> list[blobs.Buffer]:
+        elsewhere.extend(map(bytearray, buffers))
+        return [blobs.Buffer(len(b), 3, b"%d" % i) for i, b in enumerate(buffers)]
+
+    packed = blobs.pack(objects.encode(arrays), large)
+    assert [len(one) for one in elsewhere] == [s for s in sizes if s >= blobs.BLOB_MIN]
+    body = bytearray().join(packed.body)
+    pieces = blobs.unpack(packed.payload, body, lambda ref: memoryview(elsewhere[int(ref.digest)]))
+    got = objects.decode(*pieces)
+    assert all(np.array_equal(a, b) for a, b in zip(got, arrays, strict=True))
+
+
+def test_what_cannot_travel_is_named_with_the_path_to_it() -> None:
+    import threading
+
+    from skyward.errors import SerializationError
+
+    with pytest.raises(
+        SerializationError, match=r"\['a'\]\[1\].*cannot be sent: <unlocked _thread"
+    ):
+        objects.encode({"a": [1, threading.Lock()]})
+    call = objects.Call("train", ("data",), ({"x": threading.Lock()},), {})
+    with pytest.raises(SerializationError, match=r"argument 'data' of train at \['x'\]"):
+        objects.encode(call)
