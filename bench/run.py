@@ -49,6 +49,8 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   workers each. Ray and Dask run from `.bench-venv`, in a process of their own that measures itself.
 - A *new* tensor differs on every page from all that was sent before, so no cache can help. The
   receiver reads one value of every page inside the timed part, on both sides of a comparison.
+  For a tensor sent *again*, and for `sky.put`, the function reads one value: what is timed is the
+  call, not the reading.
 - The floors are plain blocking Python sockets (`sendall`, `recv_into`) to another process. *Into a
   new buffer* allocates it for every transfer, as anything must that yields a new object; *into one
   reused buffer* does not, which is the least a socket can cost.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,8 +20,10 @@ import skyward as sky
 RUN = uuid.uuid4().hex
 """In the environment of every worker this test run starts, however deep below it."""
 MARK = "SKYWARD_TEST_RUN"
+WORKER = re.compile(r"^skyward\.(device\.)?worker\b")
 
 Eventually = Callable[..., None]
+Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]]
 
 _shared_pools: list[sky.Compute] = []
 
@@ -28,7 +32,7 @@ def worker_processes(mark: str = RUN) -> list[psutil.Process]:
     """The live agents and executors that descend from this test run."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if not any("skyward.worker" in part for part in process.info["cmdline"] or ()):
+        if not any(WORKER.search(part) for part in process.info["cmdline"] or ()):
             continue
         try:
             environment = process.environ()
@@ -104,12 +108,24 @@ def nothing_left(eventually: Eventually) -> Iterator[None]:
         eventually(lambda: set(os.listdir(folder)) <= before, 5, "the removal of temporary folders")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[sky.Compute]:
-    """Two nodes, shared by the tests of a module."""
-    with sky.Compute(nodes=2, options=sky.Options(console=False)) as compute:
+@contextlib.contextmanager
+def _shared(compute: sky.Compute) -> Iterator[sky.Compute]:
+    with compute:
         _shared_pools.append(compute)
         try:
             yield compute
         finally:
             _shared_pools.remove(compute)
+
+
+@pytest.fixture(scope="session")
+def sharing() -> Sharing:
+    """Enter a pool that outlives a test on purpose: `with sharing(sky.Compute(...)) as pool`."""
+    return _shared
+
+
+@pytest.fixture(scope="module")
+def pool(sharing: Sharing) -> Iterator[sky.Compute]:
+    """Two nodes, shared by the tests of a module."""
+    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
+        yield compute

@@ -22,24 +22,24 @@ def compute(pool):
 
 
 @pytest.fixture(scope="module")
-def threads():
+def threads(sharing):
     """One node, one process, four tasks at a time."""
     worker = sky.Worker(concurrency=4, executor="thread")
-    with sky.Compute(worker=worker, options=QUIET) as pool:
+    with sharing(sky.Compute(worker=worker, options=QUIET)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def processes():
+def processes(sharing):
     """One node, three processes."""
-    with sky.Compute(worker=sky.Worker(concurrency=3), options=QUIET) as pool:
+    with sharing(sky.Compute(worker=sky.Worker(concurrency=3), options=QUIET)) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def workers():
+def workers(sharing):
     """Two nodes with two workers each."""
-    with sky.Compute(nodes=2, worker=sky.Worker(per_node=2), options=QUIET) as pool:
+    with sharing(sky.Compute(nodes=2, worker=sky.Worker(per_node=2), options=QUIET)) as pool:
         yield pool
 
 
@@ -150,8 +150,8 @@ def test_every_pool_has_a_name():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"nodes": 0}, "nodes"),
-        ({"nodes": (3, 2)}, "3"),
+        ({"nodes": 0}, "at least 1"),
+        ({"nodes": (3, 2)}, "min exceeds max"),
         ({"nodes": "two"}, "two"),
         ({"vcpus": 0}, "vcpus=0"),
         ({"memory_gb": -1}, "memory_gb=-1"),
@@ -352,7 +352,7 @@ def test_an_elastic_pool_grows_under_load_and_shrinks_when_idle(tmp_path, eventu
         assert len({calls[0].result(20), calls[1].result(20)}) == 2
         assert [future.result(20) for future in calls[2:]] == [1] * 4
         eventually(lambda: len(pool.nodes) == 1)
-        assert [i.total_nodes for i in info() @ pool] == [1]
+        eventually(lambda: [i.total_nodes for i in info() @ pool] == [1])
 
 
 def test_an_elastic_pool_says_nothing_when_it_is_to_be_quiet(tmp_path, eventually, capsys):
@@ -386,9 +386,6 @@ def test_threads_take_no_more_than_asked_for(threads, tmp_path, eventually):
     eventually(lambda: len(threads.nodes[0].running) == 4)
     (tmp_path / "gate").touch()
     assert [future.result(20) for future in calls] == [1] * 6
-
-
-LEVEL = contextvars.ContextVar("level", default="untouched")
 
 
 def test_a_context_variable_set_by_one_call_is_not_seen_by_another(threads, tmp_path):
@@ -580,8 +577,9 @@ def test_another_python_is_refused_at_construction():
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
 
     sky.Compute(image=sky.Image(python=mine))
-    with pytest.raises(sky.ConfigurationError, match=rf"python='3\.9'.*run this Python, {mine}"):
-        sky.Compute(image=sky.Image(python="3.9"))
+    other = "3.12" if mine != "3.12" else "3.13"
+    with pytest.raises(sky.ConfigurationError, match=rf"'{other}'.* run this Python, {mine}"):
+        sky.Compute(image=sky.Image(python=other))
 
 
 def test_workers_run_where_the_client_does(compute):

@@ -1101,6 +1101,12 @@ def test_putting_a_handle_again_gives_the_same_handle():
     assert handle.value == [1]
 
 
+def test_a_call_with_a_handle_survives_pickling(compute):
+    call = type_and_size(sky.put(np.arange(4)))
+
+    assert pickle.loads(pickle.dumps(call)) >> compute == ("ndarray", 4)
+
+
 def test_data_that_cannot_travel_is_refused_when_it_is_put():
     with pytest.raises(sky.SerializationError, match="lock"):
         sky.put({"lock": threading.Lock()})

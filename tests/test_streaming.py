@@ -267,6 +267,17 @@ def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, id
     idle()
 
 
+def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
+    short = sky.function(timeout=0.05)(lambda: (number for number in range(10**9)))
+    work = sky.function(lambda: sum(number for number in range(300_000)))
+
+    for _ in range(10):
+        with pytest.raises(sky.TaskTimeoutError):
+            for _ in compute.run(short(), on=0):
+                pass
+        assert compute.run(work(), on=0) == 44999850000
+
+
 def test_a_stream_that_ends_in_time_does_not_time_out(compute):
     quick = sky.function(timeout=0.3)(lambda: (number for number in range(3)))
     values = quick() >> compute
@@ -379,6 +390,29 @@ def test_two_streams_run_side_by_side(compute):
     ones, twos = (count(100) & doubled(range(100))) >> compute
 
     assert list(zip(ones, twos, strict=True)) == [(n, 2 * n) for n in range(100)]
+
+
+def test_more_short_streams_than_slots_can_be_gathered(compute):
+    streams = sky.gather(*[count(8) for _ in range(10)]) >> compute
+
+    assert [list(values) for values in streams] == [list(range(8))] * 10
+
+
+def test_streams_nobody_will_take_are_stopped_when_their_group_fails(
+    compute, tmp_path, eventually, idle
+):
+    @sky.function
+    def fails_after(path):
+        wait_for(path)
+        raise LookupError("too late")
+
+    with pytest.raises(LookupError, match="too late"):
+        (
+            tallied(tmp_path / "made", tmp_path / "closed") & fails_after(tmp_path / "made")
+        ) >> compute
+
+    eventually((tmp_path / "closed").exists)
+    idle()
 
 
 def test_a_stream_goes_on_while_other_calls_wait_behind_it():

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from skyward.context import silent as silent
     from skyward.context import stderr as stderr
     from skyward.context import stdout as stdout
+    from skyward.device.core import DeviceError as DeviceError
+    from skyward.device.core import DeviceStats as DeviceStats
+    from skyward.device.core import device_stats as device_stats
     from skyward.errors import AuthenticationError as AuthenticationError
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
@@ -69,6 +72,7 @@ _HOMES = {
         "stderr",
         "stdout",
     ),
+    "device.core": ("DeviceError", "DeviceStats", "device_stats"),
     "errors": (
         "AuthenticationError",
         "BlobStoreFullError",

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import os
+import queue
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
@@ -30,13 +31,17 @@ from skyward.errors import (
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.pool.fleet import PoolSpec
-from skyward.pool.flow import Crowd, Flow
+from skyward.pool.flow import Crowd, Flow, not_the_end
 from skyward.pool.node import NodeView
+from skyward.pool.parcels import blob_room
 from skyward.pool.pool import Pool
 from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 On = int | Literal["head"] | None
@@ -90,9 +95,9 @@ class Compute:
         _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
         _require(options, Options, "options", "sky.Options(...)", optional=True)
         for number, what in ((vcpus, "vcpus"), (memory_gb, "memory_gb")):
-            if number is not None and (not isinstance(number, (int, float)) or number <= 0):
+            if number is not None and not (isinstance(number, (int, float)) and number > 0):
                 raise ConfigurationError(f"Compute({what}={number!r}): give a number above 0")
-        if isinstance(volumes, Volume):
+        if not isinstance(volumes, Sequence):
             raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
         for volume in volumes:
             _require(volume, Volume, "volumes", "sky.Volume(...)")
@@ -104,6 +109,7 @@ class Compute:
             raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
         wish = Wish(accelerator, vcpus, memory_gb, image or Image(), tuple(volumes))
         provider.check(wish)
+        blob_room()
         self.name = name or f"compute-{next(_names)}"
         self._spec = PoolSpec(
             provider=provider,
@@ -191,26 +197,29 @@ class Compute:
         if threading.current_thread() is not threading.main_thread():
             self.close()
             return
-        # Ctrl-C strikes this thread only, so closing goes on undisturbed on another.
-        # Waited for with an event: an interrupted Thread.join takes the thread for ended.
-        over = threading.Event()
-        threading.Thread(target=self._close_then, args=(over,), name="skyward-close").start()
+        # Ctrl-C strikes this thread only, so closing goes on undisturbed on another. It is waited
+        # for with a queue: an interrupt can leave an event locked, or a joined thread for dead.
+        ended: list[bool] = []
+        news: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def close() -> None:
+            try:
+                self.close()
+            finally:
+                ended.append(True)
+                news.put(None)
+
+        threading.Thread(target=close, name="skyward-close").start()
         interrupt: KeyboardInterrupt | None = None
-        while not over.is_set():
+        while not ended:
             try:
                 if interrupt is not None and self._pool is not None:
                     self._pool.hurry()
-                over.wait()
+                news.get()
             except KeyboardInterrupt as again:
                 interrupt = again
         if interrupt is not None:
             raise interrupt
-
-    def _close_then(self, over: threading.Event) -> None:
-        try:
-            self.close()
-        finally:
-            over.set()
 
     def close(self, seconds: float = 5.0) -> None:
         """Take everything down; leaving the `with` block does this for you."""
@@ -329,7 +338,7 @@ class Compute:
             return [self._result(task) for task in tasks]
         except BaseException:
             for task in tasks:
-                if not task.done:
+                if task.cancellable:
                     pool.cancel(task)
             raise
 
@@ -357,6 +366,9 @@ class Compute:
         """
         if not iterables:
             raise ConfigurationError("map: give at least one iterable")
+        for values in iterables:
+            if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
+                raise ConfigurationError(f"map({fn!r}, {values!r}): that is not iterable")
         call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
         pool = self._open_pool
         pendings = (call(*items) for items in zip(*iterables, strict=False))
@@ -375,7 +387,7 @@ class Compute:
             pool.submit(task)
             return self._result(task)
         except BaseException:
-            if not task.done or task.stream is not None:
+            if task.cancellable:
                 pool.cancel(task)
             raise
 
@@ -393,6 +405,31 @@ class Compute:
         if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
             raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
         return on
+
+    # Torch devices.
+
+    def device(self, kind: str = "auto", *, node: int = 0, index: int = 0) -> torch.device:
+        """A torch device on a node: put tensors on it and go on in plain PyTorch.
+
+        `kind` is what the node has: "cuda", "cuda:1", "cpu", "mps", or "auto" for the best of it.
+
+        >>> model.to(compute.device("cuda"))
+        """
+        import torch
+
+        if not isinstance(kind, str) or not kind:
+            raise ConfigurationError(f"device({kind!r}): give 'cuda', 'cpu', 'mps' or 'auto'")
+        if index:
+            kind = f"{kind.partition(':')[0]}:{index}"
+        kind = os.environ.get("SKYWARD_DEVICE") or kind
+        return torch.device("sky", self._open_pool.device(node, kind))
+
+    def devices(self, kind: str = "auto") -> list[torch.device]:
+        """A torch device on every node.
+
+        >>> first, second = compute.devices("cpu")
+        """
+        return [self.device(kind, node=node.node) for node in self.nodes]
 
     # Looking and changing.
 
@@ -446,6 +483,7 @@ def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
     try:
         value = task.wait().get()
     except BaseException as problem:
+        problem = not_the_end(problem)
         with contextlib.suppress(Exception):  # cancelled in the meantime
             future.set_exception(problem)
         return
@@ -454,7 +492,8 @@ def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
 
 
 def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:
-    if (value is None and optional) or isinstance(value, kind):
+    # A class has all the attributes a protocol asks of its instances.
+    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, type)):
         return
     hint = " (give an instance, not the class)" if isinstance(value, type) else ""
     raise ConfigurationError(f"Compute({what}={value!r}): expected {example}{hint}")

@@ -93,7 +93,7 @@ class Function(Generic[P, T]):
     ) -> None:
         if not callable(body):
             raise ConfigurationError(f"@sky.function on {body!r}: it is not callable")
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise ConfigurationError(
                 f"function(timeout={timeout!r}): give seconds above 0, or None"
             )
@@ -101,6 +101,8 @@ class Function(Generic[P, T]):
             raise ConfigurationError(
                 f"function(retries={retries!r}): give a whole number, 0 or more"
             )
+        if name is not None and not isinstance(name, str):
+            raise ConfigurationError(f"function(name={name!r}): give a name, as a string")
         self.body = body
         self.timeout = timeout
         self.retries = retries
@@ -419,6 +421,9 @@ class Handle(Generic[T]):
     def value(self) -> T:
         """The data itself."""
         return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (self._value,)
 
     def __repr__(self) -> str:
         return f"<sky.put {_short(self._value)}>"

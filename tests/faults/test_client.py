@@ -66,7 +66,7 @@ class Script:
         script = folder / "script.py"
         script.write_text(PRELUDE + textwrap.dedent(body))
         self.process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, "-W", "ignore::DeprecationWarning", str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +82,8 @@ class Script:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.errors = ""
         self._readers = [
-            threading.Thread(target=self._read_out), threading.Thread(target=self._read_errors)
+            threading.Thread(target=self._read_out),
+            threading.Thread(target=self._read_errors),
         ]
         for reader in self._readers:
             reader.start()
@@ -394,32 +395,37 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
         def total(values):
             return int(values.sum())
 
+        def strike(*_):
+            global armed  # once for each time we are ready for it, never in our own `except`
+            if armed:
+                armed = False
+                raise KeyboardInterrupt
+
         def storm():
-            while not calm.wait(0.005 + random.random() * 0.02):
+            while not calm.wait(0.002 + random.random() * 0.01):
                 signal.raise_signal(signal.SIGINT)
 
-        calm = threading.Event()
+        signal.signal(signal.SIGINT, strike)
+        calm, armed = threading.Event(), False
         array = np.zeros(200_000, np.int64)
         count = interrupts = 0
         with sky.Compute(sky.Local(transport={transport!r}), nodes=2, options=quiet) as compute:
             assert total(array) @ compute == [0, 0]
             weather = threading.Thread(target=storm)
-            until = time.monotonic() + 1.5
             weather.start()
+            until = time.monotonic() + 1.5
             while time.monotonic() < until or interrupts < 20:
                 try:
+                    armed = True
                     while time.monotonic() < until or interrupts < 20:
                         count += 1
                         array[:] = count
                         {call}
                 except KeyboardInterrupt:
                     interrupts += 1
-            while not calm.is_set() or weather.is_alive():
-                try:
-                    calm.set()
-                    time.sleep(0.1)
-                except KeyboardInterrupt:
-                    pass
+            armed = False
+            calm.set()
+            weather.join()
             say("calm", count, interrupts)
             array[:] = 7
             assert total(array) @ compute == [7 * len(array)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import traceback
@@ -396,6 +397,30 @@ def test_a_generators_exception_reaches_the_caller(pool: sky.Compute) -> None:
     with pytest.raises(Rejected, match="half way") as caught:
         next(stream)
     assert caught.value.code == 5
+
+
+def test_a_calls_own_stop_iteration_ends_no_iteration_and_is_not_lost(pool: sky.Compute) -> None:
+    @sky.function
+    def stops(number: int) -> int:
+        if number == 2:
+            raise StopIteration("my own")
+        return number
+
+    async def awaits() -> None:
+        await (stops(2) > pool)
+
+    for action in (
+        lambda: list(pool.map(stops, range(5))),
+        lambda: list(pool.map(stops, range(5), ordered=False)),
+        lambda: list(sky.gather(*map(stops, range(5)), stream=True) >> pool),
+        lambda: asyncio.run(asyncio.wait_for(awaits(), 10)),
+        lambda: (stops(2) > pool).result(10),
+    ):
+        with pytest.raises(RuntimeError, match="the call raised StopIteration") as caught:
+            action()
+        assert isinstance(caught.value.__cause__, StopIteration)
+    with pytest.raises(StopIteration, match="my own"):
+        stops(2) >> pool
 
 
 # Code.

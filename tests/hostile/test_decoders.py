@@ -43,7 +43,7 @@ def drain(decoder: FrameDecoder) -> int:
 
 
 @given(parts=st.lists(st.binary(max_size=200), max_size=10), greeting=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_bytes_are_frames_or_refused(parts: list[bytes], greeting: bool) -> None:
     decoder = FrameDecoder(GREETING_LIMIT, 0) if greeting else FrameDecoder()
     try:
@@ -64,7 +64,7 @@ def test_any_bytes_are_frames_or_refused(parts: list[bytes], greeting: bool) -> 
 )
 @example(1, 0, PROTOCOL, 2**32 - 1, 0, b"")
 @example(1, 0, PROTOCOL, 0, 2**64 - 1, b"")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_header_is_a_frame_a_wait_or_refused(
     kind: int, count: int, protocol: int, meta: int, body: int, follows: bytes
 ) -> None:
@@ -164,14 +164,14 @@ def decoded(kind: int, meta: bytes) -> Message | None:
 
 
 @given(kind=st.integers(0, 255), meta=st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_a_message_or_refused(kind: int, meta: bytes) -> None:
     message = decoded(kind, meta)
     assert message is None or kind == message.KIND
 
 
 @given(kind=kinds, value=st.lists(junk, max_size=8) | junk)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_values_in_any_places_are_a_message_or_refused(kind: int, value: Any) -> None:
     message = decoded(kind, msgspec.msgpack.encode(value))
     if message is not None:
@@ -190,7 +190,7 @@ SAMPLES = [
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_damaged_message_is_a_message_or_refused(sample: Message, data: st.DataObject) -> None:
     meta = bytearray(messages.encode(sample))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -279,14 +279,10 @@ def client_context(credentials: Credentials | None = None) -> ssl.SSLContext:
 
 def refused(door: Door, hostile: Any, context: ssl.SSLContext) -> None:
     """Neither a handshake nor a Hello gets an answer."""
-    try:
-        end = context.wrap_socket(door.plain())
-        end.sendall(hostile.framed(Hello(POOL, "data")))
-    except OSError:
-        pass
-    else:
+    with contextlib.suppress(OSError), context.wrap_socket(door.plain()) as end:
+        with contextlib.suppress(OSError):
+            end.sendall(hostile.framed(Hello(POOL, "data")))
         assert hostile.hears(end, SECONDS + 3) == b""
-        end.close()
     assert door.accepted == []
     door.friend()
 

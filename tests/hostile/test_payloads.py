@@ -194,7 +194,7 @@ lying = st.tuples(
 
 @pytest.mark.parametrize("side", ["inbox", "lane"])
 @given(payload=lying, body=st.binary(max_size=200), brings=st.integers(0, 2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_payload_is_taken_or_refused_and_costs_little(
     side: str, payload: Any, body: bytes, brings: int
 ) -> None:

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from skyward.wire import blobs, messages, objects
 from skyward.wire.messages import Buffer, Define
+
+# A busy machine is slow, and that is no failure.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 class Trip(Protocol):

@@ -33,7 +33,7 @@ def same(got: np.ndarray[Any, Any], sent: np.ndarray[Any, Any]) -> bool:
 
 
 @given(array=hnp.arrays(dtypes, shapes))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_dtype_and_shape_keeps_its_values(trip: Trip, array: np.ndarray[Any, Any]) -> None:
     got = trip(array)
     assert same(got, array)
@@ -41,7 +41,7 @@ def test_every_dtype_and_shape_keeps_its_values(trip: Trip, array: np.ndarray[An
 
 
 @given(array=hnp.arrays(np.int32, hnp.array_shapes(min_dims=2, max_dims=3, max_side=5)))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_order_in_memory_is_kept(trip: Trip, array: np.ndarray[Any, Any]) -> None:
     fortran = trip(np.asfortranarray(array))
     assert same(fortran, array)
@@ -50,7 +50,7 @@ def test_the_order_in_memory_is_kept(trip: Trip, array: np.ndarray[Any, Any]) ->
 
 
 @given(array=hnp.arrays(np.float64, (6, 7, 3)), data=st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_view_arrives_with_its_own_values(
     trip: Trip, array: np.ndarray[Any, Any], data: st.DataObject
 ) -> None:
@@ -97,7 +97,7 @@ def test_contents_are_referred_to_and_not_copied() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 300), max_size=8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_arrays_are_aligned_in_the_body(lengths: list[int]) -> None:
     from skyward.wire import blobs
 

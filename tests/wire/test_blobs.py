@@ -45,7 +45,7 @@ def as_defined(data: bytes) -> bytes:
     ),
     seed=st.binary(min_size=1, max_size=8),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_digests_follow_their_definition_alone_or_together(sizes: list[int], seed: bytes) -> None:
     contents = [(seed * (size // len(seed) + 1))[:size] for size in sizes]
     assert memory.digests([memoryview(c) for c in contents]) == [as_defined(c) for c in contents]
@@ -57,7 +57,7 @@ def test_a_digest_is_what_it_was_yesterday() -> None:
 
 
 @given(data=st.binary(min_size=1, max_size=3000), at=st.integers(0), bit=st.integers(0, 7))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_change_gives_another_digest(data: bytes, at: int, bit: int) -> None:
     changed = bytearray(data)
     changed[at % len(data)] ^= 1 << bit
@@ -150,7 +150,7 @@ class Storing(RuleBasedStateMachine):
 
 
 TestStore = Storing.TestCase
-TestStore.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+TestStore.settings = settings(max_examples=15, stateful_step_count=20)
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ class Mapping(RuleBasedStateMachine):
 
 
 TestMapped = Mapping.TestCase
-TestMapped.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestMapped.settings = settings(max_examples=20, stateful_step_count=20)
 
 
 def test_a_view_of_what_is_not_there_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_a_view_outlives_its_segment() -> None:
     sizes=st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=8),
     cap=st.integers(0, 6 * MIB),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_arena_gives_enough_and_keeps_no_more_than_its_cap(sizes: list[int], cap: int) -> None:
     arena = Arena(cap)
     for size in sizes:
@@ -398,7 +398,7 @@ def test_an_arena_hands_out_the_closest_fit_and_nothing_twice_as_large() -> None
     rounds=st.lists(st.lists(st.binary(min_size=1, max_size=20_000), max_size=4), max_size=4),
     read_only=st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_segment_written_again_holds_the_new_contents(
     rounds: list[list[bytes]], read_only: bool
 ) -> None:

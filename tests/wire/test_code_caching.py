@@ -348,6 +348,23 @@ def test_an_unchanged_function_is_not_encoded_again(
     assert function.code() is code
 
 
+def test_each_of_many_functions_is_looked_at() -> None:
+    def made(held: int) -> Callable[[], int]:
+        return lambda: held
+
+    bodies = [made(value) for value in range(20)]
+    calls = tuple(Function(body) for body in bodies)
+
+    def all_of_them() -> int:
+        return sum(call.local() for call in calls)
+
+    function = Function(all_of_them)
+    for body in bodies:
+        key = function.code().key
+        body.__closure__[0].cell_contents = 99  # type: ignore[index]
+        assert function.code().key != key
+
+
 def test_what_may_have_changed_in_place_is_encoded_again_and_gets_the_same_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

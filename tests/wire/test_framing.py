@@ -58,7 +58,7 @@ def read_all(parts: list[bytes]) -> list[Sent]:
 
 
 @given(sent=some_frames, cuts=st.lists(st.integers(0, 4000), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_split_of_the_stream_yields_the_same_frames(sent: list[Sent], cuts: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "INLINE_BODY", SMALL_INLINE)
@@ -66,7 +66,7 @@ def test_any_split_of_the_stream_yields_the_same_frames(sent: list[Sent], cuts: 
 
 
 @given(sent=some_frames)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_stream_of_single_bytes_yields_the_same_frames(sent: list[Sent]) -> None:
     stream = joined(sent)
     assert read_all([stream[at : at + 1] for at in range(len(stream))]) == sent
@@ -150,7 +150,7 @@ def test_a_closing_channel_closes_descriptors_nobody_claimed(
     bodies=st.lists(st.lists(st.integers(0, 40_000), max_size=6), min_size=1, max_size=5),
     several=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_body_of_many_parts_arrives_as_one(bodies: list[list[int]], several: bool) -> None:
     here, there = (Channel(end) for end in socket.socketpair(socket.AF_UNIX))
     sent = [

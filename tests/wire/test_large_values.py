@@ -130,13 +130,13 @@ def test_arguments_larger_than_the_cap_arrive(small_cap: sky.Compute) -> None:
     assert totals(values) @ small_cap == [expected, expected]
 
 
-def test_more_pieces_of_shared_memory_than_one_frame_can_carry(small_cap: sky.Compute) -> None:
+def test_more_pieces_of_shared_memory_than_one_frame_can_carry(pool: sky.Compute) -> None:
     values = [torch.full((70_000,), float(number)) for number in range(DESCRIPTOR_LIMIT + 20)]
     expected = [number * 70_000.0 for number in range(len(values))]
     for value, answer in zip(values, expected, strict=True):
-        assert small_cap.run(total(value), on=0) == answer
+        assert pool.run(total(value), on=0) == answer
     for node in (1, 0, 1):
-        assert small_cap.run(totals(values), on=node) == expected
+        assert pool.run(totals(values), on=node) == expected
 
 
 def test_many_values_through_a_small_cap_are_never_mixed_up(small_cap: sky.Compute) -> None:

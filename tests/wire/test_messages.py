@@ -52,7 +52,7 @@ def structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_kind_arrives_as_it_was(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(structs_of(kind))
     meta = messages.encode(message)

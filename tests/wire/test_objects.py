@@ -42,14 +42,14 @@ plain = st.recursive(
 
 
 @given(value=plain)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_plain_data_arrives_equal(trip: Trip, value: Any) -> None:
     assert trip(value) == value
     assert trip([value, {"again": value}]) == [value, {"again": value}]
 
 
 @given(args=st.lists(plain, max_size=3), kwargs=st.dictionaries(st.text(), plain, max_size=2))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_call_travels_as_its_arguments(
     trip: Trip, args: list[Any], kwargs: dict[str, Any]
 ) -> None:
@@ -65,7 +65,7 @@ def test_an_object_that_contains_itself(trip: Trip) -> None:
 
 
 @given(size=st.integers(100_000, 400_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_large_bytes_are_kept_as_they_are_and_not_copied(trip: Trip, size: int) -> None:
     large = os.urandom(size)
     for value in (large, [large], {"deep": ([large],)}):
@@ -155,7 +155,7 @@ def test_torch_is_not_imported_to_send_plain_data() -> None:
 
 
 @given(sizes=st.lists(st.sampled_from([0, 10, 5000, blobs.BLOB_MIN, 300_000]), max_size=6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_large_buffers_are_placed_elsewhere_and_found_again(sizes: list[int]) -> None:
     arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
     elsewhere: list[bytearray] = []

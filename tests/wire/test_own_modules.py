@@ -91,7 +91,7 @@ FILES = {
         @sky.function
         def by_class(x): return Cube(x).area()
         @sky.function
-        def by_instance(): return SQUARE.doubled().area() + helpers.shifted(0)
+        def by_instance(): return helpers.shifted(0) + SQUARE.doubled().area()
         @sky.function
         def made(x): return skyown.shapes.Square(x)
         @sky.function

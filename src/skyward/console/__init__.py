@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from skyward import context
 from skyward.context import Output
+
+STUCK_SECONDS = 5.0
+"""After so long without showing anything, nobody waits for the console any more."""
 
 
 class Face(Protocol):
@@ -35,6 +40,8 @@ class Console:
         self._several_workers = several_workers
         self._events: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._started = time.monotonic()
+        self._shown = 0
+        self._said = ""
         self._thread = threading.Thread(target=self._run, name="skyward-console", daemon=True)
         self._thread.start()
 
@@ -61,27 +68,42 @@ class Console:
         """Lines a task wrote, or one state of its progress bar."""
         self._events.put(("output", (text, stream, node, worker, task, transient)))
 
-    def drain(self, seconds: float = 5.0) -> None:
+    def drain(self) -> None:
         """Wait until everything so far has been shown."""
         shown = threading.Event()
         self._events.put(("drain", (shown,)))
-        shown.wait(seconds)
+        self._while_moving(shown.wait)
 
     def close(self, summary: str) -> None:
         """Show the summary and end."""
         self._events.put(("end", (summary,)))
         self._events.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+            self._while_moving(self._ended)
+
+    def _while_moving(self, wait: Callable[[float], bool]) -> None:
+        """Wait, but not for a terminal that has stopped or a listener that waits for us."""
+        before = -1
+        while not wait(STUCK_SECONDS) and self._shown != before:
+            before = self._shown
+
+    def _ended(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
             kind, details = event
+            self._shown += 1
             try:
                 self._show(kind, details)
             except Exception as problem:
                 # A closed terminal or a failing listener; said once where it can be.
-                print(f"skyward: output could not be shown: {problem!r}", file=sys.__stderr__)
+                if repr(problem) != self._said:
+                    self._said = repr(problem)
+                    text = f"skyward: output could not be shown: {problem!r}"
+                    with contextlib.suppress(OSError, ValueError):
+                        print(text, file=sys.__stderr__)
 
     def _show(self, kind: str, details: Any) -> None:
         match kind:
@@ -98,6 +120,7 @@ class Console:
         place = f"{node}.{worker}" if self._several_workers else f"{node}"
         lines = [text] if transient else text.removesuffix("\n").split("\n")
         for line in lines:
+            self._shown += 1
             output = Output(line, stream, node, worker, task)
             if context.pool_listeners:
                 if not transient:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TextIO
 
 from skyward.context import Output
 
 BAR_SECONDS = 10.0
 """A progress bar in a log is one line every so often, not one per update."""
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """Write a line whatever characters the stream has."""
+    try:
+        stream.write(line + "\n")
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    stream.flush()
 
 
 class Quiet:
@@ -25,9 +36,7 @@ class Quiet:
 
     def line(self, label: str, line: Output) -> None:
         """A line of a task, labelled."""
-        stream = sys.stderr if line.stream == "stderr" else sys.stdout
-        stream.write(f"[{label}] {line}\n")
-        stream.flush()
+        write_line(sys.stderr if line.stream == "stderr" else sys.stdout, f"[{label}] {line}")
 
     def bar(self, label: str, state: Output) -> None:
         """Nothing: its last state arrives as a line."""
@@ -40,8 +49,7 @@ class Quiet:
         """Nothing."""
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"skyward: {text}\n")
-        sys.stderr.flush()
+        write_line(sys.stderr, f"skyward: {text}")
 
 
 class Plain(Quiet):
@@ -66,7 +74,7 @@ class Plain(Quiet):
         """Now and then, the state of a progress bar."""
         now = time.monotonic()
         key = f"{label} {state.stream} {state.task}"
-        if now - self._bars.setdefault(key, now) >= BAR_SECONDS:
+        if now - self._bars.setdefault(key, now) >= BAR_SECONDS and state.strip():
             self._bars[key] = now
             self.line(label, state)
 

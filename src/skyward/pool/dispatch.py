@@ -280,8 +280,10 @@ class Dispatcher:
         if result.payload is None:
             task = lane.tasks.get(result.task)
             if task is not None and not task.done:
-                task.stream = arrivals = Arrivals()
-                opened = functools.partial(RemoteIterator, task, lane, arrivals, self._abandon)
+                task.stream = arrivals = Arrivals(task, lane)
+                opened = functools.partial(
+                    RemoteIterator, task, lane, arrivals, self._abandon, self.flush_output
+                )
                 self._finish(task, Streaming(opened))
             return
         pieces = lane.take(frame, result.payload)
@@ -343,6 +345,11 @@ class Dispatcher:
         """Free what a task holds, once it is done and no lane may still be sending it."""
         if task.done and (task.lane is None or task.id not in task.lane.tasks):
             self.packer.release(task.parcel)
+
+    def flush_output(self, task: Task) -> None:
+        """Wait until everything the task printed has been shown."""
+        if task.wrote:
+            self._console.drain()
 
     # Between rounds of the loop: refill lanes, pass on what was let go.
 
@@ -489,4 +496,6 @@ class Dispatcher:
 
 
 def _nowhere_to_run(task: Task) -> NodeLostError:
-    return NodeLostError(f"{task.name} has nowhere to run: every node it could use is lost")
+    return NodeLostError(
+        f"{task.name} has nowhere to run: every node it could use is lost; enter a new Compute"
+    )

@@ -20,6 +20,7 @@ from skyward.errors import (
     SkywardError,
     WorkerDiedError,
 )
+from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
@@ -34,9 +35,13 @@ from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import Authority, check_compatible, connect, my_versions, node_name
 from skyward.wire.messages import (
+    DeviceDown,
+    DeviceUp,
     ExecutorDown,
     ExecutorUp,
     Hello,
+    Kill,
+    Message,
     Ping,
     Shutdown,
     Topology,
@@ -45,6 +50,9 @@ from skyward.wire.messages import (
 from skyward.worker.config import AgentConfig
 
 START_ATTEMPTS = 3
+"""How often a node is started that is lost again and again."""
+STEADY_SECONDS = 60.0
+"""A node that has served this long is not held to its earlier losses."""
 READY_SECONDS = 120.0
 LAST_RESULTS_SECONDS = 1.0
 """How long a dead executor's connection is read on before its tasks count as lost."""
@@ -83,6 +91,7 @@ class Fleet:
         self._head_port = _free_port()
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
+        self._devices = DeviceDesk(self._tell_node, self._connect_device)
         dispatcher.has_hope = self._has_hope
 
     def start(self) -> None:
@@ -232,11 +241,22 @@ class Fleet:
         with self._resizing:
             have = len(self.nodes)
             if count > have:
-                self._await_ready(self._add_nodes(count - have))
+                self._grow(count - have)
             elif count < have:
                 self._retire(self.nodes[count:])
             if count != have:
                 self._tell_topology()
+
+    def _grow(self, count: int) -> None:
+        added = self._add_nodes(count)
+        try:
+            self._await_ready(added)
+        except BaseException:
+            with self._lock:
+                self.nodes = [node for node in self.nodes if node not in added]
+            for node in added:
+                self._stop_node(node, 0)
+            raise
 
     def _retire(self, leaving: list[Node]) -> None:
         lanes = [lane for node in leaving for lane in node.lanes.values()]
@@ -249,6 +269,7 @@ class Fleet:
             time.sleep(0.01)
         with self._lock:
             self.nodes = [node for node in self.nodes if node not in leaving]
+        self._tell_topology()
         for node in leaving:
             self._stop_node(node, 5.0)
 
@@ -270,6 +291,7 @@ class Fleet:
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
         self.closed = True
+        self._devices.close("its pool was closed")
         enders = [
             threading.Thread(target=self._stop_node, args=(node, seconds)) for node in self.nodes
         ]
@@ -282,6 +304,25 @@ class Fleet:
         """End every machine now, however long others wait for it to end by itself."""
         for node in list(self.nodes):
             threading.Thread(target=node.machine.stop, args=(0,), daemon=True).start()
+
+    # Torch devices.
+
+    def device(self, node: int, kind: str) -> int:
+        """The index of the sky device that stands for that kind on that node."""
+        return self._devices.get(node, kind)
+
+    def _tell_node(self, index: int, message: Message) -> None:
+        node = next((n for n in self.nodes if n.index == index and n.state == "ready"), None)
+        if node is None:
+            raise ConfigurationError(
+                f"device(node={index}): the pool's nodes are {[n.index for n in self.nodes]}"
+            )
+        node.tell(message)
+
+    def _connect_device(self, node: int, endpoint: str, role: str) -> Channel:
+        hello = Hello(self._id, role, versions=self._versions, pid=os.getpid())
+        channel, _ = connect(endpoint, hello, self._credentials, node_name(self._id, node))
+        return channel
 
     def _has_hope(self, task: Task) -> bool:
         """Whether a node that could run this task is there or may come."""
@@ -306,6 +347,8 @@ class Fleet:
                 ).start()
             case ExecutorDown():
                 self._executor_down(node, message)
+            case DeviceUp() | DeviceDown():
+                self._devices.heard(message)
             case Written():
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient
@@ -324,6 +367,9 @@ class Fleet:
                 self._fail_node(
                     node, PoolStartError(f"node {node.index}: worker unreachable: {problem}")
                 )
+            elif not self.closed:
+                # A new one takes its place, and is tried in turn.
+                node.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
             return
         self._add_lane(node, up, channel)
 
@@ -358,6 +404,7 @@ class Fleet:
         )
         if node.state == "starting" and len(node.lanes) == expected:
             node.state = "ready"
+            node.ready_since = time.monotonic()
             node.ready.set()
             self._console.phase(node.index, "ready")
 
@@ -422,6 +469,8 @@ class Fleet:
         control, node.control = node.control, None
         if control is not None:
             self._loop.forget(control)
+        if before == "ready" and time.monotonic() - node.ready_since > STEADY_SECONDS:
+            node.starts = 1
         if before == "starting" or node.starts >= START_ATTEMPTS:
             node.failure = PoolStartError(f"node {node.index} was lost: {reason}")
         for lane in lanes:
@@ -455,8 +504,8 @@ class Fleet:
 
     def _scale_to(self, count: int) -> None:
         try:
-            self._console.note(f"scaling to {count} nodes")
             self.resize(count)
+            self._console.ready(f"{self._spec.name}: scaled to {count} nodes")
         except SkywardError as problem:
             self._console.note(f"scaling failed: {problem}")
 

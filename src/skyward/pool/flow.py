@@ -13,13 +13,23 @@ from skyward.pool.pool import Pool
 from skyward.pool.task import Failed, Task
 
 
+def not_the_end(problem: BaseException) -> BaseException:
+    """A call's own StopIteration must not end an iteration over calls, nor be lost in a loop."""
+    if not isinstance(problem, StopIteration):
+        return problem
+    replacement = RuntimeError("the call raised StopIteration")
+    replacement.__cause__ = problem
+    return replacement
+
+
 class Crowd:
     """Tasks waited for together: until all have left, or the first one failed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 1  # the one who waits, so that it is not over before it has begun
-        self._over = threading.Event()
+        # A queue and not an event: a Ctrl-C can leave an event's lock locked for good.
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failed: Task | None = None
 
     def joined(self) -> None:
@@ -33,14 +43,14 @@ class Crowd:
             self._inside -= 1
             if self._failed is None and task is not None and isinstance(task.outcome, Failed):
                 self._failed = task
-                self._over.set()
+                self._over.put(None)
             if not self._inside:
-                self._over.set()
+                self._over.put(None)
 
     def wait(self) -> Task | None:
         """Wait; returns the first that failed, if one did."""
         self.left(None)
-        self._over.wait()
+        self._over.get()
         return self._failed
 
 
@@ -83,6 +93,9 @@ class Flow(Iterator[Any]):
         self._pool.flush_output(task)
         try:
             return task.wait().get()
+        except StopIteration as problem:
+            self.close()
+            raise not_the_end(problem) from problem
         except BaseException:
             self.close()
             raise
@@ -92,7 +105,7 @@ class Flow(Iterator[Any]):
         left, self._open = self._open, set()
         self._pendings = iter(())
         for task in left:
-            if not task.done:
+            if task.cancellable:
                 self._pool.cancel(task)
 
     def __del__(self) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 CODE_MAX = 256
 """Functions an executor keeps before the client tells it to forget the oldest."""
 
+LONG_BYTES = 1 << 20
+"""Larger frames are not waited for to send a message after them."""
+
 Body = list[bytes | memoryview]
 
 
@@ -100,11 +103,12 @@ class Lane(Place[Task]):
             return True
 
     def stop(self, task: Task) -> None:
-        """Have a task stopped; while it is being sent, only by ending the connection.
+        """Have a task stopped; amid a long transfer, only by ending the connection.
 
-        What is sent then is the caller's own memory, and the caller is about to have it back.
+        What is sent may be the caller's own memory, and the caller is about to have it back.
         """
-        if self.sending is task:
+        parcel = task.parcel
+        if self.sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
         with self._lock:
@@ -190,7 +194,9 @@ class Lane(Place[Task]):
                 definition = self._known.pop(key, None)
                 if definition is not None:
                     self._digests.difference_update(definition.parcel.digests)
-        self.send(task)
+        # If the executor is gone, losing the lane decides what becomes of the task.
+        with contextlib.suppress(OSError):
+            self.send(task)
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload, mapping what is in shared memory."""

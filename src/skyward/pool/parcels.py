@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from skyward.errors import ConfigurationError
 from skyward.functions import Code, Handle, Pending
 from skyward.pool.task import Definition, Parcel
 from skyward.wire import memory, objects
@@ -21,15 +23,34 @@ RETURN_SECONDS = 0.01
 """How long the memory of replaced contents is waited for: a round trip, not a task."""
 
 
+def blob_room() -> tuple[int, str | None]:
+    """Bytes of blobs to keep, and the folder for them; without one they are in memory."""
+    folder = os.environ.get("SKYWARD_BLOB_DIR") or None
+    cap = min(memory.machine_memory() // 8, 4 << 30)
+    if folder is not None:
+        if not os.path.isdir(folder):
+            raise ConfigurationError(
+                f"SKYWARD_BLOB_DIR={folder!r}: it is not a folder; make it, or unset the variable "
+                "to use memory"
+            )
+        # Kept, on their way out, and waiting to be used again: together they must fit.
+        cap = min(cap, shutil.disk_usage(folder).free // 4)
+    given = os.environ.get("SKYWARD_BLOB_CAP")
+    if given is None:
+        return cap, folder
+    if not given.isdecimal():
+        raise ConfigurationError(f"SKYWARD_BLOB_CAP={given!r}: give a number of bytes")
+    return int(given), folder
+
+
 class Packer:
     """Makes parcels, and keeps one definition for everything workers hold under a key."""
 
     def __init__(self, *, encrypted: bool, stale: Callable[[list[bytes], list[int]], None]) -> None:
         self._encrypted = encrypted
         self._tell_stale = stale
-        cap = min(memory.machine_memory() // 8, 4 << 30)
-        self.cap = int(os.environ.get("SKYWARD_BLOB_CAP", cap))
-        self.store = BlobStore(self.cap, os.environ.get("SKYWARD_BLOB_DIR") or None)
+        self.cap, folder = blob_room()
+        self.store = BlobStore(self.cap, folder)
         self._sources = Sources()
         self._definitions: OrderedDict[bytes, Definition] = OrderedDict()
         self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -149,8 +149,12 @@ class Pool:
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""
-        if task.wrote:
-            self._console.drain()
+        self._dispatcher.flush_output(task)
+
+    def device(self, node: int, kind: str) -> int:
+        """The index of the sky device that stands for that kind on that node."""
+        self._check_open()
+        return self._fleet.device(node, kind)
 
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""

@@ -100,9 +100,14 @@ class Scheduler(Generic[W]):
 
     def pick(self, task: W) -> Place[W] | None:
         """A place with a free slot for this task, now."""
+        # Never past one that waits for the same place: broadcasts must keep one order everywhere.
         if task.worker is not None:
+            if self._awaited(task.worker):
+                return None
             return self._most_idle(self._places.get(task.worker, ()))
         if task.on is not None:
+            if self._awaited(task.on):
+                return None
             return self._most_idle(self._at_node.get(task.on, ()))
         while self._ready:
             place = self._ready.popleft()
@@ -110,6 +115,12 @@ class Scheduler(Generic[W]):
             if place.open and len(place.tasks) < place.capacity:
                 return place
         return None
+
+    def _awaited(self, aim: object) -> bool:
+        queue = self._aimed.get(aim)
+        while queue and not queue[0].waiting:
+            queue.popleft()
+        return bool(queue)
 
     @staticmethod
     def _most_idle(places: list[Place[W]] | tuple[()]) -> Place[W] | None:

@@ -23,8 +23,10 @@ WINDOW = 16
 class Arrivals:
     """What has come of a stream; its task holds this and not the iterator, which may be dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task, lane: Lane) -> None:
         self.items: queue.SimpleQueue[Pieces | Outcome[Any] | None] = queue.SimpleQueue()
+        # Before anybody takes the iterator: a short stream is over by then, and its slot free.
+        lane.tell(Credit(task.id, -1, WINDOW))
 
     def arrived(self, pieces: Pieces) -> None:
         """An item came in."""
@@ -42,13 +44,18 @@ class RemoteIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, task: Task, lane: Lane, arrivals: Arrivals, abandon: Callable[[Task], None]
+        self,
+        task: Task,
+        lane: Lane,
+        arrivals: Arrivals,
+        abandon: Callable[[Task], None],
+        flush_output: Callable[[Task], None],
     ) -> None:
-        self._task, self._lane, self._abandon = task, lane, abandon
+        self._task, self._lane = task, lane
+        self._abandon, self._flush_output = abandon, flush_output
         self._items = arrivals.items
-        self._owed = 0
+        self._owed = WINDOW
         self._done = False
-        self._grant(WINDOW)
 
     def _grant(self, count: int) -> None:
         self._owed += count
@@ -68,6 +75,7 @@ class RemoteIterator(Iterator[Any]):
                 self._grant(WINDOW - self._owed)
             return objects.decode(*item)
         self._done = True
+        self._flush_output(self._task)
         if item is None:
             raise StopIteration
         return item.get()

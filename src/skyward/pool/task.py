@@ -114,6 +114,11 @@ class Task:
         self._finished = threading.Lock()
         self._finished.acquire()
 
+    @property
+    def cancellable(self) -> bool:
+        """Whether there may be something left to cancel: it is not done, or a stream."""
+        return not self.done or self.stream is not None
+
     def finish(self, outcome: Outcome[Any]) -> bool:
         """Record what came of it, once; the first outcome stays."""
         if self.done:

@@ -128,10 +128,16 @@ class LocalMachine:
         line = _line_within(process.stdout, START_SECONDS)
         if not line:
             said = log.read_text(errors="replace").strip()[-2000:]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            problem = (
+                f"did not start within {START_SECONDS:.0f} s"
+                if process.poll() is None
+                else f"ended with exit status {process.returncode}"
+            )
             self.stop(0)
             raise PoolStartError(
-                f"node {self._node}: its agent did not start within {START_SECONDS:.0f} s"
-                + (f"; it said:\n{said}" if said else "")
+                f"node {self._node}: its agent {problem}" + (f"; it said:\n{said}" if said else "")
             )
         self.endpoint = str(msgspec.json.decode(line)["endpoint"])
 

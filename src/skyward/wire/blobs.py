@@ -82,11 +82,15 @@ class BlobStore:
         }
         if new:
             offsets, size = memory.aligned([len(buffer) for buffer in new.values()])
-            segment = self.arena.allocate(size)
+            segment: Segment | None = None
             try:
+                segment = self.arena.allocate(size)
                 segment.write(list(zip(offsets, new.values(), strict=True)))
             except BaseException:
-                segment.close()
+                if segment is not None:
+                    segment.close()
+                for held in blobs.values():
+                    self.unpin(held.segment.id)
                 raise
             self.pin(segment)
             for (name, buffer), offset in zip(new.items(), offsets, strict=True):

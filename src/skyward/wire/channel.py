@@ -214,6 +214,10 @@ class Channel:
         if self._encrypted:
             self._receiver.setblocking(blocking)
 
+    def detach(self) -> tuple[socket.socket, socket.socket]:
+        """The sockets to send and receive on, for a protocol of their own from here on."""
+        return self._sender, self._receiver
+
     def close(self) -> None:
         """Wake whoever reads or writes, and give the sockets back."""
         self.closed = True

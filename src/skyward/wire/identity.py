@@ -209,17 +209,14 @@ def connect(
         return Channel(end, decoder=decoder), welcome
     context = credentials.context(server=False)
     session = secrets.token_hex(8)
-    halves = [
-        _connect_one(
-            endpoint,
-            msgspec.structs.replace(hello, direction=direction, session=session),
-            context,
-            name,
-            seconds,
-        )
-        for direction in ("send", "receive")
-    ]
-    (sender, _, welcome), (receiver, decoder, _) = halves
+    half = msgspec.structs.replace(hello, direction="send", session=session)
+    sender, _, welcome = _connect_one(endpoint, half, context, name, seconds)
+    try:
+        half.direction = "receive"
+        receiver, decoder, _ = _connect_one(endpoint, half, context, name, seconds)
+    except BaseException:
+        sender.close()
+        raise
     return Channel(sender, receiver, decoder), welcome
 
 
@@ -235,7 +232,7 @@ def _connect_one(
     try:
         if family == "unix":
             end.settimeout(seconds)
-            end.connect(address)
+            _connect_unix(end, address, seconds)
             _check_peer(end)
         else:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -257,6 +254,19 @@ def _connect_one(
         end.close()
         raise
     return end, decoder, welcome
+
+
+def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            end.connect(address)
+            return
+        except BlockingIOError:
+            # A full backlog; a Unix socket with a timeout does not wait for room in it.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _check_peer(end: socket.socket) -> None:
@@ -335,8 +345,6 @@ class Listener:
             end.settimeout(self._seconds)
             if self._context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # Raises if the peer is gone already, for which `ssl` would not close its socket.
-                end.getpeername()
                 end = self._context.wrap_socket(
                     end, server_side=True, do_handshake_on_connect=False
                 )
@@ -371,6 +379,9 @@ class Listener:
             return Channel(end, decoder=decoder)
         opposite = "send" if hello.direction == "receive" else "receive"
         with self._lock:
+            if self._closed:
+                end.close()
+                return None
             other = self._halves.pop((hello.session, opposite), None)
             if other is None:
                 stale = [self._halves.pop((hello.session, hello.direction), None)]
@@ -403,7 +414,8 @@ class Listener:
 
     def close(self) -> None:
         """Stop accepting and remove the socket's file."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -8,12 +8,13 @@ import errno
 import itertools
 import mmap
 import os
+import queue
 import shutil
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -25,22 +26,61 @@ CHUNK = 1 << 20
 GRANULE = mmap.ALLOCATIONGRANULARITY
 _ROUND = 1 << 20
 _ids = itertools.count(1)
-_threads: ThreadPoolExecutor | None = None
-_threads_lock = threading.Lock()
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
-def _pool() -> ThreadPoolExecutor:
-    global _threads
-    with _threads_lock:
-        if _threads is None:
-            count = max(1, min(4, len(os.sched_getaffinity(0))))
-            _threads = ThreadPoolExecutor(count, thread_name_prefix="skyward-copy")
-        return _threads
+class Crew:
+    """A few threads that hash and copy.
+
+    An executor of the standard library costs five times as much a job, and a Ctrl-C in the wrong
+    moment leaves its locks locked for good; the queues here are of C, and whole at any moment.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for _ in range(size):
+            threading.Thread(target=self._work, name="skyward-copy", daemon=True).start()
+
+    def map(self, action: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
+        """The action's results, in order."""
+        done: queue.SimpleQueue[tuple[int, Made, BaseException | None]] = queue.SimpleQueue()
+        for job in enumerate(items):
+            self._jobs.put((done, action, *job))
+        results: dict[int, Made] = {}
+        for _ in items:
+            index, result, problem = done.get()
+            if problem is not None:
+                raise problem
+            results[index] = result
+        return [results[index] for index in range(len(items))]
+
+    def _work(self) -> None:
+        while True:
+            done, action, index, item = self._jobs.get()
+            try:
+                done.put((index, action(item), None))
+            except BaseException as problem:
+                done.put((index, None, problem))
+            # Nothing may be kept alive until the next job comes.
+            del done, action, item
+
+
+_crew: Crew | None = None
+_crew_lock = threading.Lock()
+
+
+def _pool() -> Crew:
+    global _crew
+    with _crew_lock:
+        if _crew is None:
+            _crew = Crew(max(1, min(4, len(os.sched_getaffinity(0)))))
+        return _crew
 
 
 def _forget_threads() -> None:
-    global _threads, _threads_lock
-    _threads, _threads_lock = None, threading.Lock()
+    global _crew, _crew_lock
+    _crew, _crew_lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_threads)
@@ -142,7 +182,7 @@ class Segment:
         def copy(job: tuple[int, int, int], alive: object = (anchor, pieces)) -> None:
             ctypes.memmove(*job)
 
-        list(_pool().map(copy, jobs))
+        _pool().map(copy, jobs)
 
     def shared(self) -> mmap.mmap:
         """The owner's own view of the memory."""

@@ -122,6 +122,39 @@ class Topology(Message):
     compute_pool: str
 
 
+class OpenDevice(Message):
+    """Start a process that serves one torch device to this client alone."""
+
+    KIND = 9
+    number: int
+    kind: str
+
+
+class DeviceUp(Message):
+    """A device process listens; `kind` is what it really serves."""
+
+    KIND = 10
+    number: int
+    pid: int
+    endpoint: str
+    kind: str
+
+
+class DeviceDown(Message):
+    """A device process ended, or could not start, and why."""
+
+    KIND = 11
+    number: int
+    reason: str
+
+
+class CloseDevice(Message):
+    """End a device process."""
+
+    KIND = 12
+    number: int
+
+
 class Define(Message):
     """An object to keep under a key: a function's code, or data from `put`."""
 

@@ -92,7 +92,7 @@ def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
         return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
-    if tensor.device.type not in ("cpu", "cuda", "mps") or isinstance(
+    if tensor.device.type not in ("cpu", "cuda", "mps", "sky") or isinstance(
         tensor, torch._subclasses.FakeTensor
     ):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,17 +24,20 @@ from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials, Listener
 from skyward.wire.messages import (
+    CloseDevice,
     ExecutorDown,
     ExecutorUp,
     Hello,
     Kill,
     Message,
+    OpenDevice,
     Ping,
     Shutdown,
     Topology,
     Written,
 )
 from skyward.worker.config import AgentConfig, ExecutorConfig
+from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE, LineCutter
 
 LOOK_SECONDS = 0.25
@@ -69,10 +74,11 @@ class Agent:
         self._heard = time.monotonic()
         self._ending = False
         # Only the main thread starts executors: the kernel ends them with the *thread* that did.
-        self._vacant: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._compute_pool = list(config.compute_pool)
         self._failed_starts: dict[tuple[int, int], int] = {}
         self._oom_kills = _oom_kills()
+        self._devices = DeviceProcesses(config, self._tell)
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = (
             f"unix:{config.folder}/agent.sock"
@@ -93,9 +99,9 @@ class Agent:
                 self._start(worker, slot)
         while not self._ending:
             with contextlib.suppress(queue.Empty):
-                place = self._vacant.get(timeout=LOOK_SECONDS)
-                if place is not None and not self._ending:
-                    self._start(*place)
+                start = self._starts.get(timeout=LOOK_SECONDS)
+                if start is not None and not self._ending:
+                    start()
             self._look_at_client()
             self._look_at_children()
         self._close()
@@ -103,11 +109,14 @@ class Agent:
     def end(self) -> None:
         """Make `serve` kill the executors and return; safe in a signal handler."""
         self._ending = True
-        self._vacant.put(None)
+        self._starts.put(None)
 
     # The client.
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
+        if hello.role != "control":
+            channel.close()
+            return
         with self._lock:
             old, self._channel = self._channel, channel
             self._heard = time.monotonic()
@@ -137,6 +146,10 @@ class Agent:
                 if not 0 <= message.worker < len(self._compute_pool):
                     raise ProtocolError(f"worker {message.worker} is not on this node")
                 self._compute_pool[message.worker] = message.compute_pool
+            case OpenDevice():
+                self._starts.put(functools.partial(self._devices.open, message))
+            case CloseDevice():
+                self._devices.close(message.number)
             case Shutdown():
                 self.end()
             case _:
@@ -191,7 +204,7 @@ class Agent:
             environment["CUDA_VISIBLE_DEVICES"] = config.visible[worker]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "skyward.worker.executor"],
+                [sys.executable, "-P", "-m", "skyward.worker.executor"],
                 stdin=subprocess.PIPE,
                 stdout=pipes["stdout"][1],
                 stderr=pipes["stderr"][1],
@@ -240,7 +253,7 @@ class Agent:
         restarting = self._failed_starts.get(place, 0) < HOPELESS_STARTS
         self._tell(ExecutorDown(child.worker, child.slot, child.process.pid, reason, restarting))
         if restarting:
-            self._vacant.put(place)
+            self._starts.put(functools.partial(self._start, *place))
 
     def _why(self, code: int) -> str:
         if code >= 0:
@@ -318,6 +331,7 @@ class Agent:
 
     def _close(self) -> None:
         self._listener.close()
+        self._devices.close_all()
         with self._lock:
             children = list(self._children.values())
         for child in children:

@@ -32,6 +32,20 @@ class AgentConfig(msgspec.Struct):
     blob_cap: int
 
 
+class DeviceConfig(msgspec.Struct):
+    """What the process of one torch device is told on its standard input."""
+
+    pool: str
+    where: str
+    kind: str
+    credentials: tuple[str, str, str] | None
+    search_path: list[str]
+    status: int
+    """Descriptor to announce the endpoint on."""
+    lifeline: int
+    """Descriptor that reaches its end when the agent is gone."""
+
+
 class ExecutorConfig(msgspec.Struct):
     """Everything one executor process needs to know, sent on its standard input."""
 

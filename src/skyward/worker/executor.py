@@ -48,7 +48,7 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
-from skyward.worker import failures
+from skyward.worker import failures, lifeline
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
@@ -115,7 +115,7 @@ class Executor:
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         with self._lock:
-            taken = self._channel is not None
+            taken = self._channel is not None or hello.role != "data"
             if not taken:
                 self._channel = channel
         if taken:
@@ -339,6 +339,7 @@ class Executor:
             self._calling = None
             return value, False
         self._stream(job, value)
+        self._calling = None
         return None, True
 
     def _stream(self, job: Job, generator: Any) -> None:
@@ -445,29 +446,13 @@ def _in_our_code(frame: FrameType | None) -> bool:
     return file.startswith(_OURS) or file == weakref.__file__
 
 
-def _die_with_parent() -> None:
-    """Linux: be killed when the agent is; the lifeline pipe covers everything else."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _watch_lifeline(descriptor: int) -> None:
-    while os.read(descriptor, 1):
-        pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 def main() -> None:
     """Read the configuration, announce the endpoint, run tasks."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ExecutorConfig)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    _die_with_parent()
-    threading.Thread(
-        target=_watch_lifeline, args=(config.lifeline,), name="skyward-lifeline", daemon=True
-    ).start()
+    lifeline.hold(config.lifeline)
     _raise_descriptor_limit()
     sys.path[:] = config.search_path
     executor = Executor(config)

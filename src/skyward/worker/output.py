@@ -60,14 +60,17 @@ class LineCutter:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is text without a newline at its end."""
-        return bool(self._rest)
+        """Whether there is text, or part of a character, without a newline at its end."""
+        return bool(self._rest or self._decoder.getstate()[0])
 
     def finish(self) -> str:
         """What is left without a newline, as a line of its own."""
-        rest = _visible(self._rest + self._decoder.decode(b"", True))
+        text = self._rest + self._decoder.decode(b"", True)
+        rest = _visible(text)
         self._decoder.reset()
         self._rest = ""
+        if "\r" in text and not rest.strip():
+            return ""  # a progress bar that has wiped itself out
         return rest + "\n" if rest else ""
 
 
@@ -75,6 +78,12 @@ def _visible(line: str) -> str:
     """What a terminal would show of a line with carriage returns in it."""
     parts = [part for part in line.split("\r") if part]
     return parts[-1] if parts else ""
+
+
+def _emit_rest(emit: Emit, task: int, name: str, cutter: LineCutter) -> None:
+    rest = cutter.finish()
+    # If nothing is left of a progress bar, its last state must not stand there for ever.
+    emit(task, name, rest, not rest)
 
 
 class ProcessCapture:
@@ -120,7 +129,7 @@ class ProcessCapture:
                     self._drain(name)
             for name, cutter in self._cutters.items():
                 if cutter.unfinished:
-                    self._emit(self._task, name, cutter.finish(), False)
+                    _emit_rest(self._emit, self._task, name, cutter)
             self._task = 0
 
     def reroute(self, way: Route) -> None:
@@ -196,9 +205,8 @@ class ThreadCapture:
         for name in ("stdout", "stderr"):
             with self._lock:
                 cutter = self._cutters.pop((current_task.get(), name), None)
-            rest = cutter.finish() if cutter else ""
-            if rest:
-                self._emit(current_task.get(), name, rest, False)
+            if cutter is not None and cutter.unfinished:
+                _emit_rest(self._emit, current_task.get(), name, cutter)
 
     def reroute(self, way: Route) -> None:
         """Nothing to do: each write looks at its own context."""
@@ -214,6 +222,7 @@ class TaskStream(RoutedStream):
         self._write = write
         self._flush = flush
         self._number = number
+        self._bytes = _Bytes(self)
         self._written = False
 
     @property
@@ -223,7 +232,10 @@ class TaskStream(RoutedStream):
     @property
     def buffer(self) -> Any:
         """The stream's bytes, for code that writes them directly."""
-        return _Bytes(self)
+        return self._bytes
+
+    def reconfigure(self, **_: Any) -> None:
+        """Nothing: what arrives at the other end is always UTF-8, and always live."""
 
     def pass_on(self, text: str) -> int:
         self._written = True
@@ -244,10 +256,15 @@ class TaskStream(RoutedStream):
 class _Bytes(io.RawIOBase):
     def __init__(self, stream: TaskStream) -> None:
         self._stream = stream
+        # A character may be split between two writes.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._stream.write(bytes(data).decode("utf-8", "replace"))
+        self._stream.write(self._decoder.decode(bytes(data)))
         return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()

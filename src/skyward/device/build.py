@@ -1,0 +1,102 @@
+"""The device's C++ core, compiled on first use and kept for the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import platformdirs
+
+from skyward.errors import SkywardError
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-unused-function")
+
+
+class CompilerError(SkywardError):
+    """The device's core could not be compiled; the message carries what the compiler said."""
+
+
+def library(part: str) -> Path:
+    """The compiled "client" or "worker" core for this torch, from the cache or made now."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.rglob("*.*")):
+        digest.update(source.name.encode() + source.read_bytes())
+    digest.update(" ".join(FLAGS).encode())
+    name = f"{part}-{torch.__version__}-abi{abi}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
+    cache = Path(os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward"))
+    target = cache / "device" / name
+    if not target.exists():
+        _compile(part, home, target)
+    return target
+
+
+def _compile(part: str, torch_home: Path, target: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise CompilerError(
+            "the torch device needs a C++ compiler once, and there is none; install g++ (for "
+            "example `apt-get install g++`) or name one with CXX"
+        )
+    started = time.monotonic()
+    print(
+        f"skyward: compiling the torch device's {part} core, once for this torch (about a minute)",
+        file=sys.stderr,
+        flush=True,
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sky-build-", dir=target.parent) as folder:
+        sources = sorted((SOURCES / part).glob("*.cpp"))
+        objects = [Path(folder, source.stem + ".o") for source in sources]
+        include = f"-I{torch_home / 'include'}"
+        with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+            compiled = [
+                workers.submit(_run, compiler, *FLAGS, include, "-c", str(source), "-o", str(made))
+                for source, made in zip(sources, objects, strict=True)
+            ]
+            for one in compiled:
+                one.result()
+        linked = Path(folder, "linked.so")
+        libraries = torch_home / "lib"
+        _run(
+            compiler,
+            "-shared",
+            *map(str, objects),
+            "-o",
+            str(linked),
+            f"-L{libraries}",
+            "-ltorch_cpu",
+            "-lc10",
+            f"-Wl,-rpath,{libraries}",
+        )
+        # Atomic: another process may be making the same.
+        with contextlib.suppress(FileExistsError):
+            os.replace(linked, target)
+    print(
+        f"skyward: compiled in {time.monotonic() - started:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line][:20]
+        raise CompilerError(
+            f"compiling the torch device's core failed:\n{' '.join(command)}\n"
+            + "\n".join(errors or done.stderr.splitlines()[-20:])
+        )

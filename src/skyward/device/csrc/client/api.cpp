@@ -1,0 +1,95 @@
+// The C interface that Python drives through ctypes; every function returns 0, or 1 with a message.
+#include <ATen/Context.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+
+#include <set>
+#include <sstream>
+
+#include "session.h"
+
+namespace sky {
+int register_widely(const std::set<std::string>& left);
+
+namespace {
+thread_local std::string last_message;
+
+template <typename F>
+int guarded(F&& f) {
+  try {
+    f();
+    return 0;
+  } catch (const c10::Error& e) {
+    last_message = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    last_message = e.what();
+  }
+  return 1;
+}
+}  // namespace
+}  // namespace sky
+
+extern "C" {
+
+const char* sky_message() { return sky::last_message.c_str(); }
+
+// `left` names operations, separated by spaces, whose composite kernels are right as they are.
+int sky_register(const char* left, int* count) {
+  return sky::guarded([&] {
+    std::istringstream words(left);
+    std::set<std::string> names{std::istream_iterator<std::string>(words), {}};
+    *count = sky::register_widely(names);
+  });
+}
+
+int sky_open(int index, int ops, int bulk, int on_cpu) {
+  return sky::guarded([&] { sky::open_session(index, ops, bulk, on_cpu != 0); });
+}
+
+int sky_close(int index, const char* why) {
+  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).close(why); });
+}
+
+int sky_synchronize(int index) {
+  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).synchronize(); });
+}
+
+int sky_stats(int index, uint64_t* out) {
+  return sky::guarded([&] {
+    auto& s = sky::session_at(static_cast<c10::DeviceIndex>(index)).stats;
+    uint64_t values[] = {s.operations, s.hits, s.asks, s.bytes, s.waits, s.uploaded, s.fetched};
+    std::memcpy(out, values, sizeof values);
+  });
+}
+
+int sky_seed(int index, uint64_t seed) {
+  return sky::guarded([&] {
+    auto g = at::detail::getPrivateUse1Hooks().getDefaultGenerator(static_cast<c10::DeviceIndex>(index));
+    std::lock_guard<std::mutex> lock(g.mutex());
+    g.set_current_seed(seed);
+  });
+}
+
+// With `data` null, the state's size only.
+int sky_get_state(int index, char* data, uint64_t* size) {
+  return sky::guarded([&] {
+    auto g = at::detail::getPrivateUse1Hooks().getDefaultGenerator(static_cast<c10::DeviceIndex>(index));
+    auto state = g.get_state();
+    if (data && *size == state.nbytes()) std::memcpy(data, state.const_data_ptr(), state.nbytes());
+    *size = state.nbytes();
+  });
+}
+
+int sky_set_state(int index, const char* data, uint64_t size) {
+  return sky::guarded([&] {
+    auto g = at::detail::getPrivateUse1Hooks().getDefaultGenerator(static_cast<c10::DeviceIndex>(index));
+    auto state = at::empty({static_cast<int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(state.mutable_data_ptr(), data, size);
+    g.set_state(state);
+  });
+}
+
+int sky_current() { return sky::current_device(); }
+void sky_set_current(int index) { sky::set_current_device(static_cast<c10::DeviceIndex>(index)); }
+int sky_count() { return sky::open_count(); }
+}

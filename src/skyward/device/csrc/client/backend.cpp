@@ -1,0 +1,169 @@
+// What PyTorch needs to know of a backend: its device guard, hooks and random number generators.
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <atomic>
+#include <random>
+
+#include "session.h"
+
+namespace sky {
+namespace {
+
+// One queue per device runs everything in order, so every stream is that queue.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = kSky;
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+  c10::DeviceType type() const override { return kSky; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    auto old = getDevice();
+    setDevice(device);
+    return old;
+  }
+  c10::Device getDevice() const override { return {kSky, current_device()}; }
+  void setDevice(c10::Device device) const override { set_current_device(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(device.index()); }
+  c10::Stream getStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getNewStream(c10::Device d, int) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  // The autograd engine sizes its queues from this once, at the first backward: count them all.
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevicesMax; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream& s) const override { session_at(s.device_index()).synchronize(); }
+  void synchronizeDevice(const c10::DeviceIndex index) const override { session_at(index).synchronize(); }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = std::make_unique<char>().release();
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override { session_at(-1).synchronize(); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    std::unique_ptr<char> owned(static_cast<char*>(event));
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// The state is in the worker's generator, so numbers equal a native run on that hardware.
+class Generator final : public c10::GeneratorImpl {
+ public:
+  Generator(c10::DeviceIndex index, uint32_t id)
+      : GeneratorImpl(c10::Device(kSky, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), id_(id) {}
+
+  ~Generator() override {
+    if (!id_) return;
+    try {
+      tell(kForget, "", false);
+    } catch (...) {
+      // The device is gone, and the worker's generator with it.
+    }
+  }
+
+  static c10::DeviceType device_type() { return kSky; }
+
+  void set_current_seed(uint64_t seed) override {
+    seed_ = seed;
+    tell(kSeed, std::string_view(reinterpret_cast<const char*>(&seed), 8), false);
+  }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    std::random_device random;
+    set_current_seed((uint64_t{random()} << 32 | random()) & 0x1FFFFFFFFFFFFF);
+    return seed_;
+  }
+  // Not an offset here: how the fallback learns which of the worker's generators is meant.
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "a sky generator has no offset to set; use set_state"); }
+  uint64_t get_offset() const override { return id_; }
+  void set_state(const c10::TensorImpl& state) override {
+    tell(kSetState, std::string_view(static_cast<const char*>(state.data()), state.numel()), true);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto content = tell(kGetState, "", true);
+    auto state = at::empty({static_cast<int64_t>(content.size())}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(state.mutable_data_ptr(), content.data(), content.size());
+    return state.getIntrusivePtr();
+  }
+
+ private:
+  std::string tell(GeneratorAction action, std::string_view content, bool replied) const {
+    auto& session = session_at(device().index());
+    Writer w;
+    w.u32(kGenerator);
+    w.u32(static_cast<uint32_t>(4 + 1 + 4 + content.size()));
+    w.u32(id_);
+    w.u8(action);
+    w.text(content);
+    std::lock_guard lock(session.mutex);
+    session.check_open();
+    if (replied) return session.ask(w.bytes().data(), w.size());
+    session.put(w.bytes().data(), w.size());
+    return "";
+  }
+  GeneratorImpl* clone_impl() const override {
+    static std::atomic<uint32_t> next{1u << 20};
+    auto copy = std::make_unique<Generator>(device().index(), next++);
+    copy->set_state(*get_state());
+    copy->seed_ = seed_;
+    return copy.release();
+  }
+
+  uint32_t id_;
+  uint64_t seed_ = c10::default_rng_seed_val;
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return open_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(open_count()); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    auto old = current_device();
+    if (index >= 0) set_current_device(index);
+    return old;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    static std::array<at::Generator, kDevicesMax> made;
+    static std::mutex mutex;
+    if (index < 0) index = current_device();
+    std::lock_guard lock(mutex);
+    auto& g = made.at(static_cast<size_t>(index));
+    if (!g.defined()) g = at::make_generator<Generator>(index, 0);
+    return g;
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    static std::atomic<uint32_t> next{1};
+    auto g = at::make_generator<Generator>(index < 0 ? current_device() : index, next++);
+    g.set_current_seed(c10::default_rng_seed_val);
+    return g;
+  }
+  c10::Device getDeviceFromPtr(void*) const override { return {kSky, current_device()}; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    auto number = reinterpret_cast<uintptr_t>(impl->_mutable_data_ptr_no_checks().get());
+    auto* session = session_by_serial(static_cast<uint32_t>(number >> 20));
+    TORCH_CHECK(session, "a sky storage without memory cannot be resized");
+    struct __attribute__((packed)) { uint32_t kind, slot; uint64_t bytes; }
+        record{kResize, static_cast<uint32_t>(number & 0xfffff), bytes};
+    std::lock_guard lock(session->mutex);
+    session->check_open();
+    session->put(&record, sizeof record);
+    impl->set_nbytes(bytes);
+  }
+};
+
+const bool hooked = [] {
+  at::RegisterPrivateUse1HooksInterface(std::make_unique<Hooks>().release());
+  return true;
+}();
+
+}  // namespace
+}  // namespace sky

@@ -1,0 +1,224 @@
+// Kernels of our own: making tensors, looking at them differently, moving their bytes.
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorOptions.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "session.h"
+
+namespace sky {
+
+at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                       c10::ScalarType dtype, uint64_t bytes, bool tell) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      session.new_storage(bytes, tell), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      c10::scalarTypeToTypeMeta(dtype));
+  impl->set_sizes_and_strides(sizes, strides);
+  return at::Tensor(std::move(impl));
+}
+
+namespace {
+
+using OptDtype = std::optional<at::ScalarType>;
+using OptLayout = std::optional<at::Layout>;
+using OptDevice = std::optional<at::Device>;
+
+Session& wanted(const OptDevice& device, const OptLayout& layout) {
+  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided, "a sky device holds dense tensors only");
+  return session_at(device ? device->index() : c10::DeviceIndex(-1));
+}
+
+at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, OptDtype dtype, OptLayout layout,
+                         OptDevice device, std::optional<bool>) {
+  at::detail::check_size_nonnegative(sizes);
+  auto kind = c10::dtype_or_default(dtype);
+  auto bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(kind));
+  return make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true);
+}
+
+at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDevice device,
+                 std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  at::detail::check_size_nonnegative(sizes);
+  auto kind = c10::dtype_or_default(dtype);
+  auto bytes = at::detail::computeStorageNbytesContiguous(sizes, c10::elementSize(kind));
+  auto t = make_tensor(wanted(device, layout), sizes, c10::contiguous_strides(sizes), kind, bytes, true);
+  if (format && *format != at::MemoryFormat::Contiguous)
+    t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return t;
+}
+
+// Elsewhere a tensor without memory that stands for zeros; here every tensor has a slot.
+at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDevice device,
+                           std::optional<bool> pin) {
+  return at::zeros(sizes, dtype, layout, device, pin);
+}
+
+bool is_sky(const at::Tensor& t) { return t.device().type() == kSky; }
+
+// Elements of a dense tensor lie in its storage without gaps, in order.
+void upload(const at::Tensor& to, const at::Tensor& host) {
+  auto& session = Session::of(to.unsafeGetTensorImpl());
+  auto offset = static_cast<uint64_t>(to.storage_offset()) * to.itemsize();
+  session.upload(Session::slot_of(to.unsafeGetTensorImpl()), offset, host.const_data_ptr(), host.nbytes());
+}
+
+void copy_on_worker(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  torch::jit::Stack stack{to, from, non_blocking};
+  fallback(op, &stack);
+}
+
+void copy_to_sky(const at::Tensor& to, const at::Tensor& from) {
+  auto host = from.to(to.scalar_type()).expand(to.sizes()).contiguous();
+  if (to.is_contiguous()) {
+    upload(to, host);
+    return;
+  }
+  auto staged = at::empty(to.sizes(), to.options().memory_format(at::MemoryFormat::Contiguous));
+  upload(staged, host);
+  copy_on_worker(to, staged, false);
+}
+
+void copy_to_host(at::Tensor to, const at::Tensor& from) {
+  auto& session = Session::of(from.unsafeGetTensorImpl());
+  bool direct = to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  auto host = direct ? to : at::empty(from.sizes(), at::TensorOptions().dtype(from.scalar_type()));
+  session.fetch(from, host.mutable_data_ptr(), host.nbytes());
+  if (!direct) to.copy_(host);
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
+  if (self.is_same(given)) return self;
+  auto to = self;
+  auto from = given;
+  // Lazy conjugation and negation are bits here and must become values on the way.
+  if (to.is_conj()) {
+    to = to.conj();
+    from = from.conj();
+  }
+  if (to.is_neg()) {
+    to = to._neg_view();
+    from = from._neg_view();
+  }
+  from = from.resolve_conj().resolve_neg();
+  if (!to.numel()) {
+    (void)from.expand(to.sizes());
+    return self;
+  }
+  if (is_sky(to) && is_sky(from)) {
+    TORCH_CHECK(to.device() == from.device(), "copying from ", from.device(), " to ", to.device(),
+                " directly is not supported yet; go through the host with .cpu()");
+    copy_on_worker(to, from, non_blocking);
+  } else if (is_sky(to)) {
+    copy_to_sky(to, from.cpu());
+  } else {
+    copy_to_host(to, from);
+  }
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  auto target = to;
+  copy_(target, from, non_blocking);
+  return to;
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  auto host = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
+  Session::of(self.unsafeGetTensorImpl()).fetch(self, host.mutable_data_ptr(), host.nbytes());
+  return host.item();
+}
+
+// Views share the storage and never travel.
+
+at::Tensor view(const at::Tensor& self, c10::IntArrayRef sizes) { return at::native::view(self, sizes); }
+
+at::Tensor as_strided(const at::Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                      std::optional<int64_t> offset) {
+  return at::native::as_strided_tensorimpl(self, sizes, strides, offset);
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  return at::native::_reshape_alias(self, sizes, strides);
+}
+
+at::Tensor unfold(const at::Tensor& self, int64_t dim, int64_t size, int64_t step) {
+  return at::native::unfold(self, dim, size, step);
+}
+
+// Storage.
+
+void ensure(c10::StorageImpl* storage, uint64_t bytes) {
+  if (storage->nbytes() < bytes)
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(
+        c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage)), bytes);
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(sizes);
+  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  auto bytes = at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset());
+  ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes,
+                        c10::IntArrayRef strides) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source);
+  impl->set_storage_offset(offset);
+  if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides);
+  else impl->set_sizes_contiguous(sizes);
+  auto bytes = self.numel()
+      ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), static_cast<size_t>(offset))
+      : 0;
+  ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  auto items = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_storage(self, std::move(source), 0, {items}, {1});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+at::Tensor& set_nothing(at::Tensor& self) {
+  auto& session = session_at(self.device().index());
+  return set_storage(self, session.new_storage(0, true), 0, {0}, {1});
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", efficient_zeros);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("view", view);
+  m.impl("_unsafe_view", view);
+  m.impl("as_strided", as_strided);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("unfold", unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+}
+
+}  // namespace
+}  // namespace sky

@@ -1,0 +1,297 @@
+#include "session.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "../wire/socket.h"
+
+namespace sky {
+namespace {
+
+// Inline at about a kilobyte, and after a moment when dirty: measured best for latency and rate.
+constexpr size_t kFlushAt = 1024;
+constexpr auto kFlushAfter = std::chrono::microseconds(100);
+constexpr auto kSleepAfter = std::chrono::milliseconds(5);
+// Small uploads ride in the op stream; the copy there is their snapshot.
+constexpr uint64_t kInlineUpload = 64 << 10;
+constexpr uint64_t kInlineFetch = 64 << 10;
+
+std::mutex registry_mutex;
+std::vector<std::unique_ptr<Session>> sessions;
+Session* by_index[kDevicesMax] = {};
+thread_local c10::DeviceIndex current = 0;
+
+uintptr_t encode(uint32_t serial, uint32_t slot) { return (uintptr_t{serial} << 20) | slot; }
+
+void delete_storage(void* context) noexcept {
+  auto number = reinterpret_cast<uintptr_t>(context);
+  if (auto* session = session_by_serial(static_cast<uint32_t>(number >> 20)))
+    session->release(static_cast<uint32_t>(number & 0xfffff));
+}
+
+}  // namespace
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto storage = session_at(current).new_storage(bytes, true);
+    return std::move(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &delete_storage; }
+  void copy_data(void*, const void*, size_t) const override {
+    TORCH_CHECK(false, "a sky storage has no memory here to copy");
+  }
+};
+
+Allocator allocator;
+REGISTER_ALLOCATOR(kSky, &allocator);
+
+Session& session_at(c10::DeviceIndex index) {
+  if (index < 0) index = current;
+  TORCH_CHECK(index < kDevicesMax && by_index[index],
+              "there is no device sky:", int(index), "; get one with compute.device()");
+  return *by_index[index];
+}
+
+Session* session_by_serial(uint32_t serial) noexcept {
+  return serial && serial <= sessions.size() ? sessions[serial - 1].get() : nullptr;
+}
+
+Session& open_session(int index, int ops, int bulk, bool on_cpu) {
+  std::lock_guard lock(registry_mutex);
+  // Reserved at once: a storage's deleter looks sessions up without the lock.
+  if (sessions.capacity() < 4096) sessions.reserve(4096);
+  auto serial = static_cast<uint32_t>(sessions.size() + 1);
+  sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, on_cpu));
+  by_index[index] = sessions.back().get();
+  return *sessions.back();
+}
+
+int open_count() {
+  int count = 0;
+  for (int i = 0; i < kDevicesMax; i++)
+    if (by_index[i]) count = i + 1;
+  return count;
+}
+
+bool synchronous() {
+  static const bool on = [] {
+    auto* v = std::getenv("SKYWARD_DEVICE_SYNC");
+    return v && *v && *v != '0';
+  }();
+  return on;
+}
+
+c10::DeviceIndex current_device() { return current; }
+void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
+
+Session::Session(int index, uint32_t serial, int ops, int bulk, bool on_cpu)
+    : index(index), serial(serial), on_cpu(on_cpu), ops_(ops), bulk_(bulk) {
+  out_.reserve(1 << 16);
+  flusher_ = std::thread([this] { flush_later(); });
+}
+
+Session::~Session() {
+  ending_ = true;
+  wake_.notify_all();
+  if (flusher_.joinable()) flusher_.join();
+}
+
+c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
+  std::lock_guard lock(mutex);
+  check_open();
+  auto slot = slots_.take();
+  TORCH_CHECK(slot, "more than ", Slots::kCount, " tensors live on sky:", index);
+  if (tell) {
+    struct __attribute__((packed)) { uint32_t kind, slot; uint64_t bytes; } record{kNew, slot, bytes};
+    put(&record, sizeof record);
+  }
+  auto* p = reinterpret_cast<void*>(encode(serial, slot));
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes,
+      c10::DataPtr(p, p, &delete_storage, c10::Device(kSky, static_cast<c10::DeviceIndex>(index))),
+      &allocator, true));
+}
+
+void Session::release(uint32_t slot) noexcept {
+  if (!slot) return;
+  std::lock_guard lock(mutex);
+  slots_.give(slot);
+  if (is_closed_) return;
+  uint32_t record = kFree | slot;
+  try {
+    put(&record, sizeof record);
+  } catch (...) {
+    // The connection broke; the next operation says so.
+  }
+}
+
+uint32_t Session::slot_of(const c10::TensorImpl* tensor) {
+  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  return static_cast<uint32_t>(
+      reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()) & 0xfffff);
+}
+
+Session& Session::of(const c10::TensorImpl* tensor) {
+  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
+  auto number = reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get());
+  auto* session = session_by_serial(static_cast<uint32_t>(number >> 20));
+  TORCH_CHECK(session, "a sky tensor without memory");
+  return *session;
+}
+
+void Session::put(const void* data, size_t size) {
+  out_.append(static_cast<const char*>(data), size);
+  stats.bytes += size;
+  if (out_.size() >= kFlushAt) {
+    flush();
+    return;
+  }
+  dirty_.store(true, std::memory_order_relaxed);
+  if (asleep_.load(std::memory_order_acquire)) {
+    std::lock_guard lock(wake_mutex_);
+    asleep_ = false;
+    wake_.notify_one();
+  }
+}
+
+void Session::flush() {
+  dirty_.store(false, std::memory_order_relaxed);
+  if (out_.empty()) return;
+  try {
+    send_all(ops_, out_.data(), out_.size());
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+  out_.clear();
+}
+
+void Session::flush_later() {
+  auto quiet_since = std::chrono::steady_clock::now();
+  while (!ending_) {
+    std::this_thread::sleep_for(kFlushAfter);
+    auto now = std::chrono::steady_clock::now();
+    if (dirty_.load(std::memory_order_relaxed)) {
+      std::lock_guard lock(mutex);
+      try {
+        if (!is_closed_) flush();
+      } catch (...) {
+        // Noted by `broken`; the next operation raises it.
+      }
+      quiet_since = now;
+    } else if (now - quiet_since > kSleepAfter) {
+      std::unique_lock lock(wake_mutex_);
+      asleep_.store(true, std::memory_order_release);
+      if (!dirty_) wake_.wait(lock, [this] { return !asleep_ || ending_.load(); });
+      asleep_ = false;
+      quiet_since = now;
+    }
+  }
+}
+
+void Session::broken(const char* what) {
+  close(std::string("sky:") + std::to_string(index) + " is gone: " + what);
+  check_open();
+  std::abort();  // unreachable: check_open throws
+}
+
+void Session::close(const std::string& why) {
+  std::lock_guard lock(mutex);
+  if (is_closed_) return;
+  is_closed_ = true;
+  closed_ = why;
+  out_.clear();
+  ::shutdown(ops_, SHUT_RDWR);
+  ::shutdown(bulk_, SHUT_RDWR);
+  if (by_index[index] == this) by_index[index] = nullptr;
+}
+
+void Session::check_open() const { TORCH_CHECK(!is_closed_, closed_); }
+
+std::string Session::reply() {
+  stats.waits++;
+  try {
+    char head[5];
+    receive_all(ops_, head, sizeof head);
+    uint32_t length;
+    std::memcpy(&length, head, 4);
+    std::string content(length, '\0');
+    receive_all(ops_, content.data(), length);
+    switch (head[4]) {
+      case kOk: return content;
+      case kIndexError: C10_THROW_ERROR(IndexError, content);
+      case kValueError: C10_THROW_ERROR(ValueError, content);
+      case kTypeError: C10_THROW_ERROR(TypeError, content);
+      case kNotImplemented: C10_THROW_ERROR(NotImplementedError, content);
+      case kLinearAlgebra: C10_THROW_ERROR(LinAlgError, content);
+      case kOutOfMemory: C10_THROW_ERROR(OutOfMemoryError, content);
+      default: TORCH_CHECK(false, content);
+    }
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+}
+
+std::string Session::ask(const void* data, size_t size) {
+  put(data, size);
+  flush();
+  return reply();
+}
+
+void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size) {
+  std::lock_guard lock(mutex);
+  check_open();
+  bool is_inline = size <= kInlineUpload;
+  struct __attribute__((packed)) { uint32_t kind, slot; uint64_t offset, size; uint8_t is_inline; }
+      record{kUpload, slot, offset, size, is_inline};
+  put(&record, sizeof record);
+  stats.uploaded += size;
+  if (is_inline) {
+    put(data, size);
+    return;
+  }
+  flush();
+  try {
+    send_all(bulk_, data, size);
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+}
+
+void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
+  std::lock_guard lock(mutex);
+  check_open();
+  Writer w;
+  w.u32(slot_of(source.unsafeGetTensorImpl()));
+  w.u8(static_cast<uint8_t>(source.scalar_type()));
+  w.u8(static_cast<uint8_t>(source.dim()));
+  for (auto s : source.sizes()) w.i64(s);
+  for (auto s : source.strides()) w.i64(s);
+  w.i64(source.storage_offset());
+  Writer record;
+  record.u32(kFetch);
+  record.u32(static_cast<uint32_t>(w.size()));
+  record.raw(w.bytes().data(), w.size());
+  auto content = ask(record.bytes().data(), record.size());
+  stats.fetched += size;
+  if (size <= kInlineFetch) {
+    TORCH_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
+    std::memcpy(into, content.data(), size);
+    return;
+  }
+  try {
+    receive_all(bulk_, into, size);
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+}
+
+void Session::synchronize() {
+  std::lock_guard lock(mutex);
+  check_open();
+  uint32_t record = kSync;
+  ask(&record, sizeof record);
+}
+
+}  // namespace sky

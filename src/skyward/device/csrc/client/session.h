@@ -1,0 +1,124 @@
+// A session: one device of one worker process, its connection, slots and templates.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "../wire/records.h"
+#include "slots.h"
+
+namespace sky {
+
+constexpr auto kSky = c10::DeviceType::PrivateUse1;
+constexpr int kDevicesMax = 64;
+
+struct Layout {
+  c10::ScalarType dtype{};
+  c10::SmallVector<int64_t, 6> sizes, strides;
+  uint8_t bits = 0;
+  bool contiguous = true;  // to the letter: dimensions of size one count as well
+  uint64_t bytes = 0;      // of the storage
+};
+
+struct OutInfo {
+  Output kind = kNothing;
+  Layout layout;
+  std::vector<OutInfo> items;
+  c10::IValue value;
+};
+
+// What an operation writes to an argument besides its elements: `out=` may resize it.
+struct Resized {
+  uint32_t tensor;  // counted over the tensor arguments
+  Layout layout;
+};
+
+struct OpInfo;
+
+struct Template {
+  uint32_t id;
+  const OpInfo* op;
+  std::vector<uint64_t> key;
+  bool known = false;
+  uint32_t new_tensors = 0;
+  std::vector<OutInfo> outs;
+  std::vector<Resized> resized;
+  Template* next = nullptr;  // what came after it last time
+};
+
+struct Stats {
+  uint64_t operations = 0, hits = 0, asks = 0, bytes = 0, waits = 0, uploaded = 0, fetched = 0;
+};
+
+class Session {
+ public:
+  Session(int index, uint32_t serial, int ops, int bulk, bool on_cpu);
+  ~Session();
+  Session(const Session&) = delete;
+
+  // Storage: a number in place of a pointer. Thread-safe, and the deleter may run on any thread.
+  c10::Storage new_storage(uint64_t bytes, bool tell);
+  void release(uint32_t slot) noexcept;
+  static uint32_t slot_of(const c10::TensorImpl* tensor);
+  static Session& of(const c10::TensorImpl* tensor);
+
+  // Records.
+  void put(const void* data, size_t size);
+  void flush();
+  std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
+  void upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size);
+  void fetch(const at::Tensor& source, void* into, uint64_t size);
+  void synchronize();
+  void close(const std::string& why);
+  void check_open() const;
+
+  std::recursive_mutex mutex;
+  const int index;
+  const uint32_t serial;
+  const bool on_cpu;  // what the worker computes on
+  Stats stats;
+  std::unordered_multimap<uint64_t, std::unique_ptr<Template>> templates;
+  uint32_t template_count = 0;
+  Template* last = nullptr;
+
+ private:
+  std::string reply();
+  void flush_later();
+  [[noreturn]] void broken(const char* what);
+
+  int ops_, bulk_;
+  std::string out_;
+  Slots slots_;
+  std::string closed_;
+  bool is_closed_ = false;
+  std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false};
+  std::mutex wake_mutex_;
+  std::condition_variable wake_;
+  std::thread flusher_;
+};
+
+// The session behind a device index; throws if there is none.
+Session& session_at(c10::DeviceIndex index);
+Session* session_by_serial(uint32_t serial) noexcept;
+Session& open_session(int index, int ops, int bulk, bool on_cpu);
+int open_count();
+bool synchronous();
+
+c10::DeviceIndex current_device();
+void set_current_device(c10::DeviceIndex index);
+
+at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                       c10::ScalarType dtype, uint64_t bytes, bool tell);
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+}  // namespace sky

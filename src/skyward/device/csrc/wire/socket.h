@@ -1,0 +1,50 @@
+// Blocking sockets that say what went wrong.
+#pragma once
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <sys/socket.h>
+#include <sys/types.h>
+
+namespace sky {
+
+class Disconnected : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline void send_all(int fd, const void* data, size_t size) {
+  auto* p = static_cast<const char*>(data);
+  while (size) {
+    ssize_t n = ::send(fd, p, size, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
+    p += n;
+    size -= static_cast<size_t>(n);
+  }
+}
+
+// At least one byte; 0 only at the end of the stream.
+inline size_t receive_some(int fd, void* into, size_t size) {
+  for (;;) {
+    ssize_t n = ::recv(fd, into, size, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
+    return static_cast<size_t>(n);
+  }
+}
+
+inline void receive_all(int fd, void* into, size_t size) {
+  auto* p = static_cast<char*>(into);
+  while (size) {
+    size_t n = receive_some(fd, p, size);
+    if (!n) throw Disconnected("the other end is gone");
+    p += n;
+    size -= n;
+  }
+}
+
+}  // namespace sky

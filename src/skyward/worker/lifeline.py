@@ -1,0 +1,25 @@
+"""The lifeline: a process that must not outlive its agent holds on to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+
+def hold(descriptor: int) -> None:
+    """End this process and its children when the pipe's other end, or the parent, is gone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    threading.Thread(
+        target=_watch, args=(descriptor,), name="skyward-lifeline", daemon=True
+    ).start()
+
+
+def _watch(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""A compute's life: ready, suspended, resumed, deleted, and what each state allows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+import skyward as sky
+from skytorch.client import Compute, init
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_async_with_starts_it_and_takes_it_down(nothing_left: None) -> None:
+    async def main() -> Compute:
+        async with Compute(name="mnist") as node:
+            assert await node.execute(process) != os.getpid()
+            return node
+
+    node = asyncio.run(main())
+
+    assert repr(node) == "<skytorch.Compute mnist: deleted>"
+
+
+def test_a_training_step_runs_on_its_device(node: Compute) -> None:
+    torch.manual_seed(0)
+    local = torch.nn.Linear(4, 2)
+    remote = torch.nn.Linear(4, 2)
+    remote.load_state_dict(local.state_dict())
+    remote.to(node.device("cuda"))
+    x = torch.randn(8, 4)
+    for model, data in ((local, x), (remote, x.to(node.device("cuda")))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    assert remote.weight.device.type == "sky"
+    torch.testing.assert_close(remote.weight.cpu(), local.weight)
+
+
+def test_the_device_is_the_same_whatever_name_it_is_asked_by(
+    node: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEVICE")
+
+    if not torch.cuda.is_available():
+        assert node.device("cpu") == node.device("auto") == node.device()
+
+
+def test_ready_twice_starts_once(nothing_left: None) -> None:
+    async def main() -> tuple[int, int]:
+        node = Compute(name="twice")
+        await asyncio.gather(node.ready(), node.ready())
+        first = await node.execute(process)
+        await node.ready()
+        second = await node.execute(process)
+        await node.delete()
+        await node.delete()
+        return first, second
+
+    first, second = asyncio.run(main())
+
+    assert first == second
+
+
+def test_a_suspended_compute_refuses_its_device_until_it_is_resumed(nothing_left: None) -> None:
+    async def main() -> None:
+        async with Compute(name="napper") as node:
+            before = torch.ones(3, device=node.device())
+            await node.suspend()
+
+            with pytest.raises(sky.PoolClosedError, match=r"'napper' is suspended.*resume\(\)"):
+                node.device()
+            with pytest.raises(sky.PoolClosedError, match=r"execute\(\): .* is suspended"):
+                await node.execute(process)
+            with pytest.raises(sky.PoolClosedError, match=r"ready\(\): .* is suspended"):
+                await node.ready()
+            with pytest.raises(RuntimeError, match="is gone"):
+                before.sum().item()
+
+            await node.resume()
+            after = torch.ones(3, device=node.device())
+            assert after.sum().item() == 3.0
+            with pytest.raises(RuntimeError, match="is gone"):
+                before.sum().item()
+
+    asyncio.run(main())
+
+
+def test_made_suspended_it_waits_for_resume(nothing_left: None) -> None:
+    async def main() -> None:
+        async with Compute(name="later", suspend=True) as node:
+            with pytest.raises(sky.PoolClosedError, match="'later' is suspended"):
+                node.device()
+            await node.resume()
+            assert await node.execute(process) != os.getpid()
+
+    asyncio.run(main())
+
+
+def test_before_it_is_ready_it_says_how_to_start_it() -> None:
+    with pytest.raises(
+        sky.PoolClosedError, match=r"'new' has not started; `await node\.ready\(\)`"
+    ):
+        Compute(name="new").device()
+
+
+def test_once_deleted_it_stays_so() -> None:
+    async def main() -> None:
+        node = Compute(name="past")
+        await node.delete()
+        for again in (node.ready, node.resume, node.suspend):
+            with pytest.raises(sky.PoolClosedError, match="'past' was deleted; make another"):
+                await again()
+
+    asyncio.run(main())
+
+
+def test_env_reaches_functions_and_defaults_are_replaced_as_a_whole(nothing_left: None) -> None:
+    async def main() -> list[str | None]:
+        init(env={"FIRST": "1", "BOTH": "init"})
+        async with Compute(name="plain") as plain, Compute(name="own", env={"BOTH": "own"}) as own:
+            return [
+                await node.execute(variable, name)
+                for node in (plain, own)
+                for name in ("FIRST", "BOTH")
+            ]
+
+    assert asyncio.run(main()) == ["1", "init", None, "own"]
+
+
+def test_asking_for_what_no_device_is_called_names_what_there_is(
+    node: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEVICE")
+
+    with pytest.raises(sky.ConfigurationError, match="has no 'tpu', it has cpu"):
+        node.device("tpu")

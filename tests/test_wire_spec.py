@@ -1,0 +1,135 @@
+"""docs/wire.md says what the code does: every number, every kind, every field."""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+
+from skyward.pool import streams as pool_streams
+from skyward.wire import blobs, frames, identity, memory, messages
+from skyward.worker import streams as worker_streams
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "wire.md").read_text()
+SOURCES = ROOT / "src" / "skyward"
+
+
+def table(*columns: str) -> list[list[str]]:
+    """The rows of the table with this heading."""
+    heading = "| " + " | ".join(columns) + " |\n"
+    assert PAGE.count(heading) == 1, f"one table should begin with {heading}"
+    _, _, after = PAGE.partition(heading)
+    rows = []
+    for line in after.splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def written(hint: Any) -> str:
+    """A field's type as the page writes it."""
+    if hint is messages.Size or hint is messages.Place:
+        return "size" if hint is messages.Size else "place"
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return hint.__name__.lower()
+    origin, inner = typing.get_origin(hint), [written(part) for part in typing.get_args(hint)]
+    if origin is list:
+        return f"[{inner[0]}]"
+    if origin is tuple:
+        return f"({', '.join(inner)})"
+    if origin is dict:
+        return f"{{{inner[0]}: {inner[1]}}}"
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("nil" if part == "NoneType" else part for part in inner)
+    assert origin is not Annotated, hint
+    name: str = hint.__name__
+    return name
+
+
+def fields(kind: type[msgspec.Struct]) -> str:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return ", ".join(
+        f"{field.name}{'' if field.required else '?'} {written(hints[field.name])}"
+        for field in msgspec.structs.fields(kind)
+    )
+
+
+def test_the_header_is_as_described() -> None:
+    assert f"struct {frames.HEADER.format}, {frames.HEADER.size} bytes" in PAGE
+    widths = {"B": "u8", "H": "u16", "I": "u32", "Q": "u64"}
+    rows = table("field", "type", "meaning")
+    assert [row[1] for row in rows] == [widths[code] for code in frames.HEADER.format[1:]]
+    packed = frames.header(7, 5, 6, 3)
+    assert frames.HEADER.unpack(packed) == (7, 3, frames.PROTOCOL, 5, 6)
+    assert [row[0] for row in rows] == [
+        "kind",
+        "descriptors",
+        "protocol",
+        "meta length",
+        "body length",
+    ]
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    homes = (frames, identity, blobs, pool_streams)
+    for name, value, _ in table("limit", "value", "meaning"):
+        (actual,) = {repr(getattr(home, name)) for home in homes if hasattr(home, name)}
+        assert actual == value, name
+    assert pool_streams.WINDOW == worker_streams.WINDOW
+    assert frames.INLINE_BODY == memory.CHUNK == 1 << 20
+    assert blobs._ALIGN == 64
+    assert typing.get_args(messages.Size)[1] == msgspec.Meta(ge=0, le=1 << 48)
+
+
+def test_the_table_has_every_kind_with_its_fields_in_order() -> None:
+    listed = [
+        (int(number), name, described)
+        for number, name, _, described in table("kind", "name", "direction", "fields")
+    ]
+    actual = [(number, kind.__name__, fields(kind)) for number, kind in messages.KINDS.items()]
+    assert listed == sorted(actual)
+
+
+@pytest.mark.parametrize("part", [messages.Payload, messages.Buffer])
+def test_the_parts_have_their_fields_in_order(part: type[msgspec.Struct]) -> None:
+    assert [part.__name__, fields(part)] in table("part", "fields")
+
+
+def test_the_places_of_a_buffer_are_numbered_as_in_the_code() -> None:
+    rows = table("where", "name", "the buffer's bytes are")
+    assert [(getattr(messages, name), int(number)) for number, name, _ in rows] == [
+        (number, number) for number in range(4)
+    ]
+
+
+def handled(*files: Path) -> set[str]:
+    """The messages that a `match` in these files has a case for."""
+    return {
+        pattern.cls.id
+        for file in files
+        for pattern in ast.walk(ast.parse(file.read_text()))
+        if isinstance(pattern, ast.MatchClass) and isinstance(pattern.cls, ast.Name)
+    }
+
+
+def test_every_message_goes_where_somebody_takes_it() -> None:
+    takers = {
+        "A": handled(SOURCES / "worker" / "agent.py") | {"Hello"},
+        "E": handled(SOURCES / "worker" / "executor.py") | {"Hello"},
+        "C": handled(*(SOURCES / "pool").glob("*.py")) | {"Welcome"},
+    }
+    listed: dict[str, set[str]] = {"A": set(), "E": set(), "C": set()}
+    for _, name, direction, _ in table("kind", "name", "direction", "fields"):
+        senders, arrow, receivers = re.fullmatch(r"(.+) ([→↔]) (.+)", direction).groups()  # type: ignore[union-attr]
+        ends = f"{senders}, {receivers}" if arrow == "↔" else receivers
+        for end in ends.split(", "):
+            listed[end].add(name)
+    assert listed == takers
