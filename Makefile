@@ -33,6 +33,7 @@ demo: setup  ## train a model on a worker and evaluate it here
 	@$(BIN)/python examples/model_roundtrip.py
 
 test: setup  ## run the tests
+	@$(BIN)/python -m skyward.device.build >/dev/null
 	@$(BIN)/python -m pytest -q
 
 check: setup  ## lint, formatting, strict types

@@ -1,7 +1,7 @@
 """Every benchmark in one table, printed here and written to docs/benchmarks.md.
 
     make bench
-    python bench/run.py [--only functions,objects] [--quick]
+    python bench/run.py [--only functions,objects,device] [--quick]
 
 A full run writes the page; a part of it, or a quick one, only prints. A missed bar is shown, and
 is not an error: the exit status says whether everything could be measured.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -25,7 +26,9 @@ from report import Row, load, markdown_table, text_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-SUITES = {"functions": "Calls", "objects": "Objects"}
+SUITES = {"functions": "Calls", "objects": "Objects", "device": "The torch device, on a CPU worker"}
+RECORDED = HERE / "recorded"
+"""Runs on machines that not everybody has, kept as they came."""
 
 TEMPLATE = """\
 # Benchmarks
@@ -40,7 +43,7 @@ Both ends of every measurement share this machine, so a transfer has the sender,
 the rest of the system on {cores} cores. Compare ratios rather than figures.
 
 {sections}
-## How it is measured
+{recorded}## How it is measured
 
 - Contenders are interleaved in one run: each measures itself once a round, in rotating order,
   after a warm-up. A figure is the median over the rounds, *p10 to p90* its spread (ours / theirs),
@@ -60,6 +63,8 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
 - *Client memory* is the peak beyond what the client held before it had a pool: its private memory
   plus every shared-memory file it has open or mapped, sampled every few milliseconds, or the
   kernel's high-water mark of its resident set if that is larger.
+- The *torch device* is compared with the same PyTorch in a process of its own: `issuing` is what
+  the user's thread spends on `x + 1`, a *step* is forward, backward and a foreach Adam.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce
@@ -140,6 +145,18 @@ def page(results: dict[str, list[Row]], load_before: float) -> str:
         sections="\n".join(
             f"## {SUITES[suite]}\n\n{markdown_table(rows)}\n" for suite, rows in results.items()
         ),
+        recorded="".join(map(recorded, sorted(RECORDED.glob("*.json")))),
+    )
+
+
+def recorded(path: Path) -> str:
+    """A section for a run made elsewhere."""
+    kept = json.loads(path.read_text())
+    rows = [Row(**row) for row in kept["rows"]]
+    return (
+        f"## {kept['title']}\n\n"
+        f"Recorded on {kept['date']} with `{kept['command']}`: {kept['machine']}.\n\n"
+        f"{markdown_table(rows)}\n\n"
     )
 
 

@@ -33,6 +33,7 @@ PUBLIC = [
     "Options",
     "Volume",
     "accelerators",
+    "device_stats",
     # what a function sees on its node
     "instance_info",
     "InstanceInfo",
@@ -46,6 +47,8 @@ PUBLIC = [
     # what can go wrong
     "SkywardError",
     "ConfigurationError",
+    "DeviceError",
+    "DeviceStats",
     "ImageError",
     "SerializationError",
     "BlobStoreFullError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,17 +38,19 @@ def _moved_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return result.requires_grad_(tensor.requires_grad)
 
 
-def compare(ours: Any, theirs: Any, device: torch.device, what: str = "result") -> None:
+def compare(
+    ours: Any, theirs: Any, device: torch.device, what: str = "result", *, values: bool = True
+) -> None:
     """Raise `Different` unless both are alike: values, dtype, shape, strides, and the place."""
     mine, my_shape = tree_flatten(ours)
     right, right_shape = tree_flatten(theirs)
     if len(mine) != len(right):
         raise Different(f"{what}: {my_shape} instead of {right_shape}")
     for index, (a, b) in enumerate(zip(mine, right, strict=True)):
-        _compare_leaf(a, b, device, f"{what}[{index}]")
+        _compare_leaf(a, b, device, f"{what}[{index}]", values)
 
 
-def _compare_leaf(a: Any, b: Any, device: torch.device, what: str) -> None:
+def _compare_leaf(a: Any, b: Any, device: torch.device, what: str, values: bool) -> None:
     if not isinstance(b, torch.Tensor):
         if isinstance(b, torch.device):
             return
@@ -66,9 +68,16 @@ def _compare_leaf(a: Any, b: Any, device: torch.device, what: str) -> None:
         raise Different(f"{what}: strides {a.stride()} instead of {b.stride()} for {b.shape}")
     if a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
         raise Different(f"{what}: another lazy conjugation or negation")
-    host = a.detach().cpu()
+    if not values:
+        return
+    host, right = a.detach().cpu(), b.detach()
+    if b.dtype is not torch.complex32 and torch.equal(host, right):
+        return
+    # `linear` is one fused kernel on the CPU and a product with an addition here, which rounds once
+    # more: for bfloat16 that is one unit in the last place on top of PyTorch's tolerance of two.
+    loose = {"rtol": 0.024, "atol": 1e-5} if b.dtype is torch.bfloat16 else {}
     try:
-        torch.testing.assert_close(host, b.detach(), equal_nan=True)
+        torch.testing.assert_close(host, right, equal_nan=True, **loose)
     except AssertionError as problem:
         raise Different(f"{what}: {problem}") from None
 
@@ -99,13 +108,3 @@ def gradients(result: Any, inputs: Any) -> list[torch.Tensor | None]:
             allow_unused=True,
         )
     )
-
-
-def run(
-    call: Callable[..., Any], arguments: Any, keywords: dict[str, Any], *, backward: bool
-) -> tuple[Any, Any, list[torch.Tensor | None]]:
-    """What a call returns, its arguments afterwards, and the gradients."""
-    torch.manual_seed(0)
-    result = call(*arguments, **keywords)
-    grads = gradients(result, (arguments, keywords)) if backward else []
-    return result, (arguments, keywords), grads

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import subprocess
+import sys
 import threading
+from importlib.resources import files
 
 import pytest
 import torch
@@ -23,6 +26,18 @@ def process() -> int:
 def test_the_client_exports_exactly_this() -> None:
     assert client.__all__ == ["Cluster", "Compute", "compute", "init", "log_event"]
     assert all(getattr(client, name).__doc__ for name in client.__all__)
+
+
+def test_the_package_declares_its_types() -> None:
+    assert files("skytorch").joinpath("py.typed").is_file()
+
+
+def test_importing_the_client_does_not_import_torch() -> None:
+    code = "import sys, skytorch.client; sys.exit('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr or "import skytorch.client imports torch"
 
 
 def test_a_cluster_yields_its_computes_in_order_each_a_machine_of_its_own(

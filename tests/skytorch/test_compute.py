@@ -31,31 +31,6 @@ def test_async_with_starts_it_and_takes_it_down(nothing_left: None) -> None:
     assert repr(node) == "<skytorch.Compute mnist: deleted>"
 
 
-def test_a_training_step_runs_on_its_device(node: Compute) -> None:
-    torch.manual_seed(0)
-    local = torch.nn.Linear(4, 2)
-    remote = torch.nn.Linear(4, 2)
-    remote.load_state_dict(local.state_dict())
-    remote.to(node.device("cuda"))
-    x = torch.randn(8, 4)
-    for model, data in ((local, x), (remote, x.to(node.device("cuda")))):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(data).square().mean().backward()
-        optimizer.step()
-
-    assert remote.weight.device.type == "sky"
-    torch.testing.assert_close(remote.weight.cpu(), local.weight)
-
-
-def test_the_device_is_the_same_whatever_name_it_is_asked_by(
-    node: Compute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SKYWARD_DEVICE")
-
-    if not torch.cuda.is_available():
-        assert node.device("cpu") == node.device("auto") == node.device()
-
-
 def test_ready_twice_starts_once(nothing_left: None) -> None:
     async def main() -> tuple[int, int]:
         node = Compute(name="twice")
@@ -136,12 +111,3 @@ def test_env_reaches_functions_and_defaults_are_replaced_as_a_whole(nothing_left
             ]
 
     assert asyncio.run(main()) == ["1", "init", None, "own"]
-
-
-def test_asking_for_what_no_device_is_called_names_what_there_is(
-    node: Compute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SKYWARD_DEVICE")
-
-    with pytest.raises(sky.ConfigurationError, match="has no 'tpu', it has cpu"):
-        node.device("tpu")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,22 +13,6 @@ import skyward as sky
 from skytorch.client import Compute, compute, log_event
 from skytorch.events import Event
 from skytorch.metrics import Metrics
-
-events: list[Event] = []
-
-
-@pytest.fixture(scope="module")
-def telling() -> Iterator[Compute]:
-    """A compute whose events go to the list `events`."""
-    node = Compute(name="telling", on_events=events.append)
-    asyncio.run(node.ready())
-    yield node
-    asyncio.run(node.delete())
-
-
-@pytest.fixture(autouse=True)
-def _afresh() -> None:
-    events.clear()
 
 
 def test_a_life_is_told_in_order(nothing_left: None) -> None:
@@ -46,72 +28,6 @@ def test_a_life_is_told_in_order(nothing_left: None) -> None:
     reasons = ["Starting", "Ready", "Suspended", "Starting", "Ready", "Deleted"]
     assert [event.reason for event in heard] == reasons
     assert {event.compute for event in heard} == {"short"}
-
-
-def test_what_a_function_logs_is_heard_while_it_runs(telling: Compute) -> None:
-    def train() -> str:
-        for epoch in range(3):
-            log_event("epoch done", epoch=epoch)
-        time.sleep(0.5)
-        return "trained"
-
-    async def main() -> tuple[int, str]:
-        running = asyncio.create_task(telling.execute(train))
-        while len(events) < 3:
-            await asyncio.sleep(0.01)
-        early = not running.done()
-        return early, await running
-
-    early, result = asyncio.run(main())
-
-    assert early
-    assert result == "trained"
-    assert [(e.reason, e.message, e.details, e.compute) for e in events] == [
-        ("Logged", "epoch done", {"epoch": epoch}, "telling") for epoch in range(3)
-    ]
-
-
-def test_its_threads_and_coroutines_are_heard_too(telling: Compute) -> None:
-    async def busy() -> None:
-        log_event("from the coroutine")
-        thread = threading.Thread(target=log_event, args=("from a thread",))
-        thread.start()
-        thread.join()
-
-    asyncio.run(telling.execute(busy))
-
-    assert [event.message for event in events] == ["from the coroutine", "from a thread"]
-
-
-def test_results_are_remote_and_exceptions_themselves_also_with_events(telling: Compute) -> None:
-    def fail() -> None:
-        log_event("about to")
-        raise LookupError("nothing there")
-
-    tensor = asyncio.run(telling.execute(torch.ones, 2))
-    with pytest.raises(LookupError, match="nothing there"):
-        asyncio.run(telling.execute(fail))
-
-    assert tensor.device == telling.device()
-    assert [event.message for event in events] == ["about to"]
-
-
-def test_giving_up_on_a_function_stops_it_and_frees_the_node(telling: Compute) -> None:
-    def forever() -> None:
-        while True:
-            log_event("still here")
-            time.sleep(0.01)
-
-    async def main() -> int:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(telling.execute(forever), 1.0)
-        return int(await telling.execute(abs, -3))
-
-    assert asyncio.run(main()) == 3
-    before = len(events)
-    assert before
-    assert asyncio.run(telling.execute(abs, -4)) == 4
-    assert len(events) == before
 
 
 def test_a_listener_that_fails_is_noticed(nothing_left: None) -> None:

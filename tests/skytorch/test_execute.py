@@ -162,7 +162,7 @@ def test_a_state_dict_that_does_not_fit_names_everything_and_changes_nothing(
 
 
 def test_load_into_wants_a_module(node: Compute) -> None:
-    with pytest.raises(sky.ConfigurationError, match="give an nn.Module"):
+    with pytest.raises(sky.ConfigurationError, match=r"give an nn\.Module"):
         run(node, seeded_weights).load_into({})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -40,7 +40,12 @@ def library(part: str) -> Path:
     cache = Path(os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward"))
     target = cache / "device" / name
     if not target.exists():
-        _compile(part, home, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # One process compiles, the others wait for it.
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(part, home, target)
     return target
 
 
@@ -57,7 +62,6 @@ def _compile(part: str, torch_home: Path, target: Path) -> None:
         file=sys.stderr,
         flush=True,
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sky-build-", dir=target.parent) as folder:
         sources = sorted((SOURCES / part).glob("*.cpp"))
         objects = [Path(folder, source.stem + ".o") for source in sources]
@@ -82,9 +86,7 @@ def _compile(part: str, torch_home: Path, target: Path) -> None:
             "-lc10",
             f"-Wl,-rpath,{libraries}",
         )
-        # Atomic: another process may be making the same.
-        with contextlib.suppress(FileExistsError):
-            os.replace(linked, target)
+        os.replace(linked, target)
     print(
         f"skyward: compiled in {time.monotonic() - started:.0f} s",
         file=sys.stderr,
@@ -100,3 +102,8 @@ def _run(*command: str) -> None:
             f"compiling the torch device's core failed:\n{' '.join(command)}\n"
             + "\n".join(errors or done.stderr.splitlines()[-20:])
         )
+
+
+if __name__ == "__main__":
+    for part in ("client", "worker"):
+        print(library(part))

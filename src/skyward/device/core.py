@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ class Core:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(build.library("client")), mode=ctypes.RTLD_GLOBAL)
         self._library.sky_message.restype = ctypes.c_char_p
+        self._busy = ctypes.CFUNCTYPE(None, ctypes.c_int)(_warn_of_waiting)
+        self._library.sky_on_busy(self._busy)
         self._free = list(range(DEVICES_MAX))
         self._lock = threading.Lock()
 
@@ -65,8 +68,10 @@ class Core:
 
     def close(self, index: int, why: str) -> None:
         """End a device; whoever uses it later is told why."""
-        if not self._library.sky_close(index, why.encode()):
-            with self._lock:
+        # One whose worker died has closed itself; its index is free again all the same.
+        self._library.sky_close(index, why.encode())
+        with self._lock:
+            if index not in self._free:
                 self._free.append(index)
                 self._free.sort()
 
@@ -98,9 +103,11 @@ class Core:
 
     @property
     def open_devices(self) -> list[int]:
-        """The indices in use."""
+        """The indices in use, without those whose worker died."""
+        numbers = (ctypes.c_uint64 * 7)()
         with self._lock:
-            return [index for index in range(DEVICES_MAX) if index not in self._free]
+            taken = [index for index in range(DEVICES_MAX) if index not in self._free]
+        return [index for index in taken if not self._library.sky_stats(index, numbers)]
 
     @property
     def count(self) -> int:
@@ -119,6 +126,15 @@ class Core:
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments):
             raise RuntimeError(self._library.sky_message().decode(errors="replace"))
+
+
+def _warn_of_waiting(index: int) -> None:
+    """Called in the middle of an `.item()`, so the user's line is on the stack."""
+    warnings.warn(
+        f"this loop waits for sky:{index} every few operations (.item(), .cpu(), printing a "
+        "tensor, or an `if` on one); each wait is a round trip. Read values less often",
+        stacklevel=2,
+    )
 
 
 _core: Core | None = None

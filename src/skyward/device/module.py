@@ -52,6 +52,9 @@ def _keep_parameters() -> None:
 
 
 class _SkyModule(types.ModuleType):
+    # PyTorch's checkpointing keeps the state of the generator only where this is set.
+    _initialized = True
+
     def __init__(self, core: Core) -> None:
         super().__init__("torch.sky", "Devices of Skyward's workers.")
         self._core = core

@@ -89,6 +89,8 @@ int sky_set_state(int index, const char* data, uint64_t size) {
   });
 }
 
+void sky_on_busy(sky::Busy listener) { sky::set_busy_listener(listener); }
+
 int sky_current() { return sky::current_device(); }
 void sky_set_current(int index) { sky::set_current_device(static_cast<c10::DeviceIndex>(index)); }
 int sky_count() { return sky::open_count(); }

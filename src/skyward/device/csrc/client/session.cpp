@@ -17,7 +17,11 @@ constexpr auto kSleepAfter = std::chrono::milliseconds(5);
 // Small uploads ride in the op stream; the copy there is their snapshot.
 constexpr uint64_t kInlineUpload = 64 << 10;
 constexpr uint64_t kInlineFetch = 64 << 10;
+// A training step is forty operations at the very least: three waits in it are one every dozen.
+constexpr uint64_t kWaitsNoticed = 256;
+constexpr uint64_t kOperationsPerWait = 12;
 
+Busy busy_listener = nullptr;
 std::mutex registry_mutex;
 std::vector<std::unique_ptr<Session>> sessions;
 Session* by_index[kDevicesMax] = {};
@@ -82,6 +86,8 @@ bool synchronous() {
   }();
   return on;
 }
+
+void set_busy_listener(Busy listener) { busy_listener = listener; }
 
 c10::DeviceIndex current_device() { return current; }
 void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
@@ -259,7 +265,18 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   }
 }
 
+void Session::notice_waiting() {
+  if (warned_ || ++noticed_waits_ < kWaitsNoticed) return;
+  auto since = stats.operations - noticed_operations_;
+  noticed_waits_ = 0;
+  noticed_operations_ = stats.operations;
+  if (since >= kWaitsNoticed * kOperationsPerWait || !busy_listener) return;
+  warned_ = true;
+  busy_listener(index);
+}
+
 void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
+  notice_waiting();
   std::lock_guard lock(mutex);
   check_open();
   Writer w;

@@ -92,10 +92,13 @@ class Session {
 
  private:
   std::string reply();
+  void notice_waiting();
   void flush_later();
   [[noreturn]] void broken(const char* what);
 
   int ops_, bulk_;
+  uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
+  bool warned_ = false;
   std::string out_;
   Slots slots_;
   std::string closed_;
@@ -112,6 +115,10 @@ Session* session_by_serial(uint32_t serial) noexcept;
 Session& open_session(int index, int ops, int bulk, bool on_cpu);
 int open_count();
 bool synchronous();
+
+// Called once a session, on the caller's thread, when it waits for the worker all the time.
+using Busy = void (*)(int index);
+void set_busy_listener(Busy listener);
 
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);

@@ -274,9 +274,11 @@ class Session {
   // Arguments.
 
   at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t offset) {
-    auto keys = device_.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU)
-              : device_.is_cuda() ? c10::DispatchKeySet(c10::DispatchKey::CUDA)
-                                  : c10::DispatchKeySet(c10::DispatchKey::MPS);
+    // Not always our device: the seeds of fused attention stay on the host, and go back in from there.
+    auto type = storage.device_type();
+    auto keys = type == c10::kCPU  ? c10::DispatchKeySet(c10::DispatchKey::CPU)
+              : type == c10::kCUDA ? c10::DispatchKeySet(c10::DispatchKey::CUDA)
+                                   : c10::DispatchKeySet(c10::DispatchKey::MPS);
     TORCH_CHECK(layout.extent(offset) <= storage.nbytes(), "a tensor needs ", layout.extent(offset),
                 " bytes of a storage of ", storage.nbytes());
     auto t = at::detail::make_tensor<c10::TensorImpl>(
@@ -543,7 +545,8 @@ class Session {
       w.u8(out.kind);
     } else if (value.isTensor()) {
       auto tensor = value.toTensor();
-      TORCH_CHECK(tensor.layout() == c10::kStrided && tensor.device().type() == device_.type(),
+      bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
+      TORCH_CHECK(tensor.layout() == c10::kStrided && lives_here,
                   t.name, " returns a tensor that cannot live on a sky device; call .cpu() first");
       tensor = own(tensor);
       out.kind = kNewTensor;

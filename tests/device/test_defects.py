@@ -1,0 +1,232 @@
+"""What other remote devices get wrong, as measured on them: each is a promise here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import skyward as sky
+
+
+def device_processes(compute: sky.Compute) -> list[psutil.Process]:
+    """The processes behind a pool's devices."""
+    agents = [psutil.Process(node.machine._process.pid) for node in compute._open_pool.nodes]
+    return [
+        child
+        for agent in agents
+        for child in agent.children(recursive=True)
+        if any("skyward.device.worker" in part for part in child.cmdline())
+    ]
+
+
+def test_channels_last_convolutions_are_right(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
+    right = layer(x).detach()
+    ours = layer.to(device)(x.to(device))
+    assert ours.stride() == right.stride()
+    torch.testing.assert_close(ours.cpu(), right)
+
+
+def test_item_is_the_truth_however_often_the_value_changes(device: torch.device) -> None:
+    x = torch.zeros((), device=device)
+    for step in range(50):
+        x += step * step
+        assert x.item() == sum(i * i for i in range(step + 1))
+
+
+def test_in_place_operations_on_two_devices_do_not_mix(
+    device: torch.device, other_device: torch.device
+) -> None:
+    a, b = torch.zeros(4, device=device), torch.zeros(4, device=other_device)
+    for _ in range(100):
+        a.add_(1)
+        b.sub_(1)
+    assert a.tolist() == [100.0] * 4
+    assert b.tolist() == [-100.0] * 4
+    with pytest.raises(RuntimeError, match="same device, but found sky:"):
+        a + b
+
+
+def test_the_output_of_a_failed_operation_is_never_read_as_data(device: torch.device) -> None:
+    table = torch.arange(10.0, device=device)
+    inside, outside = (torch.tensor([i], device=device) for i in (3, 30))
+    # Shapes are known from here on, so nothing waits for the worker before the end.
+    (table.index_select(0, inside) * 2 + 1).neg()
+    lost = table.index_select(0, outside)
+    later = (lost * 2 + 1).neg()
+    with pytest.raises(IndexError, match=r"aten::index_select .*index out of range"):
+        later.cpu()
+    with pytest.raises(IndexError, match="aten::index_select"):
+        later.cpu()
+    assert table.sum().item() == 45.0
+
+
+def test_synchronize_raises_the_first_error_once(device: torch.device) -> None:
+    table = torch.arange(10.0, device=device)
+    table.index_select(0, torch.tensor([1], device=device))
+    table.index_select(0, torch.tensor([99], device=device))
+    with pytest.raises(RuntimeError, match="aten::index_select"):
+        torch.sky.synchronize(device)
+    torch.sky.synchronize(device)
+
+
+def test_a_refused_in_place_operation_leaves_its_tensor_usable(device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        x.add_(torch.ones(4, device=device))
+    assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_errors_keep_their_class(device: torch.device) -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.inv(torch.zeros(2, 2, device=device))
+    with pytest.raises(IndexError):
+        torch.ones(3, device=device).sum(5)
+
+
+def test_an_operation_the_worker_does_not_know_is_refused(device: torch.device) -> None:
+    library = torch.library.Library("skytests", "DEF")
+    library.define("unknown(Tensor x) -> Tensor")
+    with pytest.raises(NotImplementedError, match=r"skytests::unknown is not known to the worker"):
+        torch.ops.skytests.unknown(torch.ones(2, device=device))
+    assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+def test_sparse_tensors_are_refused_by_name(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="cannot live on a sky device"):
+        torch.eye(3, device=device).to_sparse()
+    assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+def test_manual_seed_gives_the_numbers_of_the_hardware(device: torch.device) -> None:
+    torch.manual_seed(11)
+    right = torch.randn(8), torch.rand(8), torch.randperm(8)
+    torch.manual_seed(11)
+    ours = (
+        torch.randn(8, device=device),
+        torch.rand(8, device=device),
+        torch.randperm(8, device=device),
+    )
+    assert [t.tolist() for t in ours] == [t.tolist() for t in right]
+    state = torch.sky.get_rng_state(device)
+    first = torch.rand(4, device=device).tolist()
+    torch.sky.set_rng_state(state, device)
+    assert torch.rand(4, device=device).tolist() == first
+
+
+def test_a_generator_of_ones_own(device: torch.device) -> None:
+    ours = torch.Generator(device).manual_seed(5)
+    right = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        a = torch.randn(4, device=device, generator=ours)
+        assert a.tolist() == torch.randn(4, generator=right).tolist()
+    with pytest.raises(RuntimeError, match="Expected a 'sky' device type for generator"):
+        torch.randn(4, device=device, generator=right)
+
+
+@pytest.mark.parametrize("mebibytes", [1, 17, 40])
+def test_large_tensors_come_and_go_whole(device: torch.device, mebibytes: int) -> None:
+    x = torch.arange(mebibytes << 18, dtype=torch.int32)
+    assert torch.equal(x.to(device).cpu(), x)
+    assert torch.equal(x.to(device)[1::3].cpu(), x[1::3])
+
+
+def test_autocast_lowers_and_keeps_what_it_should(device: torch.device) -> None:
+    x = torch.randn(4, 4, device=device)
+    with torch.autocast("sky", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        assert torch.softmax(x @ x, 0).dtype is torch.float32
+    assert (x @ x).dtype is torch.float32
+
+
+def test_unique_nonzero_and_masks_have_their_true_size(device: torch.device) -> None:
+    for x in (torch.tensor([3, 1, 3, 2]), torch.tensor([5, 5, 5, 5])):
+        ours = x.to(device)
+        for get in (
+            lambda t: t.unique(return_inverse=True, return_counts=True),
+            lambda t: t.unique_consecutive(),
+            lambda t: (t > 2).nonzero(),
+            lambda t: t[t > 2],
+            lambda t: t.bincount(),
+        ):
+            torch.testing.assert_close(
+                torch.utils._pytree.tree_map(torch.Tensor.cpu, get(ours)), get(x)
+            )
+
+
+def test_complex_scalars_and_lazy_conjugates(device: torch.device) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    ours = x.to(device)
+    assert (ours * (2 - 1j) + 1j).tolist() == (x * (2 - 1j) + 1j).tolist()
+    assert torch.full((2,), 1 + 1j, device=device).tolist() == [1 + 1j, 1 + 1j]
+    assert ours.conj().tolist() == x.conj().tolist()
+    assert torch.dot(ours.conj(), ours).item() == torch.dot(x.conj(), x).item()
+    assert ours.conj().imag.tolist() == x.conj().imag.tolist()
+
+
+def test_copy_broadcasts(device: torch.device) -> None:
+    x = torch.zeros(3, 4, device=device)
+    assert x.copy_(torch.arange(4.0)).tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+    assert x.copy_(torch.ones(3, 1, device=device)).sum().item() == 12.0
+    host = torch.zeros(2, 3)
+    assert host.copy_(torch.arange(3.0, device=device)).tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_cat_of_300_views(device: torch.device) -> None:
+    x = torch.arange(900.0, device=device)
+    assert torch.cat([x[3 * i : 3 * i + 3] for i in range(300)]).tolist() == list(range(900))
+
+
+def test_a_resized_out_does_not_confuse_what_comes_after(device: torch.device) -> None:
+    x = torch.arange(3.0, device=device)
+    for _ in range(3):
+        out = torch.empty(0, device=device)
+        torch.add(x, 1, out=out)
+        assert out.tolist() == [1.0, 2.0, 3.0]
+        out.resize_(0)
+        assert torch.cat([out, x]).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_killed_worker_raises_within_seconds(nothing_left: None) -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        device = compute.device("cpu")
+        x = torch.ones(4, device=device)
+        torch.sky.synchronize(device)
+        (process,) = device_processes(compute)
+        process.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"{device}.* is gone"):
+            for _ in range(1000):
+                x = x + 1
+            x.sum().item()
+        assert time.monotonic() - started < 5
+        with pytest.raises(RuntimeError, match=r"gone|no device"):
+            (x + 1).cpu()
+        torch.manual_seed(0)  # seeds what is left, and does not stumble over what is gone
+
+
+def test_another_clients_exit_does_not_disturb_this_one(device: torch.device) -> None:
+    x = torch.arange(5.0, device=device)
+    script = """
+        import skyward as sky, torch
+        with sky.Compute(options=sky.Options(console=False)) as compute:
+            print(torch.ones(3, device=compute.device("cpu")).sum().item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "3.0"
+    assert (x + 1).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -1,0 +1,114 @@
+"""Tensors and their memory on a sky device live as long as they are held, on any thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import skyward as sky
+
+from .test_defects import device_processes
+
+MEBIBYTE = 1 << 20
+# From here on the C library maps memory for each allocation, and gives it back when freed.
+LARGE = 64 * MEBIBYTE // 4
+
+
+@pytest.fixture(scope="module")
+def alone(sharing) -> Iterator[tuple[torch.device, Callable[[], float]]]:
+    """A device that nobody else uses, and its process's memory in MiB."""
+    with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
+        device = compute.device("cpu")
+        (process,) = device_processes(compute)
+
+        def resident() -> float:
+            gc.collect()
+            torch.sky.synchronize(device)
+            return process.memory_info().rss / MEBIBYTE
+
+        torch.ones(LARGE, device=device).sum().item()
+        yield device, resident
+
+
+def test_the_workers_memory_returns_to_its_baseline(alone) -> None:
+    device, resident = alone
+    before = resident()
+    for _ in range(3):
+        held = [torch.ones(LARGE, device=device) for _ in range(4)]
+        assert resident() > before + 200
+        del held
+        assert resident() < before + 32
+
+
+def test_a_view_keeps_the_memory_and_nothing_else_does(alone) -> None:
+    device, resident = alone
+    before = resident()
+    base = torch.ones(2 * LARGE, device=device)
+    view = base[5:9]
+    del base
+    assert resident() > before + 100
+    assert view.sum().item() == 4.0
+    del view
+    assert resident() < before + 32
+
+
+def test_a_loop_uses_the_same_slots_again(device: torch.device) -> None:
+    x = torch.ones(4, device=device)
+
+    def slot() -> int:
+        return (x + 1).untyped_storage().data_ptr()
+
+    first = slot()
+    assert {slot() for _ in range(1000)} == {first}
+
+
+def test_cycles_are_freed_by_the_garbage_collector(device: torch.device) -> None:
+    gc.collect()
+    probe = torch.ones(1, device=device)
+    free = probe.untyped_storage().data_ptr()
+    del probe
+    cycle = [torch.ones(1, device=device)]
+    cycle.append(cycle)
+    assert cycle[0].untyped_storage().data_ptr() == free
+    del cycle
+    gc.collect()
+    assert torch.ones(1, device=device).untyped_storage().data_ptr() == free
+
+
+def test_threads_compute_side_by_side(device: torch.device, other_device: torch.device) -> None:
+    def work(number: int) -> float:
+        where = (device, other_device)[number % 2]
+        x = torch.full((8,), float(number), device=where)
+        for step in range(200):
+            x = x * 1.0 + 1.0
+            if step % 50 == 0:
+                x.sum().item()
+        return x.sum().item()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(16))) == [8.0 * (n + 200) for n in range(16)]
+
+
+def test_a_tensor_may_be_freed_by_another_thread(device: torch.device) -> None:
+    held = [torch.ones(8, device=device) for _ in range(500)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    total = torch.zeros(8, device=device)
+    for _ in range(500):
+        total += torch.ones(8, device=device)
+    thread.join()
+    assert total.tolist() == [500.0] * 8
+
+
+def test_tensors_may_outlive_their_pool() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        x = torch.ones(3, device=compute.device("cpu"))
+        x.sum().item()
+    with pytest.raises(RuntimeError, match=r"gone|closed|no device"):
+        x.cpu()
+    assert x.shape == (3,)

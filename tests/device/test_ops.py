@@ -1,0 +1,140 @@
+"""PyTorch's own samples of every operation give on a sky device what they give on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from .comparison import Different, compare, gradients, moved, tensors
+from .exclusions import EXCLUSIONS, exclusion_of
+from .tally import Tally
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Call = Callable[[torch.device], Any]
+
+
+def _samples(op: Any, dtype: torch.dtype, *, wants_gradients: bool) -> list[Any]:
+    """The first sample, one in the middle and a late one: neighbours are much alike."""
+    torch.manual_seed(1)
+    some = list(itertools.islice(op.sample_inputs("cpu", dtype, wants_gradients), 16))
+    return [some[i] for i in sorted({0, len(some) // 2, len(some) - 1})] if some else []
+
+
+def _spread(value: Any) -> Any:
+    """The same values with gaps between them."""
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.layout is not torch.strided:
+            return tensor
+        wide = torch.empty(*tensor.shape, 2, dtype=tensor.dtype)
+        wide[..., 0] = tensor.detach()
+        return wide[..., 0].requires_grad_(tensor.requires_grad)
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, spread, value)
+
+
+def _plainly(op: Any, arguments: Any, keywords: Any, *, backward: bool) -> Call:
+    def call(device: torch.device) -> Any:
+        args, kwargs = moved(arguments, device), moved(keywords, device)
+        torch.manual_seed(0)
+        result = op(*args, **kwargs)
+        grads = gradients(result, (args, kwargs)) if backward else []
+        return result, args, kwargs, grads
+
+    return call
+
+
+def _into(op: Any, arguments: Any, keywords: Any, *, resized: bool) -> Call:
+    def call(device: torch.device) -> Any:
+        with torch.no_grad():
+            args, kwargs = moved(arguments, device), moved(keywords, device)
+            torch.manual_seed(0)
+            outs = list(tensors(op(*args, **kwargs)))
+            made = [
+                torch.zeros(0 if resized else t.shape, dtype=t.dtype, device=device) for t in outs
+            ]
+            torch.manual_seed(0)
+            returned = op(*args, **kwargs, out=made[0] if len(made) == 1 else tuple(made))
+            return returned, made
+
+    return call
+
+
+def _ways(op: Any, sample: Any, *, backward: bool, first: bool) -> Iterator[tuple[str, Call]]:
+    """The ways to call an operation with one sample."""
+    arguments, keywords = (sample.input, *sample.args), sample.kwargs
+    yield "plain", _plainly(op.op, arguments, keywords, backward=backward)
+    if not first:
+        return
+    yield "spread", _plainly(op.op, _spread(arguments), _spread(keywords), backward=backward)
+    if op.supports_out and "out" not in keywords:
+        yield "out", _into(op.op, arguments, keywords, resized=False)
+        yield "resized out", _into(op.op, arguments, keywords, resized=True)
+    if in_place := op.get_inplace():
+        plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+        yield "in place", _plainly(in_place, plain, keywords, backward=False)
+
+
+def _judge(call: Call, device: torch.device, *, values: bool) -> bool | Exception:
+    """Whether the CPU can do it at all, or what is different on the device."""
+    try:
+        right = call(CPU)
+    except Exception as problem:
+        if "Cannot access storage" in str(problem):
+            return problem
+        return False
+    try:
+        # The first time the worker is asked for the shapes, the second time they are known.
+        for _ in range(2):
+            compare(call(device), right, device, values=values)
+    except Exception as problem:
+        return problem
+    return True
+
+
+@pytest.mark.parametrize("op", op_db, ids=lambda op: op.formatted_name)
+def test_an_operation_gives_what_the_cpu_gives(op: Any, device: torch.device, tally: Tally) -> None:
+    excluded = exclusion_of(op.name)
+    failures = []
+    for dtype in DTYPES:
+        if dtype not in op.dtypes:
+            continue
+        backward = dtype is torch.float32 and op.supports_autograd
+        for number, sample in enumerate(_samples(op, dtype, wants_gradients=backward)):
+            for way, call in _ways(op, sample, backward=backward, first=number == 0):
+                verdict = _judge(call, device, values=excluded is None or excluded.values)
+                if verdict is False:
+                    continue
+                kind = "passed"
+                if isinstance(verdict, Exception):
+                    loud = not isinstance(verdict, Different)
+                    known = excluded.error if excluded is not None and loud else ""
+                    kind = "excluded" if known and known in str(verdict) else "failed"
+                tally.add(op.name, dtype, kind)
+                if kind == "failed":
+                    text = f"{type(verdict).__name__}: {verdict}"
+                    failures.append(f"{dtype} sample {number}, {way}: {text[:600]}")
+    assert not failures, "\n".join(failures)
+
+
+def test_at_least_97_percent_of_all_samples_pass(tally: Tally) -> None:
+    if len(tally.operations) < 300:
+        pytest.skip("not all operations were tested in this run")
+    assert tally.share() >= 0.97
+
+
+def test_every_exclusion_is_of_an_operation_there_is() -> None:
+    assert {e.op for e in EXCLUSIONS} <= {op.name for op in op_db}
