@@ -39,7 +39,13 @@ def _moved_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def compare(
-    ours: Any, theirs: Any, device: torch.device, what: str = "result", *, values: bool = True
+    ours: Any,
+    theirs: Any,
+    device: torch.device,
+    what: str = "result",
+    *,
+    values: bool = True,
+    rtol: float | None = None,
 ) -> None:
     """Raise `Different` unless both are alike: values, dtype, shape, strides, and the place."""
     mine, my_shape = tree_flatten(ours)
@@ -47,10 +53,12 @@ def compare(
     if len(mine) != len(right):
         raise Different(f"{what}: {my_shape} instead of {right_shape}")
     for index, (a, b) in enumerate(zip(mine, right, strict=True)):
-        _compare_leaf(a, b, device, f"{what}[{index}]", values)
+        _compare_leaf(a, b, device, f"{what}[{index}]", values, rtol)
 
 
-def _compare_leaf(a: Any, b: Any, device: torch.device, what: str, values: bool) -> None:
+def _compare_leaf(
+    a: Any, b: Any, device: torch.device, what: str, values: bool, rtol: float | None
+) -> None:
     if not isinstance(b, torch.Tensor):
         if isinstance(b, torch.device):
             return
@@ -73,11 +81,9 @@ def _compare_leaf(a: Any, b: Any, device: torch.device, what: str, values: bool)
     host, right = a.detach().cpu(), b.detach()
     if b.dtype is not torch.complex32 and torch.equal(host, right):
         return
-    # `linear` is one fused kernel on the CPU and a product with an addition here, which rounds once
-    # more: for bfloat16 that is one unit in the last place on top of PyTorch's tolerance of two.
-    loose = {"rtol": 0.024, "atol": 1e-5} if b.dtype is torch.bfloat16 else {}
+    tolerance = {} if rtol is None else {"rtol": rtol, "atol": 1e-5}
     try:
-        torch.testing.assert_close(host, right, equal_nan=True, **loose)
+        torch.testing.assert_close(host, right, equal_nan=True, **tolerance)
     except AssertionError as problem:
         raise Different(f"{what}: {problem}") from None
 

@@ -105,6 +105,8 @@ def test_an_operation_the_worker_does_not_know_is_refused(device: torch.device) 
 def test_sparse_tensors_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="cannot live on a sky device"):
         torch.eye(3, device=device).to_sparse()
+    with pytest.raises(NotImplementedError, match="backend"):
+        torch.sparse.mm(torch.eye(3).to_sparse(), torch.ones(3, 3, device=device))
     assert torch.ones(2, device=device).sum().item() == 2.0
 
 

@@ -77,12 +77,22 @@ class Packer:
             ]
         if not large or not memory.can_share():
             return parcel
-        parcel.digests = memory.digests(large)
-        stale = self._sources.replaced(large, parcel.digests)
-        if stale:
-            self._drop_stale(stale)
-        if keep or not self._encrypted:
-            parcel.blobs = self.store.place(large, parcel.digests)
+        held = keep or not self._encrypted
+        before = self._sources.surely_new(large) if held else None
+        if before is not None:
+            if before:
+                self._drop_stale(before)
+            parcel.blobs = self.store.place_new(large)
+            parcel.digests = [blob.digest for blob in parcel.blobs]
+            self._sources.replaced(large, parcel.digests)
+        else:
+            parcel.digests = memory.digests(large)
+            stale = self._sources.replaced(large, parcel.digests)
+            if stale:
+                self._drop_stale(stale)
+            if held:
+                parcel.blobs = self.store.place(large, parcel.digests)
+        if held:
             # The bytes are in shared memory now; the caller's own may change or go.
             encoded.buffers = [
                 memory.placeholder(len(buffer)) if len(buffer) >= BLOB_MIN else buffer

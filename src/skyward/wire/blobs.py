@@ -102,6 +102,25 @@ class BlobStore:
         self._shrink()
         return [blobs[name] for name in names]
 
+    def place_new(self, buffers: Sequence[memoryview]) -> list[Blob]:
+        """As `place`, for contents that are most likely not held: named while they are copied."""
+        offsets, size = memory.aligned([len(buffer) for buffer in buffers])
+        segment = self.arena.allocate(size)
+        try:
+            names = segment.write_hashing(list(zip(offsets, buffers, strict=True)))
+        except BaseException:
+            segment.close()
+            raise
+        self.pin(segment)
+        blobs = [
+            self.add(Blob(name, segment, offset, len(buffer)), pinned=True)
+            for name, offset, buffer in zip(names, offsets, buffers, strict=True)
+        ]
+        # Where all of it was held after all, the segment is free again.
+        self.unpin(segment.id)
+        self._shrink()
+        return blobs
+
     def add(self, blob: Blob, *, pinned: bool = False) -> Blob:
         """Hold a blob whose bytes are in place already."""
         with self._lock:
@@ -213,7 +232,8 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._last: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._last: OrderedDict[tuple[int, int], tuple[bytes, bytes]] = OrderedDict()
+        """By address and length: the digest, and that of the first chunk alone."""
         self._lock = threading.Lock()
 
     def replaced(self, buffers: Sequence[memoryview], names: Sequence[bytes]) -> list[bytes]:
@@ -225,12 +245,27 @@ class Sources:
                 if address is None:
                     continue
                 old = self._last.pop((address, len(buffer)), None)
-                self._last[address, len(buffer)] = name
-                if old is not None and old != name:
-                    stale.append(old)
+                self._last[address, len(buffer)] = (name, memory.first_leaf(buffer))
+                if old is not None and old[0] != name:
+                    stale.append(old[0])
             while len(self._last) > SOURCES_MAX:
                 self._last.popitem(last=False)
         return stale
+
+    def surely_new(self, buffers: Sequence[memoryview]) -> list[bytes] | None:
+        """What these buffers held before, if none of them can still be what it was; else None."""
+        before = []
+        with self._lock:
+            for buffer in buffers:
+                address = memory.address(buffer)
+                if address is None:
+                    return None
+                old = self._last.get((address, len(buffer)))
+                if old is not None and old[1] == memory.first_leaf(buffer):
+                    return None
+                if old is not None:
+                    before.append(old[0])
+        return before
 
 
 class Mapped:

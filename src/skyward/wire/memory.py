@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import xxhash
@@ -93,6 +93,10 @@ def digests(buffers: Sequence[memoryview]) -> list[bytes]:
         leaves = itertools.chain.from_iterable(_pool().map(_hash_run, _runs(chunks)))
     else:
         leaves = itertools.chain(_hash_run(chunks))
+    return _names(buffers, leaves)
+
+
+def _names(buffers: Sequence[memoryview], leaves: Iterator[bytes]) -> list[bytes]:
     names = []
     for buffer in buffers:
         count = -(-len(buffer) // CHUNK)
@@ -101,11 +105,16 @@ def digests(buffers: Sequence[memoryview]) -> list[bytes]:
     return names
 
 
+def first_leaf(buffer: memoryview) -> bytes:
+    """The digest of a buffer's first chunk: if it differs, so does the buffer."""
+    return xxhash.xxh3_128_digest(buffer[:CHUNK])
+
+
 def _hash_run(chunks: Sequence[memoryview]) -> list[bytes]:
     return [xxhash.xxh3_128_digest(chunk) for chunk in chunks]
 
 
-def _runs(chunks: Sequence[memoryview], per_run: int = 8) -> list[Sequence[memoryview]]:
+def _runs(chunks: Sequence[Item], per_run: int = 8) -> list[Sequence[Item]]:
     # Handing a chunk to a thread costs about what hashing it does, so they go in runs.
     return [chunks[at : at + per_run] for at in range(0, len(chunks), per_run)]
 
@@ -183,6 +192,42 @@ class Segment:
             ctypes.memmove(*job)
 
         _pool().map(copy, jobs)
+
+    def write_hashing(self, pieces: Sequence[tuple[int, memoryview]]) -> list[bytes]:
+        """Copy each buffer to its offset and name it, reading its memory only once."""
+        put = self._put_mapped if self._written else self._put_fresh
+        base = self.shared() if self._written else None
+        # Keeps the mapping where it is, also after a Ctrl-C, when the copying goes on without us.
+        anchor = ctypes.c_char.from_buffer(base) if base is not None else None
+        chunks = [
+            (at + start, source[start : start + CHUNK])
+            for at, source in pieces
+            for start in range(0, len(source), CHUNK)
+        ]
+
+        def run(batch: Sequence[tuple[int, memoryview]], alive: object = anchor) -> list[bytes]:
+            leaves = []
+            for at, chunk in batch:
+                put(at, chunk)
+                leaves.append(xxhash.xxh3_128_digest(chunk))
+            return leaves
+
+        leaves = itertools.chain.from_iterable(_pool().map(run, _runs(chunks)))
+        self._written = True
+        return _names([source for _, source in pieces], leaves)
+
+    def _put_fresh(self, at: int, chunk: memoryview) -> None:
+        done = 0
+        while done < len(chunk):
+            done += os.pwrite(self.descriptor, chunk[done:], at + done)
+
+    def _put_mapped(self, at: int, chunk: memoryview) -> None:
+        origin = address(chunk)
+        if origin is None:
+            self.shared()[at : at + len(chunk)] = chunk
+            return
+        anchor = ctypes.c_char.from_buffer(self.shared(), at)
+        ctypes.memmove(ctypes.addressof(anchor), origin, len(chunk))
 
     def shared(self) -> mmap.mmap:
         """The owner's own view of the memory."""
