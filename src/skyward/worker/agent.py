@@ -36,6 +36,7 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
+from skyward.worker import lifeline
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE, LineCutter
@@ -238,7 +239,7 @@ class Agent:
             endpoint = str(msgspec.json.decode(line)["endpoint"])
             self._tell(ExecutorUp(child.worker, child.slot, child.process.pid, endpoint))
         code = child.process.wait()
-        _kill_group(child.process.pid)
+        lifeline.cut(child.process.pid)
         last_words = self._last_words(child)
         os.close(child.lifeline)
         for end in child.outputs.values():
@@ -295,7 +296,7 @@ class Agent:
             if child is None or child.process.pid != pid or child.process.poll() is not None:
                 return
             child.end_reason = child.end_reason or reason
-        _kill_group(pid)
+        lifeline.cut(pid)
 
     def _look_at_children(self) -> None:
         now = time.monotonic()
@@ -335,18 +336,13 @@ class Agent:
         with self._lock:
             children = list(self._children.values())
         for child in children:
-            _kill_group(child.process.pid)
+            lifeline.cut(child.process.pid)
         for child in children:
             child.process.wait()
         with self._lock:
             channel = self._channel
         if channel is not None:
             channel.close()
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.worker import lifeline
 from skyward.worker.config import AgentConfig, DeviceConfig
 
 
@@ -73,7 +74,7 @@ class DeviceProcesses:
         ).start()
 
     def _follow(
-        self, number: int, process: subprocess.Popen[bytes], status: int, lifeline: int
+        self, number: int, process: subprocess.Popen[bytes], status: int, held: int
     ) -> None:
         with os.fdopen(status, "rb") as announcements:
             line = announcements.readline()
@@ -83,7 +84,7 @@ class DeviceProcesses:
         assert process.stderr is not None
         words = process.stderr.read().decode(errors="replace").strip()
         code = process.wait()
-        os.close(lifeline)
+        os.close(held)
         with self._lock:
             self._processes.pop(number, None)
         reason = said.get("problem") or words[-2000:]
@@ -100,18 +101,13 @@ class DeviceProcesses:
         with self._lock:
             process = self._processes.get(number)
         if process is not None:
-            _kill_group(process.pid)
+            lifeline.cut(process.pid)
 
     def close_all(self) -> None:
         """End them all."""
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
-            _kill_group(process.pid)
+            lifeline.cut(process.pid)
         for process in processes:
             process.wait()
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -23,3 +24,9 @@ def _watch(descriptor: int) -> None:
     while os.read(descriptor, 1):
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def cut(pid: int) -> None:
+    """End a child process and everything it started; it leads a process group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
