@@ -14,9 +14,12 @@ class Device:
 
     def __init__(self, connect: Callable[[str], Channel], kind: str, node: int) -> None:
         self._where = f"{kind} of node {node}"
-        self._ends = [plain_socket(connect(role)) for role in ("device-ops", "device-bulk")]
+        channels = [connect(role) for role in ("device-ops", "device-bulk")]
+        self._ends = [plain_socket(channel) for channel in channels]
         self.index = core().open(
-            *(end.fileno() for end in self._ends), on_cpu=kind.startswith("cpu")
+            *(end.fileno() for end in self._ends),
+            shares_memory=all(channel.shares_memory for channel in channels),
+            on_cpu=kind.startswith("cpu"),
         )
 
     def close(self, why: str) -> None:

@@ -14,7 +14,7 @@ from skyward.errors import ConfigurationError, SkywardError
 # Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
 LEFT_COMPOSITE = (
     "empty_like new_empty new_empty_strided _copy_from _to_copy view lift_fresh lift detach_ "
-    "resize_ resize_as_ set_ _lazy_clone is_pinned _pin_memory record_stream rand randn "
+    "resize_ resize_as_ set_ _lazy_clone is_pinned _pin_memory rand randn "
     "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence"
 )
 DEVICES_MAX = 64
@@ -57,13 +57,13 @@ class Core:
         self._call("sky_register", LEFT_COMPOSITE.encode(), ctypes.byref(count))
         return count.value
 
-    def open(self, ops: int, bulk: int, *, on_cpu: bool) -> int:
+    def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool) -> int:
         """A new device over two connected sockets; its index."""
         with self._lock:
             if not self._free:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
-        self._call("sky_open", index, ops, bulk, int(on_cpu))
+        self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
         return index
 
     def close(self, index: int, why: str) -> None:
@@ -74,10 +74,6 @@ class Core:
             if index not in self._free:
                 self._free.append(index)
                 self._free.sort()
-
-    def synchronize(self, index: int) -> None:
-        """Wait until everything so far is done; raises the first error since the last time."""
-        self._call("sky_synchronize", index)
 
     def stats(self, index: int) -> DeviceStats:
         """What the device has done."""

@@ -99,7 +99,9 @@ class _SkyModule(types.ModuleType):
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until everything so far is done; raises the first error since the last time."""
-        self._core.synchronize(self._index(device))
+        import torch
+
+        torch.accelerator.synchronize(self._index(device))
 
     def get_device_name(self, device: Any = None) -> str:
         """How people call a device."""
@@ -114,6 +116,108 @@ class _SkyModule(types.ModuleType):
             return device
         index = torch.device(device).index
         return self._core.current if index is None else index
+
+    # Streams and events.
+
+    def Stream(self, device: Any = None, priority: int = 0) -> torch.Stream:  # noqa: N802
+        """A stream: what is issued on it runs in order, beside other streams.
+
+        >>> side = torch.sky.Stream()
+        """
+        import torch
+
+        return torch.Stream(torch.device("sky", self._index(device)), priority=priority)
+
+    def Event(  # noqa: N802
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
+        """A moment in a stream, to wait for and, with `enable_timing`, to measure from.
+
+        >>> start = torch.sky.Event(enable_timing=True)
+        """
+        import torch
+
+        device = torch.device("sky", self._core.current)
+        return torch.Event(device, enable_timing=enable_timing, blocking=blocking)
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        """The stream this thread issues on."""
+        import torch
+
+        return torch.accelerator.current_stream(torch.device("sky", self._index(device)))
+
+    def default_stream(self, device: Any = None) -> torch.Stream:
+        """The stream everything runs on unless told otherwise."""
+        import torch
+
+        now = self.current_stream(device)
+        return torch.Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        """Choose the stream this thread issues on."""
+        import torch
+
+        torch.accelerator.set_stream(stream)
+
+    @contextmanager
+    def stream(self, stream: torch.Stream | None) -> Iterator[None]:
+        """Choose the stream for a block."""
+        if stream is None:
+            yield
+            return
+        with stream:
+            yield
+
+    # Memory, of the worker's device.
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes that tensors take on the device."""
+        import torch
+
+        return int(torch.accelerator.memory_allocated(self._index(device)))
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The most bytes that tensors have taken since the last `reset_peak_memory_stats`."""
+        import torch
+
+        return int(torch.accelerator.max_memory_allocated(self._index(device)))
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes the worker's allocator holds, in use or kept for later."""
+        import torch
+
+        return int(torch.accelerator.memory_reserved(self._index(device)))
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """The most bytes the worker's allocator has held."""
+        import torch
+
+        return int(torch.accelerator.max_memory_reserved(self._index(device)))
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        """All of them by name, as `torch.accelerator.memory_stats` has them."""
+        import torch
+
+        return dict(torch.accelerator.memory_stats(self._index(device)))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Bytes that are free on the device, and all it has."""
+        import torch
+
+        free, total = torch.accelerator.get_memory_info(self._index(device))
+        return int(free), int(total)
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Let the peaks begin anew."""
+        import torch
+
+        torch.accelerator.reset_peak_memory_stats(self._index(device))
+
+    def empty_cache(self) -> None:
+        """Let the worker's allocator give back what no tensor uses."""
+        import torch
+
+        torch.accelerator.empty_cache()
 
     # Random numbers.
 

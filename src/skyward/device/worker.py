@@ -72,11 +72,13 @@ def main() -> None:
     os.close(config.status)
     complete.wait()
     listener.close()
-    ends = [plain_socket(channels[role]) for role in ("device-ops", "device-bulk")]
+    both = [channels[role] for role in ("device-ops", "device-bulk")]
+    ends = [plain_socket(channel) for channel in both]
     ops, bulk = (end.fileno() for end in ends)
+    shares_memory = all(channel.shares_memory for channel in both)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
-        ops, bulk, kind.encode(), message, ctypes.c_size_t(len(message))
+        ops, bulk, int(shares_memory), kind.encode(), message, ctypes.c_size_t(len(message))
     )
     if failed:
         print(f"device process: {message.value.decode(errors='replace')}", file=sys.stderr)

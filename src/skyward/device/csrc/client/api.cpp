@@ -42,16 +42,12 @@ int sky_register(const char* left, int* count) {
   });
 }
 
-int sky_open(int index, int ops, int bulk, int on_cpu) {
-  return sky::guarded([&] { sky::open_session(index, ops, bulk, on_cpu != 0); });
+int sky_open(int index, int ops, int bulk, int shares_memory, int on_cpu) {
+  return sky::guarded([&] { sky::open_session(index, ops, bulk, shares_memory != 0, on_cpu != 0); });
 }
 
 int sky_close(int index, const char* why) {
   return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).close(why); });
-}
-
-int sky_synchronize(int index) {
-  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).synchronize(); });
 }
 
 int sky_stats(int index, uint64_t* out) {

@@ -1,52 +1,16 @@
-// What PyTorch needs to know of a backend: its device guard, hooks and random number generators.
+// What PyTorch needs to know of a backend: its hooks and random number generators.
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
 #include <random>
 
+#include "memory.h"
 #include "session.h"
 
 namespace sky {
 namespace {
-
-// One queue per device runs everything in order, so every stream is that queue.
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static constexpr c10::DeviceType static_type = kSky;
-  Guard() = default;
-  explicit Guard(c10::DeviceType) {}
-  c10::DeviceType type() const override { return kSky; }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    auto old = getDevice();
-    setDevice(device);
-    return old;
-  }
-  c10::Device getDevice() const override { return {kSky, current_device()}; }
-  void setDevice(c10::Device device) const override { set_current_device(device.index()); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(device.index()); }
-  c10::Stream getStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getNewStream(c10::Device d, int) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
-  // The autograd engine sizes its queues from this once, at the first backward: count them all.
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevicesMax; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& s) const override { session_at(s.device_index()).synchronize(); }
-  void synchronizeDevice(const c10::DeviceIndex index) const override { session_at(index).synchronize(); }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = std::make_unique<char>().release();
-  }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override { session_at(-1).synchronize(); }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    std::unique_ptr<char> owned(static_cast<char*>(event));
-  }
-};
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // The state is in the worker's generator, so numbers equal a native run on that hardware.
 class Generator final : public c10::GeneratorImpl {
@@ -98,7 +62,7 @@ class Generator final : public c10::GeneratorImpl {
     w.u8(action);
     w.text(content);
     std::lock_guard lock(session.mutex);
-    session.check_open();
+    session.begin();
     if (replied) return session.ask(w.bytes().data(), w.size());
     session.put(w.bytes().data(), w.size());
     return "";
@@ -144,17 +108,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return g;
   }
   c10::Device getDeviceFromPtr(void*) const override { return {kSky, current_device()}; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  bool isPinnedPtr(const void* at) const override { return is_pinned(at); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
-    auto number = reinterpret_cast<uintptr_t>(impl->_mutable_data_ptr_no_checks().get());
-    auto* session = session_by_serial(static_cast<uint32_t>(number >> 20));
+    auto [session, slot] = Session::behind(impl->_mutable_data_ptr_no_checks());
     TORCH_CHECK(session, "a sky storage without memory cannot be resized");
     struct __attribute__((packed)) { uint32_t kind, slot; uint64_t bytes; }
-        record{kResize, static_cast<uint32_t>(number & 0xfffff), bytes};
+        record{kResize, slot, bytes};
     std::lock_guard lock(session->mutex);
-    session->check_open();
+    session->begin();
     session->put(&record, sizeof record);
     impl->set_nbytes(bytes);
   }

@@ -8,23 +8,21 @@
 
 #include <set>
 
-#include "session.h"
+#include "shapes.h"
 
 namespace sky {
 
 using c10::IValue;
 using torch::jit::Stack;
 
-struct OpInfo {
-  const c10::OperatorName* name;
-  size_t arguments = 0;
-  std::vector<bool> number;      // arguments of type Scalar
-  std::vector<ListOf> list;      // element type of list arguments
-  std::vector<int> returns;      // the argument each return is, or -1 if it is new
-  bool asks_always = false;      // its shapes depend on data
-  bool scalars_shape = false;    // scalars decide the shape: arange and its kin
-  bool indexes = false;          // a mask among its indices makes it depend on data
-};
+bool strictly_contiguous(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  int64_t expected = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != expected) return false;
+    expected *= std::max<int64_t>(sizes[i], 1);
+  }
+  return true;
+}
 
 namespace {
 
@@ -92,6 +90,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   if (info->indexes) info->asks_always = false;
   // A number or a truth is about the data; which attention kernel fits is about the shapes.
   if (!returns_tensors && name != "aten::_fused_sdp_choice") info->asks_always = true;
+  info->shape = shape_kernel(*info->name);
+  info->only_writes = only_writes(*info->name);
   // The worker's tables are sized by the longest target.
   if (name == "aten::_ctc_loss") info->asks_always = true;
   // Its only result is the error, which callers catch where they call.
@@ -115,16 +115,6 @@ const OpInfo& info_of(const c10::OperatorHandle& op) {
 }
 
 uint8_t bits_of(const at::Tensor& t) { return (t.is_conj() ? kConjugated : 0) | (t.is_neg() ? kNegated : 0); }
-
-// Unlike TensorImpl's own, exact for dimensions of size one, whose strides results may inherit.
-bool strictly_contiguous(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  int64_t expected = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (strides[i] != expected) return false;
-    expected *= std::max<int64_t>(sizes[i], 1);
-  }
-  return true;
-}
 
 bool is_sky(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->key_set().has_backend(c10::BackendComponent::PrivateUse1Bit);
@@ -317,10 +307,21 @@ void write_value(Writer& w, const Key& key, size_t& tensor, const IValue& v, boo
   }
 }
 
-Template* define(Session& session, const OpInfo& op, const Key& key, const IValue* args, uint64_t h) {
-  auto made = std::make_unique<Template>();
+void write_promise(Writer& w, const Template& t) {
+  w.u8(t.known);
+  for (auto& out : t.outs) {
+    w.u8(out.kind);
+    w.u8(static_cast<uint8_t>(out.layout.dtype));
+    w.u8(static_cast<uint8_t>(out.layout.sizes.size()));
+    w.u8(out.layout.bits);
+    for (auto n : out.layout.sizes) w.i64(n);
+    for (auto n : out.layout.strides) w.i64(n);
+  }
+}
+
+Template* define(Session& session, std::unique_ptr<Template> made, const Key& key, const IValue* args, uint64_t h) {
+  const auto& op = *made->op;
   made->id = session.template_count++;
-  made->op = &op;
   made->key = key.words;
   Writer w;
   w.text(op.name->name);
@@ -329,12 +330,19 @@ Template* define(Session& session, const OpInfo& op, const Key& key, const IValu
   w.u32(static_cast<uint32_t>(op.arguments));
   size_t tensor = 0;
   for (size_t i = 0; i < op.arguments; i++) write_value(w, key, tensor, args[i], op.number[i] && !op.scalars_shape, op.list[i], false);
+  write_promise(w, *made);
   Writer record;
   record.u32(kDefine);
-  record.u32(static_cast<uint32_t>(w.size()));
-  record.raw(w.bytes().data(), w.size());
+  record.text(w.bytes());
   session.put(record.bytes().data(), record.size());
   return session.templates.emplace(h, std::move(made))->second.get();
+}
+
+Template* find(Session& session, const OpInfo& op, const Key& key, uint64_t h) {
+  auto range = session.templates.equal_range(h);
+  for (auto it = range.first; it != range.second; ++it)
+    if (it->second->op == &op && it->second->key == key.words) return it->second.get();
+  return nullptr;
 }
 
 // Outputs.
@@ -446,17 +454,24 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   auto& session = *key.session;
   c10::SmallVector<IValue, 4> results;
   {
-    std::lock_guard lock(session.mutex);
-    session.check_open();
+    std::unique_lock lock(session.mutex);
+    session.begin();
     session.stats.operations++;
     Template* t = session.last ? session.last->next : nullptr;
     if (!t || t->op != &info || t->key != key.words) {
       auto h = hash(&info, key.words);
-      t = nullptr;
-      auto range = session.templates.equal_range(h);
-      for (auto it = range.first; it != range.second; ++it)
-        if (it->second->op == &info && it->second->key == key.words) t = it->second.get();
-      if (!t) t = define(session, info, key, args, h);
+      t = find(session, info, key, h);
+      if (!t) {
+        auto made = std::make_unique<Template>();
+        made->op = &info;
+        // Without the lock: PyTorch's code may want Python's, whose holder may be freeing a tensor of ours.
+        lock.unlock();
+        made->known = infer(op, info, args, *made);
+        lock.lock();
+        session.begin();
+        t = find(session, info, key, h);
+        if (!t) t = define(session, std::move(made), key, args, h);
+      }
       if (session.last) session.last->next = t;
     }
     session.last = t;
@@ -502,7 +517,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }
     for (auto& change : t->resized) apply(change, key);
   }
-  if (C10_UNLIKELY(synchronous())) session.synchronize();
+  if (C10_UNLIKELY(synchronous())) session.synchronize(kAllStreams);
   torch::jit::drop(*stack, info.arguments);
   for (auto& r : results) stack->push_back(std::move(r));
 }

@@ -12,6 +12,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include "memory.h"
 #include "session.h"
 
 namespace sky {
@@ -64,10 +65,10 @@ at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout lay
 bool is_sky(const at::Tensor& t) { return t.device().type() == kSky; }
 
 // Elements of a dense tensor lie in its storage without gaps, in order.
-void upload(const at::Tensor& to, const at::Tensor& host) {
+void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
   auto& session = Session::of(to.unsafeGetTensorImpl());
   auto offset = static_cast<uint64_t>(to.storage_offset()) * to.itemsize();
-  session.upload(Session::slot_of(to.unsafeGetTensorImpl()), offset, host.const_data_ptr(), host.nbytes());
+  session.upload(Session::slot_of(to.unsafeGetTensorImpl()), offset, host.const_data_ptr(), host.nbytes(), later);
 }
 
 void copy_on_worker(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -76,20 +77,25 @@ void copy_on_worker(const at::Tensor& to, const at::Tensor& from, bool non_block
   fallback(op, &stack);
 }
 
-void copy_to_sky(const at::Tensor& to, const at::Tensor& from) {
+void copy_to_sky(const at::Tensor& to, const at::Tensor& from, bool later) {
   auto host = from.to(to.scalar_type()).expand(to.sizes()).contiguous();
   if (to.is_contiguous()) {
-    upload(to, host);
+    upload(to, host, later);
     return;
   }
   auto staged = at::empty(to.sizes(), to.options().memory_format(at::MemoryFormat::Contiguous));
-  upload(staged, host);
+  upload(staged, host, later);
   copy_on_worker(to, staged, false);
 }
 
-void copy_to_host(at::Tensor to, const at::Tensor& from) {
+// As with page-locked memory elsewhere, only pinned memory is filled while the program goes on.
+void copy_to_host(at::Tensor to, const at::Tensor& from, bool later) {
   auto& session = Session::of(from.unsafeGetTensorImpl());
   bool direct = to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  if (later && direct && is_pinned(to.const_data_ptr())) {
+    session.fetch_later(from, to);
+    return;
+  }
   auto host = direct ? to : at::empty(from.sizes(), at::TensorOptions().dtype(from.scalar_type()));
   session.fetch(from, host.mutable_data_ptr(), host.nbytes());
   if (!direct) to.copy_(host);
@@ -118,9 +124,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
                 " directly is not supported yet; go through the host with .cpu()");
     copy_on_worker(to, from, non_blocking);
   } else if (is_sky(to)) {
-    copy_to_sky(to, from.cpu());
+    copy_to_sky(to, from.cpu(), non_blocking);
   } else {
-    copy_to_host(to, from);
+    copy_to_host(to, from, non_blocking);
   }
   return self;
 }
@@ -135,6 +141,12 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   auto host = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
   Session::of(self.unsafeGetTensorImpl()).fetch(self, host.mutable_data_ptr(), host.nbytes());
   return host.item();
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  TORCH_CHECK(stream.device() == self.device(), "a tensor of ", self.device(), " is not used on a stream of ", stream.device());
+  auto* impl = self.unsafeGetTensorImpl();
+  Session::of(impl).used_on(Session::slot_of(impl), static_cast<uint32_t>(stream.id()));
 }
 
 // Views share the storage and never travel.
@@ -206,6 +218,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("record_stream", record_stream);
   m.impl("view", view);
   m.impl("_unsafe_view", view);
   m.impl("as_strided", as_strided);

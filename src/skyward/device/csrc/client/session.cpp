@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "../wire/socket.h"
+#include "memory.h"
 
 namespace sky {
 namespace {
@@ -26,30 +27,23 @@ std::mutex registry_mutex;
 std::vector<std::unique_ptr<Session>> sessions;
 Session* by_index[kDevicesMax] = {};
 thread_local c10::DeviceIndex current = 0;
+thread_local uint32_t current_streams[kDevicesMax] = {};
+
+[[noreturn]] void raise(const Complaint& complaint) {
+  switch (complaint.status) {
+    case kIndexError: C10_THROW_ERROR(IndexError, complaint.text);
+    case kValueError: C10_THROW_ERROR(ValueError, complaint.text);
+    case kTypeError: C10_THROW_ERROR(TypeError, complaint.text);
+    case kNotImplemented: C10_THROW_ERROR(NotImplementedError, complaint.text);
+    case kLinearAlgebra: C10_THROW_ERROR(LinAlgError, complaint.text);
+    case kOutOfMemory: C10_THROW_ERROR(OutOfMemoryError, complaint.text);
+    default: C10_THROW_ERROR(Error, complaint.text);
+  }
+}
 
 uintptr_t encode(uint32_t serial, uint32_t slot) { return (uintptr_t{serial} << 20) | slot; }
 
-void delete_storage(void* context) noexcept {
-  auto number = reinterpret_cast<uintptr_t>(context);
-  if (auto* session = session_by_serial(static_cast<uint32_t>(number >> 20)))
-    session->release(static_cast<uint32_t>(number & 0xfffff));
-}
-
 }  // namespace
-
-struct Allocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    auto storage = session_at(current).new_storage(bytes, true);
-    return std::move(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &delete_storage; }
-  void copy_data(void*, const void*, size_t) const override {
-    TORCH_CHECK(false, "a sky storage has no memory here to copy");
-  }
-};
-
-Allocator allocator;
-REGISTER_ALLOCATOR(kSky, &allocator);
 
 Session& session_at(c10::DeviceIndex index) {
   if (index < 0) index = current;
@@ -62,12 +56,12 @@ Session* session_by_serial(uint32_t serial) noexcept {
   return serial && serial <= sessions.size() ? sessions[serial - 1].get() : nullptr;
 }
 
-Session& open_session(int index, int ops, int bulk, bool on_cpu) {
+Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu) {
   std::lock_guard lock(registry_mutex);
   // Reserved at once: a storage's deleter looks sessions up without the lock.
   if (sessions.capacity() < 4096) sessions.reserve(4096);
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
-  sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, on_cpu));
+  sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, shares_memory, on_cpu));
   by_index[index] = sessions.back().get();
   return *sessions.back();
 }
@@ -92,8 +86,11 @@ void set_busy_listener(Busy listener) { busy_listener = listener; }
 c10::DeviceIndex current_device() { return current; }
 void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
 
-Session::Session(int index, uint32_t serial, int ops, int bulk, bool on_cpu)
-    : index(index), serial(serial), on_cpu(on_cpu), ops_(ops), bulk_(bulk) {
+uint32_t current_stream(c10::DeviceIndex index) { return current_streams[index]; }
+void set_current_stream(c10::DeviceIndex index, uint32_t stream) { current_streams[index] = stream; }
+
+Session::Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu)
+    : index(index), serial(serial), on_cpu(on_cpu), ops_(ops), bulk_(bulk, shares_memory) {
   out_.reserve(1 << 16);
   flusher_ = std::thread([this] { flush_later(); });
 }
@@ -106,7 +103,7 @@ Session::~Session() {
 
 c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
   std::lock_guard lock(mutex);
-  check_open();
+  begin();
   auto slot = slots_.take();
   TORCH_CHECK(slot, "more than ", Slots::kCount, " tensors live on sky:", index);
   if (tell) {
@@ -116,8 +113,19 @@ c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
   auto* p = reinterpret_cast<void*>(encode(serial, slot));
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes,
-      c10::DataPtr(p, p, &delete_storage, c10::Device(kSky, static_cast<c10::DeviceIndex>(index))),
-      &allocator, true));
+      c10::DataPtr(p, p, &Session::delete_storage, c10::Device(kSky, static_cast<c10::DeviceIndex>(index))),
+      storage_allocator(), true));
+}
+
+void Session::delete_storage(void* context) noexcept {
+  auto number = reinterpret_cast<uintptr_t>(context);
+  if (auto* session = session_by_serial(static_cast<uint32_t>(number >> 20)))
+    session->release(static_cast<uint32_t>(number & 0xfffff));
+}
+
+std::pair<Session*, uint32_t> Session::behind(const c10::DataPtr& pointer) {
+  auto number = reinterpret_cast<uintptr_t>(pointer.get());
+  return {session_by_serial(static_cast<uint32_t>(number >> 20)), static_cast<uint32_t>(number & 0xfffff)};
 }
 
 void Session::release(uint32_t slot) noexcept {
@@ -134,17 +142,22 @@ void Session::release(uint32_t slot) noexcept {
 }
 
 uint32_t Session::slot_of(const c10::TensorImpl* tensor) {
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  return static_cast<uint32_t>(
-      reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get()) & 0xfffff);
+  return behind(tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()).second;
 }
 
 Session& Session::of(const c10::TensorImpl* tensor) {
-  auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  auto number = reinterpret_cast<uintptr_t>(storage->_mutable_data_ptr_no_checks().get());
-  auto* session = session_by_serial(static_cast<uint32_t>(number >> 20));
+  auto* session = behind(tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()).first;
   TORCH_CHECK(session, "a sky tensor without memory");
   return *session;
+}
+
+void Session::begin() {
+  check_open();
+  auto wanted = current_streams[index];
+  if (C10_LIKELY(wanted == stream_)) return;
+  uint32_t record[] = {kStream, wanted};
+  put(record, sizeof record);
+  stream_ = wanted;
 }
 
 void Session::put(const void* data, size_t size) {
@@ -209,7 +222,7 @@ void Session::close(const std::string& why) {
   closed_ = why;
   out_.clear();
   ::shutdown(ops_, SHUT_RDWR);
-  ::shutdown(bulk_, SHUT_RDWR);
+  bulk_.close();
   if (by_index[index] == this) by_index[index] = nullptr;
 }
 
@@ -224,16 +237,8 @@ std::string Session::reply() {
     std::memcpy(&length, head, 4);
     std::string content(length, '\0');
     receive_all(ops_, content.data(), length);
-    switch (head[4]) {
-      case kOk: return content;
-      case kIndexError: C10_THROW_ERROR(IndexError, content);
-      case kValueError: C10_THROW_ERROR(ValueError, content);
-      case kTypeError: C10_THROW_ERROR(TypeError, content);
-      case kNotImplemented: C10_THROW_ERROR(NotImplementedError, content);
-      case kLinearAlgebra: C10_THROW_ERROR(LinAlgError, content);
-      case kOutOfMemory: C10_THROW_ERROR(OutOfMemoryError, content);
-      default: TORCH_CHECK(false, content);
-    }
+    if (head[4] == kOk) return content;
+    raise({static_cast<Status>(head[4]), std::move(content)});
   } catch (const Disconnected& e) {
     broken(e.what());
   }
@@ -245,9 +250,9 @@ std::string Session::ask(const void* data, size_t size) {
   return reply();
 }
 
-void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size) {
+void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later) {
   std::lock_guard lock(mutex);
-  check_open();
+  begin();
   bool is_inline = size <= kInlineUpload;
   struct __attribute__((packed)) { uint32_t kind, slot; uint64_t offset, size; uint8_t is_inline; }
       record{kUpload, slot, offset, size, is_inline};
@@ -259,7 +264,7 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   }
   flush();
   try {
-    send_all(bulk_, data, size);
+    bulk_.send(data, size, later);
   } catch (const Disconnected& e) {
     broken(e.what());
   }
@@ -275,11 +280,9 @@ void Session::notice_waiting() {
   busy_listener(index);
 }
 
-void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
-  notice_waiting();
-  std::lock_guard lock(mutex);
-  check_open();
+std::string Session::written(const at::Tensor& source, bool later) {
   Writer w;
+  w.u8(later);
   w.u32(slot_of(source.unsafeGetTensorImpl()));
   w.u8(static_cast<uint8_t>(source.scalar_type()));
   w.u8(static_cast<uint8_t>(source.dim()));
@@ -288,9 +291,16 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
   w.i64(source.storage_offset());
   Writer record;
   record.u32(kFetch);
-  record.u32(static_cast<uint32_t>(w.size()));
-  record.raw(w.bytes().data(), w.size());
-  auto content = ask(record.bytes().data(), record.size());
+  record.text(w.bytes());
+  return record.bytes();
+}
+
+void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
+  notice_waiting();
+  std::lock_guard lock(mutex);
+  begin();
+  auto record = written(source, false);
+  auto content = ask(record.data(), record.size());
   stats.fetched += size;
   if (size <= kInlineFetch) {
     TORCH_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
@@ -298,17 +308,74 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
     return;
   }
   try {
-    receive_all(bulk_, into, size);
+    bulk_.receive(into, size);
   } catch (const Disconnected& e) {
     broken(e.what());
   }
 }
 
-void Session::synchronize() {
+void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
   std::lock_guard lock(mutex);
-  check_open();
-  uint32_t record = kSync;
-  ask(&record, sizeof record);
+  begin();
+  auto record = written(source, true);
+  stats.fetched += into.nbytes();
+  try {
+    bulk_.receive_later(std::move(into));
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+  put(record.data(), record.size());
+}
+
+// Waits for what `fetch_later` promised.
+void Session::raise_late() {
+  try {
+    if (auto complaint = bulk_.drain()) raise(*complaint);
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+}
+
+void Session::synchronize(uint32_t stream) {
+  std::lock_guard lock(mutex);
+  begin();
+  uint32_t record[] = {kSync, stream};
+  ask(record, sizeof record);
+  raise_late();
+}
+
+void Session::used_on(uint32_t slot, uint32_t stream) {
+  std::lock_guard lock(mutex);
+  begin();
+  uint32_t record[] = {kUsedOn, slot, stream};
+  put(record, sizeof record);
+}
+
+std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
+  std::lock_guard lock(mutex);
+  begin();
+  struct __attribute__((packed)) { uint32_t kind, event; uint8_t action; uint32_t other; }
+      record{kEvent, event, action, other};
+  if (action == kQuery && !bulk_.is_idle()) return std::string(1, '\0');
+  if (action == kQuery || action == kQueryStream || action == kElapsed) return ask(&record, sizeof record);
+  if (action == kAwait) {
+    ask(&record, sizeof record);
+    raise_late();
+  } else {
+    put(&record, sizeof record);
+  }
+  return "";
+}
+
+std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
+  std::lock_guard lock(mutex);
+  begin();
+  struct __attribute__((packed)) { uint32_t kind; uint8_t action; } record{kMemory, action};
+  auto content = ask(&record, sizeof record);
+  std::array<uint64_t, kMemoryFigures> figures;
+  TORCH_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
+  std::memcpy(figures.data(), content.data(), sizeof figures);
+  return figures;
 }
 
 }  // namespace sky

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "../wire/records.h"
+#include "bulk.h"
 #include "slots.h"
 
 namespace sky {
@@ -45,8 +47,8 @@ struct Resized {
 struct OpInfo;
 
 struct Template {
-  uint32_t id;
-  const OpInfo* op;
+  uint32_t id = 0;
+  const OpInfo* op = nullptr;
   std::vector<uint64_t> key;
   bool known = false;
   uint32_t new_tensors = 0;
@@ -61,7 +63,7 @@ struct Stats {
 
 class Session {
  public:
-  Session(int index, uint32_t serial, int ops, int bulk, bool on_cpu);
+  Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu);
   ~Session();
   Session(const Session&) = delete;
 
@@ -70,16 +72,24 @@ class Session {
   void release(uint32_t slot) noexcept;
   static uint32_t slot_of(const c10::TensorImpl* tensor);
   static Session& of(const c10::TensorImpl* tensor);
+  static std::pair<Session*, uint32_t> behind(const c10::DataPtr& pointer);
+  static void delete_storage(void* context) noexcept;
 
-  // Records.
+  // Records, each begun with the lock held.
+  void begin();  // checks that the session is open, and says which stream what follows is for
   void put(const void* data, size_t size);
   void flush();
   std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
-  void upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size);
+
+  // Each takes the lock itself.
+  void upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later);
   void fetch(const at::Tensor& source, void* into, uint64_t size);
-  void synchronize();
+  void fetch_later(const at::Tensor& source, at::Tensor into);
+  void synchronize(uint32_t stream);
+  void used_on(uint32_t slot, uint32_t stream);
+  std::string event(uint32_t event, EventAction action, uint32_t other);
+  std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
   void close(const std::string& why);
-  void check_open() const;
 
   std::recursive_mutex mutex;
   const int index;
@@ -91,12 +101,17 @@ class Session {
   Template* last = nullptr;
 
  private:
+  void check_open() const;
   std::string reply();
+  std::string written(const at::Tensor& source, bool later);
+  void raise_late();
   void notice_waiting();
   void flush_later();
   [[noreturn]] void broken(const char* what);
 
-  int ops_, bulk_;
+  int ops_;
+  Bulk bulk_;
+  uint32_t stream_ = 0;
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
   bool warned_ = false;
   std::string out_;
@@ -112,7 +127,7 @@ class Session {
 // The session behind a device index; throws if there is none.
 Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
-Session& open_session(int index, int ops, int bulk, bool on_cpu);
+Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu);
 int open_count();
 bool synchronous();
 
@@ -122,6 +137,8 @@ void set_busy_listener(Busy listener);
 
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);
+uint32_t current_stream(c10::DeviceIndex index);
+void set_current_stream(c10::DeviceIndex index, uint32_t stream);
 
 at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                        c10::ScalarType dtype, uint64_t bytes, bool tell);

@@ -16,15 +16,19 @@ namespace sky {
 
 enum Record : uint32_t {
   kFirstRecord = 0x7fffff00u,
-  kDefine = 0x7fffff01u,    // u32 length, template
+  kDefine = 0x7fffff01u,    // u32 length, template, u8 promised, then if so its outputs
   kAsk = 0x7fffff02u,       // u32 length, u32 template, payload; replied: metadata of the outputs
   kBind = 0x7fffff03u,      // u32 count, slots for the outputs of the last kAsk
   kNew = 0x7fffff04u,       // u32 slot, u64 bytes
   kResize = 0x7fffff05u,    // u32 slot, u64 bytes
   kUpload = 0x7fffff06u,    // u32 slot, u64 offset, u64 bytes, u8 inline, then the bytes if inline
-  kFetch = 0x7fffff07u,     // u32 slot, layout, u64 offset; replied: the bytes, contiguous
-  kSync = 0x7fffff08u,      // replied when everything before it is done
-  kGenerator = 0x7fffff09u, // u32 generator, u8 action, u32 length, bytes; some actions are replied
+  kFetch = 0x7fffff07u,     // u32 length, u8 later, u32 slot, layout, u64 offset; replied: the bytes, contiguous
+  kSync = 0x7fffff08u,      // u32 stream or kAllStreams; replied when everything before it is done
+  kGenerator = 0x7fffff09u, // u32 length, u32 generator, u8 action, text; some actions are replied
+  kStream = 0x7fffff0au,    // u32 stream: what follows runs on it
+  kUsedOn = 0x7fffff0bu,    // u32 slot, u32 stream: its memory is not free before that stream is done with it
+  kEvent = 0x7fffff0cu,     // u32 event, u8 action, u32 stream or other event; some actions are replied
+  kMemory = 0x7fffff0du,    // u8 action; replied: how much is in use
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -55,6 +59,26 @@ enum Bits : uint8_t { kConjugated = 1, kNegated = 2 };
 enum Output : uint8_t { kNewTensor, kAliasOfArgument, kUndefinedTensor, kTensorList, kValue, kNothing };
 
 enum GeneratorAction : uint8_t { kSeed, kGetState, kSetState, kForget };
+
+// Streams are numbered by the client: 0 is the device's own, above kUrgentStreams they have priority.
+constexpr uint32_t kUrgentStreams = 1u << 16;
+constexpr uint32_t kAllStreams = ~0u;
+
+enum EventAction : uint8_t {
+  kRecordTimed,  // on a stream
+  kRecord,       // without taking the time
+  kBlock,        // a stream, until the event has happened
+  kQuery,        // replied: u8 whether it has happened
+  kQueryStream,  // replied: u8 whether all of the stream is done
+  kAwait,        // replied when it has happened
+  kElapsed,      // replied: f64 milliseconds from the event to the other
+  kForgetEvent,
+};
+
+enum MemoryAction : uint8_t { kTellMemory, kResetPeak, kEmptyCache };
+
+// What of memory is told, in this order, each a u64.
+enum MemoryFigure { kAllocated, kAllocatedPeak, kReserved, kReservedPeak, kFreeMemory, kTotalMemory, kMemoryFigures };
 
 // A reply: u32 length of what follows, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.

@@ -1,0 +1,65 @@
+// The bytes of tensors: a way of their own beside the records, through shared memory on the same host.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "../wire/records.h"
+#include "../wire/ring.h"
+
+namespace sky {
+
+// What a worker said went wrong, kept with its kind.
+struct Complaint {
+  Status status;
+  std::string text;
+};
+
+class Bulk {
+ public:
+  Bulk(int socket, bool shares_memory);
+  ~Bulk();
+  Bulk(const Bulk&) = delete;
+
+  // When it returns the memory may change. `later` does not wait for the link, unless very much is queued.
+  void send(const void* data, uint64_t size, bool later);
+  void receive(void* into, uint64_t size);
+
+  // Fills the tensor's memory when the bytes come; `drain` waits until they have.
+  void receive_later(at::Tensor into);
+  std::unique_ptr<Complaint> drain();
+  bool is_idle();
+
+  void close() noexcept;
+
+ private:
+  struct Parcel {
+    std::unique_ptr<char[]> bytes;
+    uint64_t size;
+  };
+  void write(const void* data, uint64_t size);
+  void read(void* into, uint64_t size);
+  void send_queued();
+  void receive_queued();
+  void check();
+
+  int socket_;
+  std::unique_ptr<SharedRings> rings_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Parcel> parcels_;
+  uint64_t queued_ = 0;
+  std::deque<at::Tensor> landings_;
+  std::unique_ptr<Complaint> complaint_;
+  std::string broken_;
+  bool ending_ = false;
+  std::thread sender_, receiver_;
+};
+
+}  // namespace sky

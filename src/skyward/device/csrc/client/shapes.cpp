@@ -1,0 +1,259 @@
+// Shapes known without asking: PyTorch's own structured kernels work them out before they compute, so what
+// they say of tensors without memory is what the worker will find.
+//
+// Called directly, since the dispatcher's entries for such tensors are Python, slow and at times wrong in strides.
+#include "shapes.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/_log_softmax_meta_dispatch.h>
+#include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
+#include <ATen/ops/_softmax_meta_dispatch.h>
+#include <ATen/ops/_softmax_backward_data_meta_dispatch.h>
+#include <ATen/ops/add_meta_dispatch.h>
+#include <ATen/ops/addcdiv_meta_dispatch.h>
+#include <ATen/ops/addcmul_meta_dispatch.h>
+#include <ATen/ops/addmm_meta_dispatch.h>
+#include <ATen/ops/all_meta_dispatch.h>
+#include <ATen/ops/amax_meta_dispatch.h>
+#include <ATen/ops/amin_meta_dispatch.h>
+#include <ATen/ops/any_meta_dispatch.h>
+#include <ATen/ops/argmax_meta_dispatch.h>
+#include <ATen/ops/avg_pool2d_meta_dispatch.h>
+#include <ATen/ops/baddbmm_meta_dispatch.h>
+#include <ATen/ops/bmm_meta_dispatch.h>
+#include <ATen/ops/cat_meta_dispatch.h>
+#include <ATen/ops/ceil_meta_dispatch.h>
+#include <ATen/ops/clamp_meta_dispatch.h>
+#include <ATen/ops/clamp_min_meta_dispatch.h>
+#include <ATen/ops/cos_meta_dispatch.h>
+#include <ATen/ops/cumsum_meta_dispatch.h>
+#include <ATen/ops/div_meta_dispatch.h>
+#include <ATen/ops/elu_meta_dispatch.h>
+#include <ATen/ops/eq_meta_dispatch.h>
+#include <ATen/ops/erf_meta_dispatch.h>
+#include <ATen/ops/exp_meta_dispatch.h>
+#include <ATen/ops/expm1_meta_dispatch.h>
+#include <ATen/ops/floor_meta_dispatch.h>
+#include <ATen/ops/gather_meta_dispatch.h>
+#include <ATen/ops/ge_meta_dispatch.h>
+#include <ATen/ops/gelu_meta_dispatch.h>
+#include <ATen/ops/gelu_backward_meta_dispatch.h>
+#include <ATen/ops/gt_meta_dispatch.h>
+#include <ATen/ops/le_meta_dispatch.h>
+#include <ATen/ops/leaky_relu_meta_dispatch.h>
+#include <ATen/ops/leaky_relu_backward_meta_dispatch.h>
+#include <ATen/ops/lerp_meta_dispatch.h>
+#include <ATen/ops/log_meta_dispatch.h>
+#include <ATen/ops/log1p_meta_dispatch.h>
+#include <ATen/ops/lt_meta_dispatch.h>
+#include <ATen/ops/max_meta_dispatch.h>
+#include <ATen/ops/max_pool2d_with_indices_meta_dispatch.h>
+#include <ATen/ops/max_pool2d_with_indices_backward_meta_dispatch.h>
+#include <ATen/ops/maximum_meta_dispatch.h>
+#include <ATen/ops/mean_meta_dispatch.h>
+#include <ATen/ops/min_meta_dispatch.h>
+#include <ATen/ops/minimum_meta_dispatch.h>
+#include <ATen/ops/mm_meta_dispatch.h>
+#include <ATen/ops/mse_loss_meta_dispatch.h>
+#include <ATen/ops/mul_meta_dispatch.h>
+#include <ATen/ops/ne_meta_dispatch.h>
+#include <ATen/ops/neg_meta_dispatch.h>
+#include <ATen/ops/nll_loss_backward_meta_dispatch.h>
+#include <ATen/ops/nll_loss_forward_meta_dispatch.h>
+#include <ATen/ops/pow_meta_dispatch.h>
+#include <ATen/ops/reciprocal_meta_dispatch.h>
+#include <ATen/ops/round_meta_dispatch.h>
+#include <ATen/ops/rsqrt_meta_dispatch.h>
+#include <ATen/ops/sgn_meta_dispatch.h>
+#include <ATen/ops/sigmoid_meta_dispatch.h>
+#include <ATen/ops/sigmoid_backward_meta_dispatch.h>
+#include <ATen/ops/sign_meta_dispatch.h>
+#include <ATen/ops/silu_meta_dispatch.h>
+#include <ATen/ops/silu_backward_meta_dispatch.h>
+#include <ATen/ops/sin_meta_dispatch.h>
+#include <ATen/ops/sqrt_meta_dispatch.h>
+#include <ATen/ops/sub_meta_dispatch.h>
+#include <ATen/ops/sum_meta_dispatch.h>
+#include <ATen/ops/tanh_meta_dispatch.h>
+#include <ATen/ops/tanh_backward_meta_dispatch.h>
+#include <ATen/ops/threshold_backward_meta_dispatch.h>
+#include <ATen/ops/tril_meta_dispatch.h>
+#include <ATen/ops/triu_meta_dispatch.h>
+
+namespace sky {
+namespace {
+
+using at::Scalar;
+using at::Tensor;
+using c10::IValue;
+using c10::KernelFunction;
+using OptInts = at::OptionalIntArrayRef;
+using OptDtype = std::optional<at::ScalarType>;
+using OptScalar = std::optional<Scalar>;
+using Ints = at::IntArrayRef;
+
+using Kernels = std::unordered_map<std::string, KernelFunction>;
+
+template <typename Signature>
+void add(Kernels& known, const char* name, Signature* function) {
+  known.emplace(std::string("aten::") + name, KernelFunction::makeFromUnboxedRuntimeFunction(function));
+}
+
+Kernels kernels() {
+  Kernels k;
+#define SKY_PLAIN(name) add(k, #name, &at::meta::name);
+  SKY_PLAIN(_log_softmax) SKY_PLAIN(_log_softmax_backward_data) SKY_PLAIN(_softmax)
+  SKY_PLAIN(_softmax_backward_data) SKY_PLAIN(addcdiv) SKY_PLAIN(addcmul) SKY_PLAIN(addmm)
+  SKY_PLAIN(amax) SKY_PLAIN(amin) SKY_PLAIN(argmax) SKY_PLAIN(avg_pool2d) SKY_PLAIN(baddbmm)
+  SKY_PLAIN(bmm) SKY_PLAIN(elu) SKY_PLAIN(gather) SKY_PLAIN(gelu) SKY_PLAIN(gelu_backward)
+  SKY_PLAIN(leaky_relu) SKY_PLAIN(leaky_relu_backward) SKY_PLAIN(max_pool2d_with_indices)
+  SKY_PLAIN(max_pool2d_with_indices_backward) SKY_PLAIN(maximum) SKY_PLAIN(minimum) SKY_PLAIN(mm)
+  SKY_PLAIN(mse_loss) SKY_PLAIN(sigmoid_backward) SKY_PLAIN(silu_backward) SKY_PLAIN(tanh_backward)
+  SKY_PLAIN(threshold_backward) SKY_PLAIN(addcdiv_) SKY_PLAIN(addcmul_) SKY_PLAIN(addmm_)
+  SKY_PLAIN(baddbmm_) SKY_PLAIN(elu_) SKY_PLAIN(gelu_) SKY_PLAIN(leaky_relu_)
+#undef SKY_PLAIN
+#define SKY_UNARY(name)                            \
+  add<Tensor(const Tensor&)>(k, #name, &at::meta::name); \
+  add<Tensor&(Tensor&)>(k, #name "_", &at::meta::name##_);
+  SKY_UNARY(neg) SKY_UNARY(exp) SKY_UNARY(log) SKY_UNARY(sqrt) SKY_UNARY(rsqrt) SKY_UNARY(tanh)
+  SKY_UNARY(sigmoid) SKY_UNARY(silu) SKY_UNARY(sin) SKY_UNARY(cos) SKY_UNARY(erf) SKY_UNARY(log1p)
+  SKY_UNARY(expm1) SKY_UNARY(reciprocal) SKY_UNARY(sign) SKY_UNARY(sgn) SKY_UNARY(floor)
+  SKY_UNARY(ceil) SKY_UNARY(round)
+#undef SKY_UNARY
+#define SKY_COMPARED(name)                                                  \
+  add<Tensor(const Tensor&, const Tensor&)>(k, #name ".Tensor", &at::meta::name); \
+  add<Tensor(const Tensor&, const Scalar&)>(k, #name ".Scalar", &at::meta::name);
+  SKY_COMPARED(eq) SKY_COMPARED(ne) SKY_COMPARED(lt) SKY_COMPARED(le) SKY_COMPARED(gt) SKY_COMPARED(ge)
+#undef SKY_COMPARED
+#define SKY_SCALED(name)                                                                   \
+  add<Tensor(const Tensor&, const Tensor&, const Scalar&)>(k, #name ".Tensor", &at::meta::name); \
+  add<Tensor&(Tensor&, const Tensor&, const Scalar&)>(k, #name "_.Tensor", &at::meta::name##_);
+  SKY_SCALED(add) SKY_SCALED(sub)
+#undef SKY_SCALED
+#define SKY_BINARY(name)                                                    \
+  add<Tensor(const Tensor&, const Tensor&)>(k, #name ".Tensor", &at::meta::name); \
+  add<Tensor&(Tensor&, const Tensor&)>(k, #name "_.Tensor", &at::meta::name##_);
+  SKY_BINARY(mul) SKY_BINARY(div)
+#undef SKY_BINARY
+  add<Tensor(const Tensor&, const Tensor&)>(k, "pow.Tensor_Tensor", &at::meta::pow);
+  add<Tensor(const Tensor&, const Scalar&)>(k, "pow.Tensor_Scalar", &at::meta::pow);
+  add<Tensor(const Tensor&, const Tensor&, const Scalar&)>(k, "lerp.Scalar", &at::meta::lerp);
+  add<Tensor&(Tensor&, const Tensor&, const Scalar&)>(k, "lerp_.Scalar", &at::meta::lerp_);
+  add<Tensor(const Tensor&, const OptScalar&, const OptScalar&)>(k, "clamp", &at::meta::clamp);
+  add<Tensor(const Tensor&, const Scalar&)>(k, "clamp_min", &at::meta::clamp_min);
+  add<Tensor(const Tensor&, OptInts, bool, OptDtype)>(k, "sum.dim_IntList", &at::meta::sum);
+  add<Tensor(const Tensor&, OptInts, bool, OptDtype)>(k, "mean.dim", &at::meta::mean);
+  add<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, bool)>(k, "max.dim", &at::meta::max);
+  add<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, bool)>(k, "min.dim", &at::meta::min);
+  add<Tensor(const Tensor&)>(k, "any", &at::meta::any);
+  add<Tensor(const Tensor&)>(k, "all", &at::meta::all);
+  add(k, "nll_loss_forward", &at::meta::nll_loss_forward);
+  add(k, "nll_loss_backward", &at::meta::nll_loss_backward);
+  add(k, "cat", &at::meta::cat);
+  add(k, "tril", &at::meta::tril);
+  add(k, "triu", &at::meta::triu);
+  add(k, "cumsum", &at::meta::cumsum);
+  return k;
+}
+
+// It computes element by element as this one does, though it is not structured itself.
+const std::unordered_map<std::string, std::string> shaped_like{{"aten::relu", "aten::neg"}};
+
+std::string full_name(const c10::OperatorName& name) {
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
+bool is_sky(const Tensor& t) { return t.device().type() == kSky; }
+
+// A tensor like this one without memory; none if it cannot stand for it.
+std::optional<Tensor> shadow(const Tensor& t) {
+  if (!t.defined() || !is_sky(t)) return t;
+  if (t.is_conj() || t.is_neg()) return std::nullopt;
+  return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+}
+
+bool shadow(IValue& v) {
+  if (v.isTensor()) {
+    auto made = shadow(v.toTensor());
+    if (!made) return false;
+    v = *made;
+  } else if (v.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : v.toTensorVector()) {
+      auto made = shadow(t);
+      if (!made) return false;
+      list.push_back(*made);
+    }
+    v = list;
+  }
+  return true;
+}
+
+// Lists of one length, as operations on many tensors at once demand.
+bool lists_fit(const IValue* args, size_t count) {
+  std::optional<size_t> length;
+  for (size_t i = 0; i < count; i++)
+    if (args[i].isTensorList()) {
+      auto n = args[i].toListRef().size();
+      if (length.value_or(n) != n) return false;
+      length = n;
+    }
+  return true;
+}
+
+OutInfo promise(const Tensor& t) {
+  OutInfo out;
+  out.kind = kNewTensor;
+  out.layout.dtype = t.scalar_type();
+  out.layout.sizes.append(t.sizes().begin(), t.sizes().end());
+  out.layout.strides.append(t.strides().begin(), t.strides().end());
+  out.layout.contiguous = strictly_contiguous(t.sizes(), t.strides());
+  out.layout.bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
+  return out;
+}
+
+}  // namespace
+
+const KernelFunction* shape_kernel(const c10::OperatorName& name) {
+  static const Kernels known = kernels();
+  auto full = full_name(name);
+  if (auto other = shaped_like.find(full); other != shaped_like.end()) full = other->second;
+  auto found = known.find(full);
+  return found == known.end() ? nullptr : &found->second;
+}
+
+bool only_writes(const c10::OperatorName& name) {
+  static const std::set<std::string> plain{"aten::zero_", "aten::fill_.Scalar", "aten::relu_"};
+  return plain.count(full_name(name)) || (name.name.rfind("aten::_foreach_", 0) == 0 && name.name.back() == '_');
+}
+
+bool infer(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
+  if (info.only_writes) return lists_fit(args, info.arguments);
+  if (op.operator_name().name == "aten::clone") {
+    auto self = shadow(args[0].toTensor());
+    if (!self) return false;
+    auto format = args[1].isNone() ? at::MemoryFormat::Preserve : args[1].toMemoryFormat();
+    t.outs = {promise(at::empty_like(*self, self->options(), format))};
+    t.new_tensors = 1;
+    return true;
+  }
+  if (!info.shape) return false;
+  torch::jit::Stack stack(args, args + info.arguments);
+  for (auto& v : stack)
+    if (!shadow(v)) return false;
+  try {
+    info.shape->callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+  } catch (const c10::Error&) {
+    return false;  // the worker says what is wrong with it
+  }
+  for (size_t i = 0; i < info.returns.size(); i++)
+    if (info.returns[i] < 0) {
+      t.outs.push_back(promise(stack[i].toTensor()));
+      t.new_tensors++;
+    }
+  return true;
+}
+
+}  // namespace sky

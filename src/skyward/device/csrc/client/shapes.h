@@ -1,0 +1,21 @@
+// Which operations' results need no asking, and what they are.
+#pragma once
+
+#include <ATen/core/boxing/KernelFunction.h>
+
+#include <set>
+
+#include "operations.h"
+
+namespace sky {
+
+// What works out the shapes of an operation's results; null if none is known.
+const c10::KernelFunction* shape_kernel(const c10::OperatorName& name);
+
+// Whether it makes no tensors and resizes none.
+bool only_writes(const c10::OperatorName& name);
+
+// Fills in what the template's operation returns; false: the worker must be asked.
+bool infer(const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args, Template& t);
+
+}  // namespace sky

@@ -1,0 +1,345 @@
+// Running operations: arguments from a payload, results into slots.
+#include "session.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+namespace sky {
+
+using c10::IValue;
+
+namespace {
+
+at::Tensor copy_as(const Layout& layout, const at::Tensor& from) {
+  auto copy = at::empty_strided(layout.sizes, layout.strides, from.options());
+  set_bits(copy, layout.bits);
+  copy.copy_(from);
+  return copy;
+}
+
+// An output that owns its memory from the first byte, as the client believes.
+at::Tensor own(const at::Tensor& t) {
+  if (t.storage_offset() == 0 && t.storage().use_count() <= 1) return t;
+  return copy_as(Layout::of(t), t);
+}
+
+void write_tensor(Writer& w, const at::Tensor& t) {
+  w.u8(static_cast<uint8_t>(t.scalar_type()));
+  w.u8(static_cast<uint8_t>(t.dim()));
+  w.u8(bits_of(t));
+  for (auto s : t.sizes()) w.i64(s);
+  for (auto s : t.strides()) w.i64(s);
+  w.u64(t.storage().nbytes());
+}
+
+void write_value(Writer& w, const IValue& v) {
+  if (v.isInt()) { w.u8(kInt); w.i64(v.toInt()); }
+  else if (v.isDouble()) { w.u8(kDouble); w.f64(v.toDouble()); }
+  else if (v.isBool()) { w.u8(kBool); w.u8(v.toBool()); }
+  else if (v.isComplexDouble()) { w.u8(kComplex); w.f64(v.toComplexDouble().real()); w.f64(v.toComplexDouble().imag()); }
+  else if (v.isString()) { w.u8(kString); w.text(v.toStringRef()); }
+  else if (v.isNone()) w.u8(kNone);
+  else TORCH_CHECK(false, "an operation returns a ", v.tagKind(), ", which cannot travel");
+}
+
+// Calls `f` with every tensor of a payload: its spec, slot, offset, and whether the operation writes to it.
+template <typename F>
+void each_tensor(Reader& r, const Spec& s, bool written, F&& f) {
+  if (s.constant) return;
+  switch (s.kind) {
+    case kTensor: {
+      auto slot = r.u32();
+      int64_t offset = s.flag ? r.i64() : 0;
+      f(s, slot, offset, written);
+      break;
+    }
+    case kGeneratorArg: r.bytes(4); break;
+    case kNumber: case kDouble: r.bytes(8); break;
+    case kComplex: case kHostScalar: r.bytes(16); break;
+    case kList:
+      for (auto& e : s.items) each_tensor(r, e, written, f);
+      break;
+    default: break;
+  }
+}
+
+template <typename F>
+void each_tensor(const Template& t, const char* payload, F&& f) {
+  Reader r(payload, t.payload);
+  for (auto& arg : t.args) each_tensor(r, arg, arg.written, f);
+}
+
+}  // namespace
+
+at::Tensor Session::tensor(Reader& r, const Spec& s) {
+  auto& held = slots_[r.u32()];
+  int64_t offset = s.flag ? r.i64() : 0;
+  if (C10_UNLIKELY(held.poison != nullptr)) throw Poisoned{held.poison};
+  for (int i = 0; i < 2; i++)
+    if (held.layout[i] == s.layout && held.offset[i] == offset) return held.view[i];
+  if (!held.storage) throw Malformed("an empty slot used as a tensor");
+  auto view = make_view(held.storage, layouts_[s.layout], offset);
+  int i = held.layout[0] < 0 ? 0 : 1;
+  held.view[i] = view;
+  held.layout[i] = s.layout;
+  held.offset[i] = offset;
+  return view;
+}
+
+IValue Session::build(Reader& r, const Spec& s) {
+  if (s.constant) return s.value;
+  switch (s.kind) {
+    case kTensor: return tensor(r, s);
+    case kNumber: return r.i64();
+    case kDouble: return r.f64();
+    case kComplex: {
+      double real = r.f64(), imaginary = r.f64();
+      return c10::complex<double>(real, imaginary);
+    }
+    case kHostScalar: {
+      auto t = at::empty({}, at::TensorOptions().dtype(s.dtype));
+      std::memcpy(t.mutable_data_ptr(), r.bytes(16), t.itemsize());
+      if (s.flag) t.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return t;
+    }
+    case kGeneratorArg: return generator_of(r.u32());
+    case kList: return build_list(s, r);
+    default: throw Malformed("an argument without a value");
+  }
+}
+
+IValue Session::build_list(const Spec& s, Reader& r) {
+  switch (s.list) {
+    case kTensors: {
+      c10::List<at::Tensor> l;
+      l.reserve(s.items.size());
+      for (auto& e : s.items) l.push_back(build(r, e).toTensor());
+      return l;
+    }
+    case kOptionalTensors: {
+      c10::List<std::optional<at::Tensor>> l;
+      for (auto& e : s.items) {
+        auto v = build(r, e);
+        l.push_back(v.isNone() ? std::nullopt : std::optional<at::Tensor>(v.toTensor()));
+      }
+      return l;
+    }
+    case kInts: {
+      c10::List<int64_t> l;
+      for (auto& e : s.items) l.push_back(build(r, e).toInt());
+      return l;
+    }
+    case kDoubles: {
+      c10::List<double> l;
+      for (auto& e : s.items) l.push_back(build(r, e).toDouble());
+      return l;
+    }
+    case kBools: {
+      c10::List<bool> l;
+      for (auto& e : s.items) l.push_back(build(r, e).toBool());
+      return l;
+    }
+    case kScalars: {
+      c10::List<at::Scalar> l;
+      for (auto& e : s.items) l.push_back(build(r, e).toScalar());
+      return l;
+    }
+    case kStrings: {
+      c10::List<std::string> l;
+      for (auto& e : s.items) l.push_back(build(r, e).toStringRef());
+      return l;
+    }
+  }
+  throw Malformed("a list of unknown elements");
+}
+
+// Runs the template's operation on the stack; returns the reason if it failed.
+Reason Session::run(Template& t, Reader& r) {
+  try {
+    stack_.clear();
+    for (auto& arg : t.args) stack_.push_back(build(r, arg));
+    t.op->callBoxed(&stack_);
+    return nullptr;
+  } catch (const Poisoned& p) {
+    return p.reason;
+  } catch (const Malformed&) {
+    throw;
+  } catch (const std::exception& e) {
+    return note(t, text_of(e), kind_of(e));
+  }
+}
+
+// What a failed operation should have written to is not to be read either.
+void Session::fail_written(const Template& t, const char* payload, const Reason& reason) {
+  each_tensor(t, payload, [&](const Spec&, uint32_t slot, int64_t, bool written) {
+    auto& held = slots_[slot];
+    if (written && !held.poison) held.poison = reason;
+  });
+}
+
+size_t Session::operation(uint32_t id, const char* data, size_t size) {
+  if (id >= templates_.size()) throw Malformed("an undefined template");
+  auto& t = templates_[id];
+  if (!t.known) throw Malformed("a template whose outputs are not known");
+  size_t length = 4 + t.payload + 4 * size_t(t.new_slots);
+  if (size < length) return 0;
+  count_++;
+  Reader args(data + 4, t.payload);
+  Reader outs(data + 4 + t.payload, 4 * size_t(t.new_slots));
+  auto reason = run(t, args);
+  if (C10_UNLIKELY(reason != nullptr)) {
+    fail_written(t, data + 4, reason);
+  } else if (C10_UNLIKELY(t.resizes)) {
+    Writer told_before;
+    describe_written(told_before, t, data + 4);
+  }
+  size_t next = 0;
+  for (size_t i = 0; i < t.alias.size(); i++) {
+    if (t.alias[i]) continue;
+    bind(outs, t, t.outs[next++], reason ? IValue() : stack_[i], reason);
+  }
+  stack_.clear();
+  return length;
+}
+
+void Session::bind(Reader& slots, const Template& t, const OutSpec& out, const IValue& value, const Reason& reason) {
+  if (out.kind == kTensorList) {
+    if (reason) {
+      for (auto& e : out.items) bind(slots, t, e, IValue(), reason);
+      return;
+    }
+    auto list = value.toListRef();
+    for (size_t i = 0; i < out.items.size(); i++) bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason);
+    return;
+  }
+  if (out.kind != kNewTensor) return;
+  auto& held = slots_[slots.u32()];
+  slots_.clear(held);
+  if (reason) {
+    held.poison = reason;
+    return;
+  }
+  const auto& promised = layouts_[out.layout];
+  auto got = value.isTensor() ? value.toTensor() : at::Tensor();
+  if (!got.defined() || got.scalar_type() != promised.dtype || got.sizes() != c10::IntArrayRef(promised.sizes)) {
+    held.poison = note(t, "its result has another size than it had before with the same arguments");
+    return;
+  }
+  if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
+    got = copy_as(promised, got);
+  slots_.hold(held, own(got), out.layout);
+}
+
+// A template's first run: the client waits for what its outputs are.
+void Session::ask(Reader& r) {
+  auto id = r.u32();
+  if (id >= templates_.size()) throw Malformed("an undefined template");
+  auto& t = templates_[id];
+  count_++;
+  asked_.clear();
+  Reader args(r.at(), t.payload);
+  if (r.left() != t.payload) throw Malformed("a payload of another length");
+  if (!t.op) {
+    reply(kNotImplemented, t.name + " is not known to the worker; only operations of PyTorch itself travel");
+    return;
+  }
+  auto earlier = first_error_;
+  auto reason = run(t, args);
+  if (reason) {
+    // The client hears of this one now, so what it would have written is as it would be locally.
+    first_error_ = reason == earlier ? nullptr : earlier;
+    reply(*reason);
+    return;
+  }
+  t.outs.clear();
+  t.new_slots = 0;
+  Writer w;
+  try {
+    for (size_t i = 0; i < t.alias.size(); i++)
+      if (!t.alias[i]) t.outs.push_back(describe(w, t, stack_[i]));
+    describe_written(w, t, r.at());
+  } catch (const std::exception& e) {
+    asked_.clear();
+    stack_.clear();
+    reply(kind_of(e), text_of(e));
+    return;
+  }
+  t.known = true;
+  stack_.clear();
+  reply(kOk, w.bytes());
+}
+
+OutSpec Session::describe(Writer& w, Template& t, const IValue& value) {
+  OutSpec out;
+  if (value.isTensor() && !value.toTensor().defined()) {
+    out.kind = kUndefinedTensor;
+    w.u8(out.kind);
+  } else if (value.isTensor()) {
+    auto tensor = value.toTensor();
+    bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
+    TORCH_CHECK(tensor.layout() == c10::kStrided && lives_here,
+                t.name, " returns a tensor that cannot live on a sky device; call .cpu() first");
+    tensor = own(tensor);
+    out.kind = kNewTensor;
+    out.layout = layouts_.number(Layout::of(tensor));
+    t.new_slots++;
+    w.u8(out.kind);
+    write_tensor(w, tensor);
+    asked_.emplace_back(tensor, out.layout);
+  } else if (value.isTensorList()) {
+    out.kind = kTensorList;
+    w.u8(out.kind);
+    auto list = value.toListRef();
+    w.u32(static_cast<uint32_t>(list.size()));
+    for (auto& e : list) out.items.push_back(describe(w, t, e));
+  } else {
+    out.kind = kValue;
+    w.u8(out.kind);
+    write_value(w, value);
+  }
+  return out;
+}
+
+// Written arguments that `out=` has resized.
+void Session::describe_written(Writer& w, Template& t, const char* payload) {
+  Writer changes;
+  uint32_t changed = 0, index = 0;
+  each_tensor(t, payload, [&](const Spec& s, uint32_t slot, int64_t offset, bool written) {
+    if (written && describe_resized(changes, s, slot, offset, index)) changed++;
+    index++;
+  });
+  t.resizes = changed > 0;
+  w.u32(changed);
+  w.raw(changes.bytes().data(), changes.size());
+}
+
+bool Session::describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index) {
+  auto& held = slots_[number];
+  for (int i = 0; i < 2; i++) {
+    if (held.layout[i] != s.layout || held.offset[i] != offset) continue;
+    auto& view = held.view[i];
+    const auto& before = layouts_[s.layout];
+    if (view.sizes() == c10::IntArrayRef(before.sizes) && view.strides() == c10::IntArrayRef(before.strides)) return false;
+    w.u32(index);
+    write_tensor(w, view);
+    slots_.count(held);
+    // The cached view is no longer what its layout says.
+    held.layout[i] = -1;
+    held.view[i] = at::Tensor();
+    return true;
+  }
+  return false;
+}
+
+void Session::bind_asked(Reader& r) {
+  auto n = r.u32();
+  if (n != asked_.size()) throw Malformed("slots that do not fit the outputs");
+  for (auto& [tensor, layout] : asked_) {
+    auto& held = slots_[r.u32()];
+    slots_.clear(held);
+    slots_.hold(held, std::move(tensor), layout);
+  }
+  asked_.clear();
+}
+
+}  // namespace sky

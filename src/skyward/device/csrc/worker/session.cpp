@@ -1,0 +1,238 @@
+// Records in, replies out. A failing operation never ends a session: the first error is kept for the client,
+// and what depends on it is poisoned.
+#include "session.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <array>
+#include <fstream>
+#include <utility>
+
+namespace sky {
+namespace {
+
+// What the machine could still give, and what it has; of the processor's own memory.
+std::pair<uint64_t, uint64_t> host_memory() {
+  std::ifstream file("/proc/meminfo");
+  uint64_t available = 0, total = 0, kibibytes;
+  for (std::string name, unit; file >> name >> kibibytes; std::getline(file, unit)) {
+    if (name == "MemTotal:") total = kibibytes << 10;
+    if (name == "MemAvailable:") available = kibibytes << 10;
+  }
+  return {available, total};
+}
+
+}  // namespace
+
+Session::Session(int ops, int bulk, bool shares_memory, c10::Device device)
+    : ops_(ops), bulk_(bulk), device_(device), streams_(device) {
+  if (shares_memory) rings_ = SharedRings::join(bulk);
+  if (rings_) use_rings();
+}
+
+void Session::serve() {
+  std::vector<char> buffer(1 << 20);
+  size_t have = 0;
+  for (;;) {
+    if (have == buffer.size()) buffer.resize(2 * buffer.size());
+    size_t n = receive_some(ops_, buffer.data() + have, buffer.size() - have);
+    if (!n) return;
+    have += n;
+    size_t at = 0;
+    while (size_t used = step(buffer.data() + at, have - at)) at += used;
+    std::memmove(buffer.data(), buffer.data() + at, have - at);
+    have -= at;
+  }
+}
+
+template <typename F>
+size_t Session::fixed(const char* data, size_t size, size_t length, F&& f) {
+  if (size < length) return 0;
+  Reader r(data + 4, length - 4);
+  f(r);
+  return length;
+}
+
+template <typename F>
+size_t Session::sized(const char* data, size_t size, F&& f) {
+  if (size < 8) return 0;
+  uint32_t length;
+  std::memcpy(&length, data + 4, 4);
+  if (size < 8 + size_t(length)) return 0;
+  Reader r(data + 8, length);
+  f(r);
+  return 8 + size_t(length);
+}
+
+// One record; returns its length, or 0 if it has not all arrived.
+size_t Session::step(const char* data, size_t size) {
+  if (size < 4) return 0;
+  uint32_t head;
+  std::memcpy(&head, data, 4);
+  if (head & kFree) {
+    slots_.clear(slots_[head & ~kFree]);
+    return 4;
+  }
+  if (head < kFirstRecord) return operation(head, data, size);
+  switch (head) {
+    case kDefine: return sized(data, size, [&](Reader& r) { define(r); });
+    case kAsk: return sized(data, size, [&](Reader& r) { ask(r); });
+    case kBind: return sized(data, size, [&](Reader& r) { bind_asked(r); });
+    case kNew: return fixed(data, size, 16, [&](Reader& r) { allocate(r); });
+    case kResize: return fixed(data, size, 16, [&](Reader& r) { resize(r); });
+    case kUpload: return upload(data, size);
+    case kFetch: return sized(data, size, [&](Reader& r) { fetch(r); });
+    case kSync: return fixed(data, size, 8, [&](Reader& r) { synchronize(r); });
+    case kGenerator: return sized(data, size, [&](Reader& r) { generator(r); });
+    case kStream:
+      return fixed(data, size, 8, [&](Reader& r) { attempt("choosing a stream", [&] { streams_.use(r.u32()); }); });
+    case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
+    case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
+    case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
+    default: throw Malformed("a record of unknown kind");
+  }
+}
+
+void Session::reply(Status status, std::string_view content) {
+  Writer w;
+  w.u32(static_cast<uint32_t>(content.size()));
+  w.u8(status);
+  w.raw(content.data(), content.size());
+  send_all(ops_, w.bytes().data(), w.size());
+}
+
+// Replies what `f` writes, or how it failed.
+template <typename F>
+void Session::reply_with(F&& f) {
+  Writer w;
+  try {
+    f(w);
+  } catch (const Malformed&) {
+    throw;
+  } catch (const std::exception& e) {
+    reply(kind_of(e), text_of(e));
+    return;
+  }
+  reply(kOk, w.bytes());
+}
+
+Reason Session::note(const Template& t, const std::string& what, Status kind) {
+  return note(t.name + " (operation " + std::to_string(count_) + "): " + what, kind);
+}
+
+Reason Session::note(std::string text, Status kind) {
+  auto reason = std::make_shared<const Failure>(Failure{std::move(text), kind});
+  if (!first_error_) first_error_ = reason;
+  return reason;
+}
+
+void Session::synchronize(Reader& r) {
+  auto stream = r.u32();
+  attempt("waiting for the device", [&] { streams_.synchronize(stream); });
+  reply_done();
+}
+
+// That what was asked for is done; or the first thing that went wrong since the last wait.
+void Session::reply_done() {
+  if (auto earlier = std::exchange(first_error_, nullptr)) reply(*earlier);
+  else reply(kOk, "");
+}
+
+void Session::used_on(Reader& r) {
+  auto& held = slots_[r.u32()];
+  auto stream = r.u32();
+  if (held.storage) attempt("record_stream", [&] { streams_.used_on(held.storage, stream); });
+}
+
+// Generator 0 is the device's own.
+at::Generator Session::generator_of(uint32_t id) {
+  if (id == 0) return at::globalContext().defaultGenerator(device_);
+  auto it = generators_.find(id);
+  if (it == generators_.end()) {
+    auto made = device_.is_cuda() ? at::detail::getCUDAHooks().getNewGenerator(device_.index())
+                                  : at::detail::createCPUGenerator();
+    it = generators_.emplace(id, std::move(made)).first;
+  }
+  return it->second;
+}
+
+void Session::generator(Reader& r) {
+  auto id = r.u32();
+  auto action = static_cast<GeneratorAction>(r.u8());
+  auto content = r.text();
+  if (action == kForget) {
+    generators_.erase(id);
+    return;
+  }
+  auto g = generator_of(id);
+  std::lock_guard<std::mutex> lock(g.mutex());
+  if (action == kSeed) {
+    if (content.size() != 8) throw Malformed("a seed of another length");
+    uint64_t seed;
+    std::memcpy(&seed, content.data(), 8);
+    g.set_current_seed(seed);
+  } else if (action == kGetState) {
+    reply_with([&](Writer& w) {
+      auto state = g.get_state();
+      w.raw(state.const_data_ptr(), state.nbytes());
+    });
+  } else if (action == kSetState) {
+    reply_with([&](Writer&) {
+      auto state = at::empty({static_cast<int64_t>(content.size())}, at::TensorOptions().dtype(at::kByte));
+      std::memcpy(state.mutable_data_ptr(), content.data(), content.size());
+      g.set_state(state);
+    });
+  } else {
+    throw Malformed("a generator's action of unknown kind");
+  }
+}
+
+void Session::event(Reader& r) {
+  auto number = r.u32();
+  auto action = static_cast<EventAction>(r.u8());
+  auto other = r.u32();
+  switch (action) {
+    case kRecordTimed: case kRecord:
+      attempt("recording an event", [&] { streams_.record(number, other, action == kRecordTimed); });
+      break;
+    case kBlock: attempt("waiting for an event", [&] { streams_.block(number, other); }); break;
+    case kForgetEvent: streams_.forget(number); break;
+    case kQuery: reply_with([&](Writer& w) { w.u8(streams_.has_happened(number)); }); break;
+    case kQueryStream: reply_with([&](Writer& w) { w.u8(streams_.is_done(other)); }); break;
+    case kAwait:
+      attempt("waiting for an event", [&] { streams_.await(number); });
+      reply_done();
+      break;
+    case kElapsed: reply_with([&](Writer& w) { w.f64(streams_.milliseconds(number, other)); }); break;
+    default: throw Malformed("an event's action of unknown kind");
+  }
+}
+
+void Session::memory(Reader& r) {
+  auto action = static_cast<MemoryAction>(r.u8());
+  reply_with([&](Writer& w) {
+    std::array<uint64_t, kMemoryFigures> figures;
+    if (device_.is_cuda()) {
+      auto* allocator = c10::getDeviceAllocator(device_.type());
+      if (action == kResetPeak) allocator->resetPeakStats(device_.index());
+      if (action == kEmptyCache) allocator->emptyCache();
+      auto stats = allocator->getDeviceStats(device_.index());
+      auto& allocated = stats.allocated_bytes[0];
+      auto& reserved = stats.reserved_bytes[0];
+      auto [free, total] = allocator->getMemoryInfo(device_.index());
+      figures = {uint64_t(allocated.current), uint64_t(allocated.peak), uint64_t(reserved.current),
+                 uint64_t(reserved.peak), free, total};
+    } else {
+      if (action == kResetPeak) slots_.reset_peak();
+      auto [free, total] = host_memory();
+      figures = {slots_.bytes(), slots_.peak(), slots_.bytes(), slots_.peak(), free, total};
+    }
+    for (auto f : figures) w.u64(f);
+  });
+}
+
+}  // namespace sky

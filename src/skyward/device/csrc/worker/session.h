@@ -1,0 +1,145 @@
+// One client's session: what it has defined, what it holds, and how its records are carried out.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../wire/records.h"
+#include "../wire/ring.h"
+#include "failures.h"
+#include "layouts.h"
+#include "slots.h"
+#include "streams.h"
+
+namespace sky {
+
+// How an argument is made from a template and a payload.
+struct Spec {
+  Argument kind = kNone;
+  ListOf list = kTensors;
+  c10::ScalarType dtype{};
+  bool flag = false;  // has offset, or is a wrapped number
+  int layout = -1;
+  bool constant = true;
+  bool written = false;
+  c10::IValue value;
+  std::vector<Spec> items;
+};
+
+struct OutSpec {
+  Output kind = kNothing;
+  int layout = -1;
+  std::vector<OutSpec> items;
+};
+
+struct Template {
+  std::string name;
+  std::optional<c10::OperatorHandle> op;  // none: this worker's torch does not know it
+  std::vector<Spec> args;
+  size_t payload = 0;  // bytes of the arguments
+  bool known = false;  // outputs are known, from an earlier kAsk or promised by the client
+  std::vector<OutSpec> outs;
+  uint32_t new_slots = 0;
+  bool resizes = false;     // its `out=` arguments
+  std::vector<bool> alias;  // which returns are arguments written to
+};
+
+class Session {
+ public:
+  Session(int ops, int bulk, bool shares_memory, c10::Device device);
+
+  // Until the client leaves.
+  void serve();
+
+ private:
+  // session.cpp: records in, replies out.
+  size_t step(const char* data, size_t size);
+  template <typename F>
+  size_t fixed(const char* data, size_t size, size_t length, F&& f);
+  template <typename F>
+  size_t sized(const char* data, size_t size, F&& f);
+  void synchronize(Reader& r);
+  void used_on(Reader& r);
+  at::Generator generator_of(uint32_t id);
+  void generator(Reader& r);
+  void memory(Reader& r);
+  void event(Reader& r);
+  void reply(const Failure& failure) { reply(failure.kind, failure.text); }
+  void reply(Status status, std::string_view content);
+  void reply_done();
+  template <typename F>
+  void reply_with(F&& f);
+  Reason note(const Template& t, const std::string& what, Status kind = kFailed);
+  Reason note(std::string text, Status kind);
+  // Runs `f`; returns the reason if it failed.
+  template <typename F>
+  Reason attempt(const char* what, F&& f) {
+    try {
+      f();
+      return nullptr;
+    } catch (const Malformed&) {
+      throw;
+    } catch (const Disconnected&) {
+      throw;
+    } catch (const std::exception& e) {
+      return note(std::string(what) + ": " + text_of(e), kind_of(e));
+    }
+  }
+
+  // templates.cpp: definitions.
+  void define(Reader& r);
+  Spec read_spec(Reader& r);
+  OutSpec read_out(Reader& r, uint32_t& tensors);
+
+  // operations.cpp: running them.
+  size_t operation(uint32_t id, const char* data, size_t size);
+  void ask(Reader& r);
+  void bind_asked(Reader& r);
+  at::Tensor tensor(Reader& r, const Spec& s);
+  c10::IValue build(Reader& r, const Spec& s);
+  c10::IValue build_list(const Spec& s, Reader& r);
+  Reason run(Template& t, Reader& r);
+  void fail_written(const Template& t, const char* payload, const Reason& reason);
+  void bind(Reader& slots, const Template& t, const OutSpec& out, const c10::IValue& value, const Reason& reason);
+  OutSpec describe(Writer& w, Template& t, const c10::IValue& value);
+  void describe_written(Writer& w, Template& t, const char* payload);
+  bool describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index);
+
+  // bytes.cpp: memory and what is in it.
+  c10::Storage new_storage(uint64_t bytes);
+  void allocate(Reader& r);
+  void resize(Reader& r);
+  size_t upload(const char* data, size_t size);
+  void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
+  void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes);
+  void fetch(Reader& r);
+  void send_bulk(const void* data, size_t bytes);
+  void send_tensor(const at::Tensor& dense);
+  at::Tensor& staging();
+  void use_rings();
+
+  int ops_, bulk_;
+  std::unique_ptr<SharedRings> rings_;
+  c10::Device device_;
+  Slots slots_;
+  Layouts layouts_;
+  std::vector<Template> templates_;
+  std::vector<std::pair<at::Tensor, int>> asked_;
+  std::unordered_map<uint32_t, at::Generator> generators_;
+  Streams streams_;
+  at::Tensor staging_;
+  torch::jit::Stack stack_;
+  Reason first_error_;
+  uint64_t count_ = 0;
+};
+
+}  // namespace sky

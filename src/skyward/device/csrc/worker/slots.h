@@ -1,0 +1,65 @@
+// What the client's slot numbers stand for here: storages, with the views of them used last.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "failures.h"
+#include "layouts.h"
+
+namespace sky {
+
+struct Slot {
+  c10::Storage storage;
+  at::Tensor view[2];
+  int layout[2] = {-1, -1};
+  int64_t offset[2] = {0, 0};
+  uint64_t counted = 0;  // of its storage's bytes, which `out=` may grow
+  Reason poison;
+};
+
+class Slots {
+ public:
+  static constexpr uint32_t kCount = 1u << 18;
+
+  Slot& operator[](uint32_t number) {
+    if (number >= kCount) throw Malformed("a slot out of range");
+    return slots_[number];
+  }
+
+  void clear(Slot& slot) {
+    bytes_ -= slot.counted;
+    slot = Slot();
+  }
+
+  // The slot must be clear.
+  void hold(Slot& slot, c10::Storage storage) {
+    slot.storage = std::move(storage);
+    count(slot);
+  }
+
+  void hold(Slot& slot, at::Tensor tensor, int layout) {
+    hold(slot, tensor.storage());
+    slot.view[0] = std::move(tensor);
+    slot.layout[0] = layout;
+  }
+
+  void count(Slot& slot) {
+    bytes_ += slot.storage.nbytes() - slot.counted;
+    slot.counted = slot.storage.nbytes();
+    peak_ = std::max(peak_, bytes_);
+  }
+
+  // Bytes of all storages held.
+  uint64_t bytes() const { return bytes_; }
+  uint64_t peak() const { return peak_; }
+  void reset_peak() { peak_ = bytes_; }
+
+ private:
+  std::vector<Slot> slots_ = std::vector<Slot>(kCount);
+  uint64_t bytes_ = 0, peak_ = 0;
+};
+
+}  // namespace sky
