@@ -20,6 +20,11 @@ def busy(x: torch.Tensor, times: int) -> torch.Tensor:
     return x
 
 
+def fetched(x: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory that may still be on its way."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
 def test_what_is_issued_on_a_stream_is_seen_after_waiting_for_it(device: torch.device) -> None:
     x = torch.eye(64, device=device)
     side = torch.sky.Stream(device)
@@ -120,7 +125,7 @@ def test_a_download_into_pinned_memory_is_there_after_synchronize(
     device: torch.device, elements: int
 ) -> None:
     x = torch.randn(elements, device=device)
-    copies = [(x * factor).to("cpu", non_blocking=True) for factor in range(4)]
+    copies = [fetched(x * factor) for factor in range(4)]
     assert all(copy.is_pinned() for copy in copies)
     torch.sky.synchronize(device)
     plain = x.cpu()
@@ -129,7 +134,7 @@ def test_a_download_into_pinned_memory_is_there_after_synchronize(
 
 def test_downloads_that_wait_and_do_not_wait_keep_their_order(device: torch.device) -> None:
     x = torch.randn(LARGE, device=device)
-    first = x.to("cpu", non_blocking=True)
+    first = fetched(x)
     second = (x + 1).cpu()
     torch.sky.synchronize(device)
     assert torch.equal(first + 1, second)
@@ -139,7 +144,7 @@ def test_an_error_before_a_download_is_raised_when_it_is_waited_for(device: torc
     table = torch.zeros(4, 2, device=device)
     torch.nn.functional.embedding(torch.zeros(5, dtype=torch.long, device=device), table)
     bad = torch.nn.functional.embedding(torch.full((5,), 9, device=device), table)
-    bad.to("cpu", non_blocking=True)
+    fetched(bad)
     with pytest.raises(IndexError, match="index out of range"):
         torch.sky.synchronize(device)
     torch.sky.synchronize(device)

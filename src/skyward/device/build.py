@@ -84,6 +84,8 @@ def _compile(part: str, torch_home: Path, target: Path) -> None:
             f"-L{libraries}",
             "-ltorch_cpu",
             "-lc10",
+            # Some compilers link their C++ library in; it must not mix with the one torch uses.
+            "-Wl,--exclude-libs,ALL",
             f"-Wl,-rpath,{libraries}",
         )
         os.replace(linked, target)

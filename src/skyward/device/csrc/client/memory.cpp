@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <sys/mman.h>
 
 #include <bit>
@@ -127,6 +129,10 @@ void Pinned::give_back(void* block) { pinned().give(block); }
 
 c10::Allocator* storage_allocator() { return &allocator; }
 c10::Allocator* pinned_allocator() { return &pinned(); }
-bool is_pinned(const void* at) { return pinned().holds(at); }
+
+bool is_pinned(const void* at) {
+  // Where PyTorch finds a GPU here too, it pins for that one.
+  return pinned().holds(at) || (at::globalContext().hasCUDA() && at::detail::getCUDAHooks().isPinnedPtr(at));
+}
 
 }  // namespace sky

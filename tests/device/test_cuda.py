@@ -1,0 +1,89 @@
+"""What only a GPU can show: real streams, real events, its allocator's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import skyward as sky
+
+torch = pytest.importorskip("torch")
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU here", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[torch.device]:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        device = compute.device("cuda")
+        with torch.sky.device(device):
+            yield device
+
+
+def spin(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Work that takes the GPU long and issues quickly."""
+    for _ in range(times):
+        x = (x @ x).tanh()
+    return x
+
+
+def test_a_stream_waits_for_an_event_of_another(gpu: torch.device) -> None:
+    x = torch.randn(4096, 4096, device=gpu) / 64
+    expected = spin(x, 20).cpu()
+    side, done = torch.sky.Stream(gpu), torch.sky.Event()
+    side.wait_stream(torch.sky.current_stream(gpu))
+    with torch.sky.stream(side):
+        y = spin(x, 20)
+        done.record(side)
+    torch.sky.current_stream(gpu).wait_event(done)
+    y.record_stream(torch.sky.current_stream(gpu))
+    assert torch.equal(y.cpu(), expected)
+
+
+def test_events_measure_the_gpu_and_not_the_issue(gpu: torch.device) -> None:
+    import time
+
+    x = torch.randn(4096, 4096, device=gpu) / 64
+    spin(x, 3)
+    torch.sky.synchronize(gpu)
+    start, end = (torch.sky.Event(enable_timing=True) for _ in range(2))
+    began = time.perf_counter()
+    start.record()
+    spin(x, 50)
+    end.record()
+    issued = 1000 * (time.perf_counter() - began)
+    assert not end.query()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) > 2 * issued
+
+
+def test_its_memory_is_its_allocators(gpu: torch.device) -> None:
+    before = torch.sky.memory_allocated(gpu)
+    x = torch.empty(1 << 20, device=gpu)
+    assert torch.sky.memory_allocated(gpu) == before + x.nbytes
+    assert torch.sky.memory_reserved(gpu) >= before + x.nbytes
+    free, total = torch.sky.mem_get_info(gpu)
+    assert 0 < free < total
+    del x
+    torch.sky.empty_cache()
+    assert torch.sky.memory_allocated(gpu) == before
+
+
+def test_large_copies_both_ways(gpu: torch.device) -> None:
+    host = torch.randn(48 << 18)
+    there = host.to(gpu, non_blocking=True)
+    back = torch.empty_like(host, pin_memory=True).copy_(there, non_blocking=True)
+    torch.sky.synchronize(gpu)
+    assert torch.equal(back, host)
+    assert torch.equal((there + 1).cpu(), host + 1)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_random_numbers_are_those_of_the_gpu(gpu: torch.device, seed: int) -> None:
+    torch.sky.manual_seed(seed)
+    ours = torch.randn(1000, device=gpu).cpu()
+    generator = torch.Generator("cuda").manual_seed(seed)
+    assert torch.equal(ours, torch.randn(1000, device="cuda", generator=generator).cpu())
