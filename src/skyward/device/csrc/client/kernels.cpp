@@ -89,7 +89,7 @@ void copy_to_sky(const at::Tensor& to, const at::Tensor& from) {
 
 void copy_to_host(at::Tensor to, const at::Tensor& from) {
   auto& session = Session::of(from.unsafeGetTensorImpl());
-  bool direct = to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  bool direct = to.device().is_cpu() && to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
   auto host = direct ? to : at::empty(from.sizes(), at::TensorOptions().dtype(from.scalar_type()));
   session.fetch(from, host.mutable_data_ptr(), host.nbytes());
   if (!direct) to.copy_(host);
@@ -164,9 +164,18 @@ void ensure(c10::StorageImpl* storage, uint64_t bytes) {
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(sizes);
-  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
-  auto bytes = at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset());
+  // As on the CPU, a tensor of that size already keeps its strides.
+  if (impl->sizes() != sizes) {
+    at::detail::check_size_nonnegative(sizes);
+    impl->set_sizes_contiguous(sizes);
+  }
+  if (format) {
+    TORCH_CHECK(*format != at::MemoryFormat::Preserve, "Unsupported memory format ", *format);
+    impl->empty_tensor_restride(*format);
+  }
+  auto bytes = self.numel()
+      ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset())
+      : 0;
   ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
   return self;
 }
@@ -174,6 +183,9 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes,
                         c10::IntArrayRef strides) {
   auto* impl = self.unsafeGetTensorImpl();
+  TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
+  TORCH_CHECK(self.device() == source.device(), "Attempted to set the storage of a tensor on device \"",
+              self.device(), "\" to a storage on different device \"", source.device(), "\".");
   impl->set_storage_keep_dtype(source);
   impl->set_storage_offset(offset);
   if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides);
@@ -192,6 +204,15 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+// `.data =` and `module.to()` may put a tensor's content on another device, as between CPU and CUDA.
+bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& t) {
+    return t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested() && !t.is_meta();
+  };
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set()) ||
+         (is_dense(self) && is_dense(from));
 }
 
 at::Tensor& set_nothing(at::Tensor& self) {
@@ -218,6 +239,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
+  m.impl("_has_compatible_shallow_copy_type", may_take_content);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", may_take_content);
 }
 
 }  // namespace
