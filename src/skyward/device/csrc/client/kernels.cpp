@@ -188,8 +188,9 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c1
               self.device(), "\" to a storage on different device \"", source.device(), "\".");
   impl->set_storage_keep_dtype(source);
   impl->set_storage_offset(offset);
-  if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides);
-  else impl->set_sizes_contiguous(sizes);
+  // Without strides it is a resize, and as there, the same size keeps its strides.
+  if (strides.data()) impl->set_sizes_and_strides(sizes, strides);
+  else if (impl->sizes() != sizes) impl->set_sizes_contiguous(sizes);
   auto bytes = self.numel()
       ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), static_cast<size_t>(offset))
       : 0;
@@ -199,7 +200,7 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c1
 
 at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
   auto items = static_cast<int64_t>(source.nbytes() / self.itemsize());
-  return set_storage(self, std::move(source), 0, {items}, {1});
+  return set_storage(self, std::move(source), 0, {items}, {});
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
@@ -217,7 +218,7 @@ bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
 
 at::Tensor& set_nothing(at::Tensor& self) {
   auto& session = session_at(self.device().index());
-  return set_storage(self, session.new_storage(0, true), 0, {0}, {1});
+  return set_storage(self, session.new_storage(0, true), 0, {0}, {});
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
