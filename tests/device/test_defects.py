@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import psutil
 import pytest
@@ -103,12 +104,62 @@ def test_an_operation_the_worker_does_not_know_is_refused(device: torch.device) 
     assert torch.ones(2, device=device).sum().item() == 2.0
 
 
-def test_sparse_tensors_are_refused_by_name(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    ],
+    ids=["coo", "csr", "bsr", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_not_dense_is_refused_where_it_would_be_moved(device: torch.device, make) -> None:
+    with pytest.raises(NotImplementedError, match=r"dense tensors only.*call \.to_dense\(\)"):
+        make().to(device)
+    assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_sparse_results_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="cannot live on a sky device"):
         torch.eye(3, device=device).to_sparse()
-    with pytest.raises(NotImplementedError, match="backend"):
+    with pytest.raises(NotImplementedError, match="dense tensors only"):
         torch.sparse.mm(torch.eye(3).to_sparse(), torch.ones(3, 3, device=device))
+    with pytest.raises(NotImplementedError, match="dense tensors only"):
+        torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1), device=device)
+    rows = nn.Embedding(4, 3, sparse=True).to(device)
+    with pytest.raises(NotImplementedError, match="dense tensors only"):
+        rows(torch.tensor([1], device=device)).sum().backward()
     assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda host, other: host.add_(other),
+        lambda host, other: torch.add(other, 1, out=host),
+        lambda host, other: torch._foreach_mul_([host], [other]),
+    ],
+    ids=["in place", "out", "foreach"],
+)
+def test_nothing_is_written_to_a_host_tensor_behind_its_back(device: torch.device, write) -> None:
+    host = torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="same device, but found cpu and sky"):
+        write(host, torch.tensor(2.0, device=device))
+    assert (torch.tensor(2.0, device=device) + host).item() == 3.0
+
+
+def test_a_storage_stays_on_its_device(device: torch.device, other_device: torch.device) -> None:
+    here = torch.ones(2, device=device)
+    for source in (torch.ones(3), torch.ones(3, device=other_device)):
+        for given in (source, source.untyped_storage()):
+            with pytest.raises(RuntimeError, match="storage on different device"):
+                here.set_(given)
+    with pytest.raises(RuntimeError, match="storage on different device"):
+        torch.ones(2).set_(here)
+    assert here.tolist() == [1.0, 1.0]
 
 
 def test_manual_seed_gives_the_numbers_of_the_hardware(device: torch.device) -> None:
@@ -125,6 +176,16 @@ def test_manual_seed_gives_the_numbers_of_the_hardware(device: torch.device) -> 
     first = torch.rand(4, device=device).tolist()
     torch.sky.set_rng_state(state, device)
     assert torch.rand(4, device=device).tolist() == first
+
+
+def test_a_seed_set_before_there_was_a_device_holds_for_it() -> None:
+    torch.manual_seed(13)
+    right = torch.randn(4)
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        torch.manual_seed(13)
+        device = compute.device("cpu")
+        assert torch.randn(4, device=device).tolist() == right.tolist()
+        assert torch.Generator(device).initial_seed() == torch.Generator().initial_seed()
 
 
 def test_a_generator_of_ones_own(device: torch.device) -> None:
@@ -216,6 +277,31 @@ def test_a_killed_worker_raises_within_seconds(nothing_left: None) -> None:
         with pytest.raises(RuntimeError, match=r"gone|no device"):
             (x + 1).cpu()
         torch.manual_seed(0)  # seeds what is left, and does not stumble over what is gone
+
+
+def _reads_all_the_time(x: torch.Tensor) -> None:
+    for _ in range(2000):
+        x.sum().item()
+
+
+def test_a_loop_of_waits_is_told_once_with_its_line() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        x = torch.ones(3, device=compute.device("cpu"))
+        with pytest.warns(UserWarning, match="this loop waits for sky:") as told:
+            _reads_all_the_time(x)
+    (warning,) = told
+    assert warning.filename == __file__
+    assert warning.lineno == _reads_all_the_time.__code__.co_firstlineno + 2
+
+
+def test_that_warning_may_be_an_error() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        x = torch.ones(3, device=compute.device("cpu"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="this loop waits for sky:"):
+                _reads_all_the_time(x)
+        assert x.sum().item() == 3.0
 
 
 def test_another_clients_exit_does_not_disturb_this_one(device: torch.device) -> None:

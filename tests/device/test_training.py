@@ -124,6 +124,42 @@ def test_a_model_keeps_its_parameters_and_ties_when_moved(device: torch.device) 
     assert model[1].weight is model[0].weight
 
 
+def test_a_model_moves_while_a_graph_of_it_is_alive(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    twin = copy.deepcopy(model)
+    kept = model(x).sum()
+    kept.backward(retain_graph=True)
+    before = dict(model.named_parameters())
+    grads = [p.grad for p in model.parameters()]
+    model.to(device)
+    assert all(p is before[name] and p.device == device for name, p in model.named_parameters())
+    assert all(
+        p.grad is grad and grad.device == device
+        for p, grad in zip(before.values(), grads, strict=True)
+    )
+    model(x.to(device)).sum().backward()
+    optimizer.step()
+    model.cpu()
+    for _ in range(2):
+        twin(x).sum().backward()
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    assert torch.equal(model.weight, twin.weight)
+
+
+def test_a_parameter_takes_data_of_another_device(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.arange(3.0))
+    parameter.sum().backward()
+    parameter.data = parameter.data.to(device)
+    parameter.grad = None
+    (parameter * 2).sum().backward()
+    assert parameter.grad.device == device
+    assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        parameter.data = torch.eye(2).to_sparse()
+
+
 def test_packed_sequences_pass_through_an_lstm(device: torch.device) -> None:
     torch.manual_seed(0)
     layer, x, lengths = nn.LSTM(4, 5, batch_first=True), torch.randn(3, 6, 4), [6, 3, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +45,14 @@ class Core:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(build.library("client")), mode=ctypes.RTLD_GLOBAL)
         self._library.sky_message.restype = ctypes.c_char_p
-        self._busy = ctypes.CFUNCTYPE(None, ctypes.c_int)(_warn_of_waiting)
-        self._library.sky_on_busy(self._busy)
+        # The core waits without the interpreter's lock: who carries its bytes may be a thread here.
+        python = ctypes.pythonapi
+        self._library.sky_interpreter(
+            python.Py_IsInitialized,
+            python.PyGILState_Check,
+            python.PyEval_SaveThread,
+            python.PyEval_RestoreThread,
+        )
         self._free = list(range(DEVICES_MAX))
         self._lock = threading.Lock()
 
@@ -59,11 +64,15 @@ class Core:
 
     def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool) -> int:
         """A new device over two connected sockets; its index."""
+        import torch
+
         with self._lock:
             if not self._free:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
         self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
+        # As on other devices, a seed set before there was the device holds for it.
+        self.seed(index, torch.initial_seed())
         return index
 
     def close(self, index: int, why: str) -> None:
@@ -106,6 +115,11 @@ class Core:
         return [index for index in taken if not self._library.sky_stats(index, numbers)]
 
     @property
+    def in_bad_fork(self) -> bool:
+        """Whether every device there is belongs to the process this one was forked from."""
+        return bool(self._library.sky_in_bad_fork())
+
+    @property
     def count(self) -> int:
         """Devices there are: one more than the highest index in use."""
         return int(self._library.sky_count())
@@ -122,15 +136,6 @@ class Core:
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments):
             raise RuntimeError(self._library.sky_message().decode(errors="replace"))
-
-
-def _warn_of_waiting(index: int) -> None:
-    """Called in the middle of an `.item()`, so the user's line is on the stack."""
-    warnings.warn(
-        f"this loop waits for sky:{index} every few operations (.item(), .cpu(), printing a "
-        "tensor, or an `if` on one); each wait is a round trip. Read values less often",
-        stacklevel=2,
-    )
 
 
 _core: Core | None = None

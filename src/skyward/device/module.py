@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,33 +21,6 @@ def install(core: Core) -> None:
     backend_registration.rename_privateuse1_backend("sky")
     torch._register_device_module("sky", _SkyModule(core))  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    _keep_parameters()
-
-
-def _keep_parameters() -> None:
-    """Let `module.to(device)` keep its Parameter objects and tied weights, as on other devices.
-
-    PyTorch assigns into the old parameter only between backends it knows; for ours it makes new
-    ones, which unties weights and leaves an optimizer made before the move with the old ones.
-    """
-    import torch
-
-    plain: Any = torch.nn.Module._apply
-
-    @functools.wraps(plain)
-    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
-        before = dict(self._parameters)
-        result = plain(self, fn, recurse)
-        for name, old in before.items():
-            new = self._parameters[name]
-            if old is None or new is None or new is old:
-                continue
-            if "sky" in (old.device.type, new.device.type):
-                torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-                self._parameters[name] = old
-        return result
-
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 class _SkyModule(types.ModuleType):
@@ -73,7 +45,7 @@ class _SkyModule(types.ModuleType):
         """Nothing is left to do."""
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return self._core.in_bad_fork
 
     def device_count(self) -> int:
         """How many sky devices there are."""

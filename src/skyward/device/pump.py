@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 from skyward.wire.channel import Channel
 
@@ -17,11 +18,21 @@ def plain_socket(channel: Channel) -> socket.socket:
     if channel.shares_memory:
         return sender
     near, far = socket.socketpair()
-    for source, target in ((far, sender), (receiver, far)):
-        threading.Thread(
-            target=_pump, args=(source, target), name="skyward-device-pump", daemon=True
-        ).start()
+    _thread(_carry, far, sender, receiver).start()
     return near
+
+
+def _thread(target: Callable[..., None], *ends: socket.socket) -> threading.Thread:
+    return threading.Thread(target=target, args=ends, name="skyward-device-pump", daemon=True)
+
+
+def _carry(far: socket.socket, sender: socket.socket, receiver: socket.socket) -> None:
+    """Both directions, until either ends; then the sockets, whose owner this is, are closed."""
+    with far, sender, receiver:
+        back = _thread(_pump, receiver, far)
+        back.start()
+        _pump(far, sender)
+        back.join()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -52,7 +52,9 @@ int sky_close(int index, const char* why) {
 
 int sky_stats(int index, uint64_t* out) {
   return sky::guarded([&] {
-    auto& s = sky::session_at(static_cast<c10::DeviceIndex>(index)).stats;
+    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
+    session.check_open();
+    auto& s = session.stats;
     uint64_t values[] = {s.operations, s.hits, s.asks, s.bytes, s.waits, s.uploaded, s.fetched};
     std::memcpy(out, values, sizeof values);
   });
@@ -85,7 +87,11 @@ int sky_set_state(int index, const char* data, uint64_t size) {
   });
 }
 
-void sky_on_busy(sky::Busy listener) { sky::set_busy_listener(listener); }
+void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(), void (*enter)(void*)) {
+  sky::interpreter = {is_running, holds_lock, leave, enter};
+}
+
+int sky_in_bad_fork() { return sky::in_bad_fork(); }
 
 int sky_current() { return sky::current_device(); }
 void sky_set_current(int index) { sky::set_current_device(static_cast<c10::DeviceIndex>(index)); }

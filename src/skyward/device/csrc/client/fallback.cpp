@@ -3,6 +3,7 @@
 // An exact key (operation, dtypes, sizes, strides, flags, ints, bools) names a template, which knows what
 // the operation returns. Floating scalars, host scalars and storage offsets go in the payload. The first
 // time, and always where the result's shape depends on data, the worker is asked.
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/enum_tag.h>
 #include <torch/library.h>
 
@@ -66,6 +67,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
     auto type = a.type();
     if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
     info->number.push_back(type->kind() == c10::TypeKind::NumberType);
+    info->written.push_back(a.alias_info() && a.alias_info()->isWrite());
     auto list = type->cast<c10::ListType>();
     info->list.push_back(list ? list_of(*list->getElementType()) : kInts);
   }
@@ -139,14 +141,15 @@ Session* find_session(const IValue& v) {
   return nullptr;
 }
 
-void key_tensor(Key& key, const at::Tensor& given, bool is_index) {
+void key_tensor(Key& key, const at::Tensor& given, bool is_index, bool written) {
   if (!given.defined()) {
     key.word(kUndefined);
     return;
   }
   at::Tensor tensor = given;
   if (!is_sky(tensor)) {
-    if (tensor.dim() == 0 && !is_index) {
+    // A number on the host may go along, but nothing comes back into it.
+    if (tensor.dim() == 0 && !is_index && !written && tensor.device().is_cpu()) {
       key.word(kHostScalar | uint64_t(tensor.scalar_type()) << 16 |
                uint64_t(tensor.unsafeGetTensorImpl()->is_wrapped_number()) << 24);
       char value[16] = {};
@@ -180,9 +183,9 @@ void key_tensor(Key& key, const at::Tensor& given, bool is_index) {
   key.tensors.push_back(std::move(tensor));
 }
 
-void key_value(Key& key, const OpInfo& op, const IValue& v, bool number, ListOf list, bool is_index) {
+void key_value(Key& key, const OpInfo& op, const IValue& v, bool number, ListOf list, bool is_index, bool written) {
   if (v.isTensor()) {
-    key_tensor(key, v.toTensor(), is_index);
+    key_tensor(key, v.toTensor(), is_index, written);
   } else if (v.isNone()) {
     key.word(kNone);
   } else if (v.isInt() && number && !op.scalars_shape) {
@@ -237,7 +240,7 @@ void key_value(Key& key, const OpInfo& op, const IValue& v, bool number, ListOf 
         std::memcpy(&bits, &d, 8);
         key.word(bits);
       }
-      key_value(key, op, e, list == kScalars, kInts, list == kOptionalTensors);
+      key_value(key, op, e, list == kScalars, kInts, list == kOptionalTensors, written);
     }
   } else {
     TORCH_CHECK(false, op.name->name, " has an argument of kind ", v.tagKind(), ", which cannot travel");
@@ -426,7 +429,10 @@ void apply(const Resized& change, const Key& key) {
   auto* impl = key.tensors.at(change.tensor).unsafeGetTensorImpl();
   impl->set_sizes_and_strides(change.layout.sizes, change.layout.strides);
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage->nbytes() < change.layout.bytes) storage->set_nbytes(change.layout.bytes);
+  // Its offset is not part of the template, so the storage may have grown by more than the first time.
+  auto bytes = at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), impl->itemsize(),
+                                                static_cast<size_t>(impl->storage_offset()));
+  if (storage->nbytes() < bytes) storage->set_nbytes(bytes);
 }
 
 }  // namespace
@@ -449,7 +455,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t i = 0; i < info.arguments && !key.session; i++) key.session = find_session(args[i]);
   if (!key.session) key.session = &session_at(-1);
   for (size_t i = 0; i < info.arguments; i++)
-    key_value(key, info, args[i], info.number[i], info.list[i], false);
+    key_value(key, info, args[i], info.number[i], info.list[i], false, info.written[i]);
 
   auto& session = *key.session;
   c10::SmallVector<IValue, 4> results;

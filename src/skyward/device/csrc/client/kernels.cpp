@@ -91,7 +91,7 @@ void copy_to_sky(const at::Tensor& to, const at::Tensor& from, bool later) {
 // As with page-locked memory elsewhere, only pinned memory is filled while the program goes on.
 void copy_to_host(at::Tensor to, const at::Tensor& from, bool later) {
   auto& session = Session::of(from.unsafeGetTensorImpl());
-  bool direct = to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  bool direct = to.device().is_cpu() && to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
   if (later && direct && is_pinned(to.const_data_ptr())) {
     session.fetch_later(from, to);
     return;
@@ -176,9 +176,18 @@ void ensure(c10::StorageImpl* storage, uint64_t bytes) {
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(sizes);
-  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
-  auto bytes = at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset());
+  // As on the CPU, a tensor of that size already keeps its strides.
+  if (impl->sizes() != sizes) {
+    at::detail::check_size_nonnegative(sizes);
+    impl->set_sizes_contiguous(sizes);
+  }
+  if (format) {
+    TORCH_CHECK(*format != at::MemoryFormat::Preserve, "Unsupported memory format ", *format);
+    impl->empty_tensor_restride(*format);
+  }
+  auto bytes = self.numel()
+      ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset())
+      : 0;
   ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
   return self;
 }
@@ -186,10 +195,14 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes,
                         c10::IntArrayRef strides) {
   auto* impl = self.unsafeGetTensorImpl();
+  TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
+  TORCH_CHECK(self.device() == source.device(), "Attempted to set the storage of a tensor on device \"",
+              self.device(), "\" to a storage on different device \"", source.device(), "\".");
   impl->set_storage_keep_dtype(source);
   impl->set_storage_offset(offset);
-  if (strides.size() == sizes.size()) impl->set_sizes_and_strides(sizes, strides);
-  else impl->set_sizes_contiguous(sizes);
+  // Without strides it is a resize, and as there, the same size keeps its strides.
+  if (strides.data()) impl->set_sizes_and_strides(sizes, strides);
+  else if (impl->sizes() != sizes) impl->set_sizes_contiguous(sizes);
   auto bytes = self.numel()
       ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), static_cast<size_t>(offset))
       : 0;
@@ -199,16 +212,25 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c1
 
 at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
   auto items = static_cast<int64_t>(source.nbytes() / self.itemsize());
-  return set_storage(self, std::move(source), 0, {items}, {1});
+  return set_storage(self, std::move(source), 0, {items}, {});
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+// `.data =` and `module.to()` may put a tensor's content on another device, as between CPU and CUDA.
+bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& t) {
+    return t.layout() == c10::kStrided && !t.is_quantized() && !t.is_nested() && !t.is_meta();
+  };
+  return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set()) ||
+         (is_dense(self) && is_dense(from));
+}
+
 at::Tensor& set_nothing(at::Tensor& self) {
   auto& session = session_at(self.device().index());
-  return set_storage(self, session.new_storage(0, true), 0, {0}, {1});
+  return set_storage(self, session.new_storage(0, true), 0, {0}, {});
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -231,6 +253,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_", set_nothing);
+  m.impl("_has_compatible_shallow_copy_type", may_take_content);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", may_take_content);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ struct OpInfo {
   const c10::OperatorName* name;
   size_t arguments = 0;
   std::vector<bool> number;   // arguments of type Scalar
+  std::vector<bool> written;  // arguments it writes to
   std::vector<ListOf> list;   // element type of list arguments
   std::vector<int> returns;   // the argument each return is, or -1 if it is new
   bool asks_always = false;   // its shapes depend on data

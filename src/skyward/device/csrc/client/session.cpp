@@ -1,5 +1,6 @@
 #include "session.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -22,9 +23,9 @@ constexpr uint64_t kInlineFetch = 64 << 10;
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
 
-Busy busy_listener = nullptr;
 std::mutex registry_mutex;
-std::vector<std::unique_ptr<Session>> sessions;
+// Never destroyed: storages are freed until the very end, and a forked child lacks the threads to join.
+std::vector<std::unique_ptr<Session>>& sessions = *std::make_unique<std::vector<std::unique_ptr<Session>>>().release();
 Session* by_index[kDevicesMax] = {};
 thread_local c10::DeviceIndex current = 0;
 thread_local uint32_t current_streams[kDevicesMax] = {};
@@ -39,6 +40,10 @@ thread_local uint32_t current_streams[kDevicesMax] = {};
     case kOutOfMemory: C10_THROW_ERROR(OutOfMemoryError, complaint.text);
     default: C10_THROW_ERROR(Error, complaint.text);
   }
+}
+
+void disown_all() {
+  for (auto& session : sessions) session->disown();
 }
 
 uintptr_t encode(uint32_t serial, uint32_t slot) { return (uintptr_t{serial} << 20) | slot; }
@@ -59,7 +64,10 @@ Session* session_by_serial(uint32_t serial) noexcept {
 Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu) {
   std::lock_guard lock(registry_mutex);
   // Reserved at once: a storage's deleter looks sessions up without the lock.
-  if (sessions.capacity() < 4096) sessions.reserve(4096);
+  if (sessions.capacity() < 4096) {
+    sessions.reserve(4096);
+    pthread_atfork(nullptr, nullptr, disown_all);
+  }
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
   sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, shares_memory, on_cpu));
   by_index[index] = sessions.back().get();
@@ -73,6 +81,15 @@ int open_count() {
   return count;
 }
 
+bool in_bad_fork() {
+  bool any = false;
+  for (auto& session : sessions) {
+    if (!session->is_disowned()) return false;
+    any = true;
+  }
+  return any;
+}
+
 bool synchronous() {
   static const bool on = [] {
     auto* v = std::getenv("SKYWARD_DEVICE_SYNC");
@@ -80,8 +97,6 @@ bool synchronous() {
   }();
   return on;
 }
-
-void set_busy_listener(Busy listener) { busy_listener = listener; }
 
 c10::DeviceIndex current_device() { return current; }
 void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
@@ -179,7 +194,11 @@ void Session::flush() {
   dirty_.store(false, std::memory_order_relaxed);
   if (out_.empty()) return;
   try {
-    send_all(ops_, out_.data(), out_.size());
+    auto sent = send_some(ops_, out_.data(), out_.size());
+    if (sent < out_.size()) {
+      OutsidePython outside;
+      send_all(ops_, out_.data() + sent, out_.size() - sent);
+    }
   } catch (const Disconnected& e) {
     broken(e.what());
   }
@@ -226,12 +245,23 @@ void Session::close(const std::string& why) {
   if (by_index[index] == this) by_index[index] = nullptr;
 }
 
+void Session::disown() {
+  mutex.forget_holder();
+  is_disowned_ = true;
+  out_.clear();
+  if (is_closed_) return;
+  is_closed_ = true;
+  closed_ = "sky:" + std::to_string(index) + " belongs to the process that opened it; a forked child cannot use it. "
+            "Move tensors to the device in the parent, or open a device in the child";
+}
+
 void Session::check_open() const { TORCH_CHECK(!is_closed_, closed_); }
 
 std::string Session::reply() {
   stats.waits++;
   try {
     char head[5];
+    OutsidePython outside;
     receive_all(ops_, head, sizeof head);
     uint32_t length;
     std::memcpy(&length, head, 4);
@@ -264,6 +294,7 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   }
   flush();
   try {
+    OutsidePython outside;
     bulk_.send(data, size, later);
   } catch (const Disconnected& e) {
     broken(e.what());
@@ -275,9 +306,13 @@ void Session::notice_waiting() {
   auto since = stats.operations - noticed_operations_;
   noticed_waits_ = 0;
   noticed_operations_ = stats.operations;
-  if (since >= kWaitsNoticed * kOperationsPerWait || !busy_listener) return;
+  if (since >= kWaitsNoticed * kOperationsPerWait) return;
   warned_ = true;
-  busy_listener(index);
+  // PyTorch's binding around us turns it into a Python warning with the user's line, or into an exception.
+  c10::warn(c10::Warning(
+      c10::UserWarning(), {nullptr, nullptr, 0},
+      "this loop waits for sky:" + std::to_string(index) + " every few operations (.item(), .cpu(), printing a "
+      "tensor, or an `if` on one); each wait is a round trip. Read values less often", false));
 }
 
 std::string Session::written(const at::Tensor& source, bool later) {
@@ -308,6 +343,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
     return;
   }
   try {
+    OutsidePython outside;
     bulk_.receive(into, size);
   } catch (const Disconnected& e) {
     broken(e.what());
@@ -330,6 +366,7 @@ void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
 // Waits for what `fetch_later` promised.
 void Session::raise_late() {
   try {
+    OutsidePython outside;
     if (auto complaint = bulk_.drain()) raise(*complaint);
   } catch (const Disconnected& e) {
     broken(e.what());

@@ -16,6 +16,7 @@
 
 #include "../wire/records.h"
 #include "bulk.h"
+#include "interpreter.h"
 #include "slots.h"
 
 namespace sky {
@@ -90,8 +91,11 @@ class Session {
   std::string event(uint32_t event, EventAction action, uint32_t other);
   std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
   void close(const std::string& why);
+  void check_open() const;
+  void disown();  // in a forked child: the connection is the parent's
+  bool is_disowned() const { return is_disowned_; }
 
-  std::recursive_mutex mutex;
+  Mutex mutex;
   const int index;
   const uint32_t serial;
   const bool on_cpu;  // what the worker computes on
@@ -101,7 +105,6 @@ class Session {
   Template* last = nullptr;
 
  private:
-  void check_open() const;
   std::string reply();
   std::string written(const at::Tensor& source, bool later);
   void raise_late();
@@ -117,7 +120,7 @@ class Session {
   std::string out_;
   Slots slots_;
   std::string closed_;
-  bool is_closed_ = false;
+  bool is_closed_ = false, is_disowned_ = false;
   std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false};
   std::mutex wake_mutex_;
   std::condition_variable wake_;
@@ -129,11 +132,8 @@ Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
 Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu);
 int open_count();
+bool in_bad_fork();  // all there are were opened before this process was forked
 bool synchronous();
-
-// Called once a session, on the caller's thread, when it waits for the worker all the time.
-using Busy = void (*)(int index);
-void set_busy_listener(Busy listener);
 
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);

@@ -27,6 +27,17 @@ inline void send_all(int fd, const void* data, size_t size) {
   }
 }
 
+// What goes out without waiting.
+inline size_t send_some(int fd, const void* data, size_t size) {
+  for (;;) {
+    ssize_t n = ::send(fd, data, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+    if (n < 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
+    return static_cast<size_t>(n);
+  }
+}
+
 // At least one byte; 0 only at the end of the stream.
 inline size_t receive_some(int fd, void* into, size_t size) {
   for (;;) {
