@@ -24,7 +24,7 @@ struct OpInfo {
   std::vector<ListOf> list;      // element type of list arguments
   std::vector<int> returns;      // the argument each return is, or -1 if it is new
   bool asks_always = false;      // its shapes depend on data
-  bool scalars_shape = false;    // scalars decide the shape: arange and its kin
+  bool scalars_shape = false;    // scalars decide the result's shape or value: arange and its kin
   bool indexes = false;          // a mask among its indices makes it depend on data
 };
 
@@ -89,7 +89,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   info->asks_always = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   static const std::set<std::string> indexing{"aten::index", "aten::index_put", "aten::index_put_",
                                               "aten::_index_put_impl_", "aten::_unsafe_index"};
-  static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace"};
+  static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace",
+                                                "aten::_fused_sdp_choice"};  // not with dropout
   info->indexes = indexing.count(name);
   info->scalars_shape = by_scalars.count(name);
   if (info->indexes) info->asks_always = false;
