@@ -110,7 +110,8 @@ def test_linear_algebra(device: torch.device) -> None:
             linalg.lu(x)[2],
         ]
 
-    _assert_alike(graph, _random(4, 4, dtype=torch.float64), device)
+    # LAPACK's last bit depends on where in memory a matrix begins.
+    _assert_alike(graph, _random(4, 4, dtype=torch.float64), device, rtol=1e-9, atol=1e-12)
 
 
 def test_losses(device: torch.device) -> None:

@@ -284,6 +284,16 @@ def test_gradients_are_clipped_and_parameters_flattened(device: torch.device) ->
     _equal(run(device), _host(run(CPU)))
 
 
+def test_lists_of_tensors_are_copied_from_anywhere(device: torch.device) -> None:
+    for source in (device, CPU):
+        ours = [torch.zeros(2, device=device), torch.zeros(3, device=device)]
+        given = [torch.ones(2, device=source), torch.arange(3, device=source)]
+        torch._foreach_copy_(ours, given)
+        assert [t.tolist() for t in ours] == [[1.0, 1.0], [0.0, 1.0, 2.0]]
+        torch._foreach_copy_(given, [2 * t for t in ours])
+        assert [t.tolist() for t in given] == [[2.0, 2.0], [0, 2, 4]]
+
+
 def test_hooks_after_accumulation_step_the_optimizer_in_backward(device: torch.device) -> None:
     def run(where: torch.device) -> list[Any]:
         model = _model(where)

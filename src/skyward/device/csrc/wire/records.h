@@ -25,6 +25,7 @@ enum Record : uint32_t {
   kFetch = 0x7fffff07u,     // u32 slot, layout, u64 offset; replied: the bytes, contiguous
   kSync = 0x7fffff08u,      // replied when everything before it is done
   kGenerator = 0x7fffff09u, // u32 generator, u8 action, u32 length, bytes; some actions are replied
+  kSettings = 0x7fffff0au,  // u32 settings, for everything after it
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -55,6 +56,15 @@ enum Bits : uint8_t { kConjugated = 1, kNegated = 2 };
 enum Output : uint8_t { kNewTensor, kAliasOfArgument, kUndefinedTensor, kTensorList, kValue, kNothing };
 
 enum GeneratorAction : uint8_t { kSeed, kGetState, kSetState, kForget };
+
+// What PyTorch keeps for the whole process and operations depend on: a default dtype in the low byte, and flags.
+enum Setting : uint32_t {
+  kDeterministic = 1u << 8,
+  kDeterministicWarns = 1u << 9,
+  kFillsMemory = 1u << 10,
+  kCudnnBenchmarks = 1u << 11,
+  kCudnnDeterministic = 1u << 12,
+};
 
 // A reply: u32 length of what follows, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.

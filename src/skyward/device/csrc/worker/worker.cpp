@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
@@ -162,6 +163,7 @@ class Session {
       case kFetch: return sized(data, size, [&](Reader& r) { fetch(r); });
       case kSync: synchronize(); return 4;
       case kGenerator: return sized(data, size, [&](Reader& r) { generator(r); });
+      case kSettings: return fixed(data, size, 8, [&](Reader& r) { settle(r.u32()); });
       default: throw Malformed("a record of unknown kind");
     }
   }
@@ -780,6 +782,17 @@ class Session {
     } else {
       reply(kOk, "");
     }
+  }
+
+  void settle(uint32_t settings) {
+    auto dtype = static_cast<c10::ScalarType>(settings & 0xff);
+    if (dtype >= c10::ScalarType::NumOptions) throw Malformed("an unknown dtype");
+    auto& context = at::globalContext();
+    c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
+    context.setDeterministicAlgorithms(settings & kDeterministic, settings & kDeterministicWarns);
+    context.setDeterministicFillUninitializedMemory(settings & kFillsMemory);
+    context.setBenchmarkCuDNN(settings & kCudnnBenchmarks);
+    context.setDeterministicCuDNN(settings & kCudnnDeterministic);
   }
 
   // Random numbers: generator 0 is the device's own.
