@@ -209,10 +209,9 @@ WRITES: dict[str, Write] = {
 
 Step = tuple[str, tuple[int, ...]]
 NAMES = sorted({*VIEWS, *COPIES, *WRITES})
-# These change what a tensor is behind the back of autograd.
-DIFFERENTIABLE = sorted(
-    {*NAMES} - {"data", "swap", "set_", "resize_", "as_strided_", "view as dtype"}
-)
+# What changes a tensor behind the back of autograd.
+BEHIND = {"data", "swap", "set_", "resize_", "as_strided_", "view as dtype"}
+DIFFERENTIABLE = sorted({*NAMES} - BEHIND)
 SETTINGS = settings(
     derandomize=True,
     max_examples=400,

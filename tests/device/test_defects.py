@@ -279,6 +279,27 @@ def test_a_killed_worker_raises_within_seconds(nothing_left: None) -> None:
         torch.manual_seed(0)  # seeds what is left, and does not stumble over what is gone
 
 
+def test_a_training_step_waits_for_nothing_but_the_value_read(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.randn(6, 4), torch.randint(2, (6,))
+
+    def step(*, reads: bool) -> int:
+        before = sky.device_stats(device).waits
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if reads:
+            loss.item()
+        return sky.device_stats(device).waits - before
+
+    step(reads=True)
+    step(reads=True)
+    assert [step(reads=reads) for reads in (False, True, False, True)] == [0, 1, 0, 1]
+
+
 def _reads_all_the_time(x: torch.Tensor) -> None:
     for _ in range(2000):
         x.sum().item()

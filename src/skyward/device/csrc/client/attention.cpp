@@ -2,16 +2,20 @@
 //
 // PyTorch's own composite knows which fused kernels CPU and CUDA have, not which ours stands for. The
 // fused operations carry their gradients, so the graph is the same as on the worker's own device.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <limits>
 
 #include "session.h"
@@ -19,39 +23,103 @@
 namespace sky {
 namespace {
 
-enum Choice : int64_t { kMath = 0, kFlash = 1, kEfficient = 2 };
+enum Choice : int64_t { kMath = 0, kFlash = 1, kEfficient = 2, kCudnn = 3 };
 
 using Optional = std::optional<at::Tensor>;
 
+// What PyTorch checks before it chooses a kernel.
+void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask) {
+  TORCH_CHECK(query.dtype() == key.dtype() && query.dtype() == value.dtype(),
+              "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
+              " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
+  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
+              "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: ", query.dim(),
+              " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
+  if (!mask) return;
+  auto dtype = mask->scalar_type();
+  TORCH_CHECK(dtype == c10::kBool || dtype == c10::kFloat || dtype == query.scalar_type(),
+              "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: ",
+              mask->dtype(), " and  query.dtype: ", query.dtype(), " instead.");
+}
+
 // A mask of booleans as numbers to add, which is what the kernels take.
 Optional additive(const Optional& mask, const at::Tensor& query) {
-  if (!mask || !mask->defined() || mask->scalar_type() != c10::kBool) return mask;
+  if (!mask || mask->scalar_type() != c10::kBool) return mask;
   auto number = [&](double v) { return at::scalar_tensor(v, query.options()); };
   return at::where(*mask, number(0.0), number(-std::numeric_limits<double>::infinity()));
 }
 
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const Optional& mask, double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  bool masked = mask && mask->defined();
-  auto choice = at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
-  bool on_cpu = Session::of(query.unsafeGetTensorImpl()).on_cpu;
-  if (!grouped && choice == kFlash && on_cpu)
-    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout, causal, additive(mask, query), scale));
-  if (!grouped && !masked && choice == kFlash && !on_cpu && query.size(-1) % 8 == 0)
-    return std::get<0>(at::_scaled_dot_product_flash_attention(query, key, value, dropout, causal, false, scale));
-  if (!grouped && !masked && choice == kEfficient) {
-    bool keeps_graph = at::GradMode::is_enabled() &&
-                       (query.requires_grad() || key.requires_grad() || value.requires_grad());
-    return std::get<0>(at::_scaled_dot_product_efficient_attention(
-        query, key, value, std::nullopt, keeps_graph, dropout, causal, scale));
-  }
-  return std::get<0>(at::_scaled_dot_product_attention_math(
-      query, key, value, additive(mask, query), dropout, causal, std::nullopt, scale, grouped));
+// The last axis, filled up with zeros to a multiple of what a kernel loads at once.
+at::Tensor padded(const at::Tensor& t, int64_t multiple) {
+  auto over = t.size(-1) % multiple;
+  return over ? at::constant_pad_nd(t, {0, multiple - over}) : t;
 }
 
+at::Tensor flash(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout, bool causal,
+                 std::optional<double> scale) {
+  auto width = query.size(-1);
+  auto out = std::get<0>(at::_scaled_dot_product_flash_attention(
+      padded(query, 8), padded(key, 8), padded(value, 8), dropout, causal, false,
+      scale ? *scale : 1.0 / std::sqrt(static_cast<double>(width))));
+  return out.size(-1) == width ? out : out.narrow(-1, 0, width);
+}
+
+Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor& key) {
+  if (!mask) return mask;
+  return padded(*mask, 16).narrow(-1, 0, mask->size(-1)).expand(
+      {query.size(0), query.size(1), query.size(2), key.size(2)});
+}
+
+// The worker's choice, less what `torch.nn.attention.sdpa_kernel` rules out here.
+int64_t choose(int64_t offered, bool on_cpu, bool masked) {
+  auto& context = at::globalContext();
+  if (offered == kFlash && !context.userEnabledFlashSDP())
+    offered = !on_cpu && context.userEnabledMemEfficientSDP() ? kEfficient : kMath;
+  if (offered == kEfficient && !context.userEnabledMemEfficientSDP())
+    offered = !masked && context.userEnabledFlashSDP() ? kFlash : kMath;
+  if (offered == kCudnn && !context.userEnabledCuDNNSDP()) offered = kMath;
+  if (offered < kMath || offered > kCudnn) offered = kMath;
+  TORCH_CHECK(offered != kMath || context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
+  return offered;
+}
+
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const Optional& given, double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  auto mask = given && given->defined() ? given : std::nullopt;
+  check(query, key, value, mask);
+  bool on_cpu = Session::of(query.unsafeGetTensorImpl()).on_cpu;
+  bool with_grad = at::GradMode::is_enabled();
+  // The worker sees no gradients; the CPU's fused kernel has none for the mask.
+  bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();
+  auto offered = by_hand ? int64_t{kMath}
+                         : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  auto bias = additive(mask, query);
+  bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());
+  switch (choose(offered, on_cpu, mask.has_value())) {
+    case kFlash:
+      if (on_cpu)
+        return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
+      return flash(query, key, value, dropout, causal, scale);
+    case kEfficient:
+      return std::get<0>(at::_scaled_dot_product_efficient_attention(
+          query, key, value, aligned(bias, query, key), keeps_graph, dropout, causal, scale));
+    case kCudnn:
+      return std::get<0>(at::_scaled_dot_product_cudnn_attention(
+          query, key, value, aligned(bias, query, key), keeps_graph, dropout, causal, false, scale));
+    default:
+      return std::get<0>(at::_scaled_dot_product_attention_math(
+          query, key, value, bias, dropout, causal, std::nullopt, scale, grouped));
+  }
+}
+
+// Padding masks do not become nested tensors, which cannot live here: the plain path is taken.
+bool left_aligned(const at::Tensor&, const at::Tensor&) { return false; }
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("scaled_dot_product_attention", attention); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("scaled_dot_product_attention", attention); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("scaled_dot_product_attention", attention);
+  m.impl("_nested_tensor_from_mask_left_aligned", left_aligned);
+}
 
 }  // namespace
 }  // namespace sky

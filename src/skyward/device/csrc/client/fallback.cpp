@@ -3,8 +3,10 @@
 // An exact key (operation, dtypes, sizes, strides, flags, ints, bools) names a template, which knows what
 // the operation returns. Floating scalars, host scalars and storage offsets go in the payload. The first
 // time, and always where the result's shape depends on data, the worker is asked.
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/enum_tag.h>
+#include <c10/core/DefaultDtype.h>
 #include <torch/library.h>
 
 #include <set>
@@ -42,9 +44,34 @@ struct Key {
     session = nullptr;
     masked = false;
   }
+  uint32_t settings = kUsualSettings;
   void word(uint64_t v) { words.push_back(v); }
   void raw(const void* p, size_t n) { payload.append(static_cast<const char*>(p), n); }
 };
+
+uint32_t settings_now() {
+  auto& context = at::globalContext();
+  auto flag = [](bool on, uint32_t bit) { return on ? bit : 0; };
+  return static_cast<uint32_t>(c10::get_default_dtype_as_scalartype()) |
+         flag(context.deterministicAlgorithms(), kDeterministic) |
+         flag(context.deterministicAlgorithmsWarnOnly(), kDeterministicWarns) |
+         flag(context.deterministicFillUninitializedMemory(), kFillsMemory) |
+         flag(context.benchmarkCuDNN(), kCudnnBenchmarks) |
+         flag(context.deterministicCuDNN(), kCudnnDeterministic);
+}
+
+// Settings decide results, so they are part of the key; the usual ones are left out of it.
+void key_settings(Key& key) {
+  key.settings = settings_now();
+  if (C10_UNLIKELY(key.settings != kUsualSettings)) key.word(0xff | uint64_t{key.settings} << 8);
+}
+
+void tell_settings(Session& session, uint32_t settings) {
+  if (C10_LIKELY(session.settings == settings)) return;
+  uint32_t record[] = {kSettings, settings};
+  session.put(record, sizeof record);
+  session.settings = settings;
+}
 
 ListOf list_of(const c10::Type& element) {
   switch (element.kind()) {
@@ -86,7 +113,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   info->asks_always = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   static const std::set<std::string> indexing{"aten::index", "aten::index_put", "aten::index_put_",
                                               "aten::_index_put_impl_", "aten::_unsafe_index"};
-  static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace"};
+  static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace",
+                                                "aten::_fused_sdp_choice"};  // not with dropout
   info->indexes = indexing.count(name);
   info->scalars_shape = by_scalars.count(name);
   if (info->indexes) info->asks_always = false;
@@ -452,6 +480,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     ~Depth() { d--; k.clear(); }
   } nested(depth, key);
   key.clear();
+  key_settings(key);
   for (size_t i = 0; i < info.arguments && !key.session; i++) key.session = find_session(args[i]);
   if (!key.session) key.session = &session_at(-1);
   for (size_t i = 0; i < info.arguments; i++)
@@ -463,6 +492,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     std::unique_lock lock(session.mutex);
     session.begin();
     session.stats.operations++;
+    tell_settings(session, key.settings);
     Template* t = session.last ? session.last->next : nullptr;
     if (!t || t->op != &info || t->key != key.words) {
       auto h = hash(&info, key.words);
@@ -475,6 +505,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         made->known = infer(op, info, args, *made);
         lock.lock();
         session.begin();
+        tell_settings(session, key.settings);
         t = find(session, info, key, h);
         if (!t) t = define(session, std::move(made), key, args, h);
       }

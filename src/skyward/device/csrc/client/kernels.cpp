@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOptions.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -37,12 +38,20 @@ Session& wanted(const OptDevice& device, const OptLayout& layout) {
   return session_at(device ? device->index() : c10::DeviceIndex(-1));
 }
 
+// Memory as it was is no deterministic result.
+at::Tensor filled_if_asked(at::Tensor t) {
+  auto& context = at::globalContext();
+  if (C10_UNLIKELY(context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()))
+    at::native::fill_empty_deterministic_(t);
+  return t;
+}
+
 at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, OptDtype dtype, OptLayout layout,
                          OptDevice device, std::optional<bool>) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
   auto bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(kind));
-  return make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true);
+  return filled_if_asked(make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true));
 }
 
 at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDevice device,
@@ -53,7 +62,7 @@ at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDe
   auto t = make_tensor(wanted(device, layout), sizes, c10::contiguous_strides(sizes), kind, bytes, true);
   if (format && *format != at::MemoryFormat::Contiguous)
     t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
-  return t;
+  return filled_if_asked(std::move(t));
 }
 
 // Elsewhere a tensor without memory that stands for zeros; here every tensor has a slot.
@@ -129,6 +138,21 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
     copy_to_host(to, from, non_blocking);
   }
   return self;
+}
+
+// From anywhere to anywhere, as on other devices; in one operation where all is on one of ours.
+void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_foreach_copy_", "");
+  TORCH_CHECK(!to.empty(), "Tensor list must have at least one tensor.");
+  TORCH_CHECK(to.size() == from.size(), "Tensor lists must have the same number of tensors, got ", to.size(), " and ",
+              from.size());
+  auto is_there = [&](const at::Tensor& t) { return is_sky(t) && t.device() == to[0].device(); };
+  if (std::all_of(to.begin(), to.end(), is_there) && std::all_of(from.begin(), from.end(), is_there)) {
+    torch::jit::Stack stack{to, from, non_blocking};
+    fallback(op, &stack);
+    return;
+  }
+  for (size_t i = 0; i < to.size(); i++) to[i].copy_(from[i], non_blocking);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -239,6 +263,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
+  m.impl("_foreach_copy_", foreach_copy_);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
   m.impl("view", view);

@@ -13,7 +13,7 @@ struct OpInfo {
   std::vector<ListOf> list;   // element type of list arguments
   std::vector<int> returns;   // the argument each return is, or -1 if it is new
   bool asks_always = false;   // its shapes depend on data
-  bool scalars_shape = false; // scalars decide the shape: arange and its kin
+  bool scalars_shape = false; // scalars decide the result's shape or value: arange and its kin
   bool indexes = false;       // a mask among its indices makes it depend on data
   bool only_writes = false;   // it makes no tensors and resizes none
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results

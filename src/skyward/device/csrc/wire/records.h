@@ -29,6 +29,7 @@ enum Record : uint32_t {
   kUsedOn = 0x7fffff0bu,    // u32 slot, u32 stream: its memory is not free before that stream is done with it
   kEvent = 0x7fffff0cu,     // u32 event, u8 action, u32 stream or other event; some actions are replied
   kMemory = 0x7fffff0du,    // u8 action; replied: how much is in use
+  kSettings = 0x7fffff0fu,  // u32 settings, for everything after it
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -79,6 +80,15 @@ enum MemoryAction : uint8_t { kTellMemory, kResetPeak, kEmptyCache };
 
 // What of memory is told, in this order, each a u64.
 enum MemoryFigure { kAllocated, kAllocatedPeak, kReserved, kReservedPeak, kFreeMemory, kTotalMemory, kMemoryFigures };
+
+// What PyTorch keeps for the whole process and operations depend on: a default dtype in the low byte, and flags.
+enum Setting : uint32_t {
+  kDeterministic = 1u << 8,
+  kDeterministicWarns = 1u << 9,
+  kFillsMemory = 1u << 10,
+  kCudnnBenchmarks = 1u << 11,
+  kCudnnDeterministic = 1u << 12,
+};
 
 // A reply: u32 length of what follows, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.

@@ -7,6 +7,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DefaultDtype.h>
 
 #include <array>
 #include <fstream>
@@ -92,6 +93,7 @@ size_t Session::step(const char* data, size_t size) {
       return fixed(data, size, 8, [&](Reader& r) { attempt("choosing a stream", [&] { streams_.use(r.u32()); }); });
     case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
+    case kSettings: return fixed(data, size, 8, [&](Reader& r) { settle(r.u32()); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
     default: throw Malformed("a record of unknown kind");
   }
@@ -146,6 +148,17 @@ void Session::used_on(Reader& r) {
   auto& held = slots_[r.u32()];
   auto stream = r.u32();
   if (held.storage) attempt("record_stream", [&] { streams_.used_on(held.storage, stream); });
+}
+
+void Session::settle(uint32_t settings) {
+  auto dtype = static_cast<c10::ScalarType>(settings & 0xff);
+  if (dtype >= c10::ScalarType::NumOptions) throw Malformed("an unknown dtype");
+  auto& context = at::globalContext();
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
+  context.setDeterministicAlgorithms(settings & kDeterministic, settings & kDeterministicWarns);
+  context.setDeterministicFillUninitializedMemory(settings & kFillsMemory);
+  context.setBenchmarkCuDNN(settings & kCudnnBenchmarks);
+  context.setDeterministicCuDNN(settings & kCudnnDeterministic);
 }
 
 // Generator 0 is the device's own.

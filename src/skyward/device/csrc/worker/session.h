@@ -69,6 +69,7 @@ class Session {
   size_t sized(const char* data, size_t size, F&& f);
   void synchronize(Reader& r);
   void used_on(Reader& r);
+  void settle(uint32_t settings);
   at::Generator generator_of(uint32_t id);
   void generator(Reader& r);
   void memory(Reader& r);

@@ -1,0 +1,75 @@
+"""What PyTorch keeps for the whole process holds for operations on a sky device too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _made_by_default(device: torch.device) -> list[torch.dtype]:
+    whole = torch.arange(3, device=device)
+    return [
+        t.dtype
+        for t in (
+            torch.ones(2, device=device),
+            torch.full((2,), 1.5, device=device),
+            torch.linspace(0, 1, 3, device=device),
+            torch.rand(2, device=device),
+            whole / 2,
+            whole.sqrt(),
+            whole * 1.5,
+            torch.complex(torch.ones(2, device=device), torch.ones(2, device=device)),
+        )
+    ]
+
+
+def test_the_default_dtype_is_the_clients(device: torch.device) -> None:
+    usual = _made_by_default(device)
+    assert usual == _made_by_default(CPU)
+    with _default_dtype(torch.float64):
+        assert _made_by_default(device) == _made_by_default(CPU) != usual
+    assert _made_by_default(device) == usual
+
+
+def test_deterministic_algorithms_are_asked_of_the_worker(device: torch.device) -> None:
+    index, source = torch.tensor([0, 0], device=device), torch.ones(2, device=device)
+    torch.zeros(3, device=device).put_(index, source)
+    with _deterministic():
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            torch.zeros(3, device=device).put_(index, source)
+        assert torch.empty(3, device=device).isnan().all()
+        assert torch.empty(3, dtype=torch.uint8, device=device).tolist() == [255] * 3
+        assert torch.empty_strided((2,), (2,), device=device).isnan().all()
+    assert torch.zeros(3, device=device).put_(index, source).sum().item() == 1.0
+
+
+def test_settings_hold_for_every_device(device: torch.device, other_device: torch.device) -> None:
+    with _default_dtype(torch.float64):
+        for where in (device, other_device):
+            assert torch.ones(2, device=where).dtype is torch.float64
+    for where in (device, other_device):
+        assert torch.ones(2, device=where).dtype is torch.float32
