@@ -59,15 +59,16 @@ class _Pieces:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, out: _Pieces, own_modules: bool, names: dict[int, set[str]]) -> None:
         self.buffers: list[memoryview] = []
+        buffers = self.buffers
         self.book: StorageBook | None = None
         self.handles: list[Any] = []
         self._own_modules = own_modules
         self._names = names
         self._sent: dict[int, set[str]] = {}
-        super().__init__(out, protocol=5, buffer_callback=self._take)
-
-    def _take(self, buffer: pickle.PickleBuffer) -> None:
-        self.buffers.append(buffer.raw())
+        # Not a method: a pickler in a cycle would keep all it has met until it is collected.
+        super().__init__(
+            out, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
