@@ -314,6 +314,14 @@ def test_several_executors_share_one_tensor(alone, tmp_path: Path, eventually) -
     assert x.tolist() == pids
 
 
+def test_threads_of_one_executor_share_it_too() -> None:
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:
+        x = torch.zeros(1000, device=compute.device("cpu"))
+        sky.gather(*[add(x[n * 100 : (n + 1) * 100], float(n)) for n in range(10)]) >> compute
+        assert x.sum().item() == 100 * 45
+
+
 # The pump between TLS and a device leaves its sockets to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_over_tls_it_is_the_same(eventually) -> None:
