@@ -192,8 +192,8 @@ class Compute:
 
         Tensors, modules and state dicts in the result are on the compute's device: the one asked
         for first with `device`, or else the best. In this version they get there by way of this
-        process. Tensors on sky devices among the arguments reach the function as tensors of its
-        own memory.
+        process. Tensors of the compute's devices among the arguments are passed by reference: the
+        function gets the real ones, and what it writes to them is seen here.
 
         >>> weights = await node.execute(load_weights, "resnet18")
         >>> weights.load_into(model)

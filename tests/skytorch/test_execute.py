@@ -103,6 +103,19 @@ def test_remote_tensors_are_arguments_like_any_other(node: Compute) -> None:
     assert (kind, value) == ("cpu", 10.0)
 
 
+def test_what_a_function_writes_to_remote_tensors_is_seen_here(node: Compute) -> None:
+    def double(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+
+    model = nn.Linear(2, 2, bias=False).to(node.device())
+    before = model.weight.detach().cpu()
+
+    run(node, double, model)
+
+    assert torch.equal(model.weight.detach().cpu(), 2 * before)
+
+
 def test_a_returned_state_dict_loads_into_a_local_model(node: Compute) -> None:
     weights = run(node, seeded_weights)
     model = Net()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -184,3 +186,15 @@ def test_what_cannot_travel_is_named_with_the_path_to_it() -> None:
     call = objects.Call("train", ("data",), ({"x": threading.Lock()},), {})
     with pytest.raises(SerializationError, match=r"argument 'data' of train at \['x'\]"):
         objects.encode(call)
+
+
+def test_what_was_encoded_is_kept_by_nobody() -> None:
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    gc.disable()
+    try:
+        objects.encode([tensor, np.ones(3)])
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()

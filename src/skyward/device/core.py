@@ -106,6 +106,31 @@ class Core:
         """Set the state of the worker's own generator."""
         self._call("sky_set_state", index, state, ctypes.c_uint64(len(state)))
 
+    def export(self, index: int, storages: list[int]) -> list[bytes]:
+        """How other processes of its node open these storages; empty where they cannot.
+
+        Storages are named by their data pointers. Waits for all that was issued on the device.
+        """
+        import torch
+
+        # Raises what went wrong before as what it was; the call below only has its text.
+        torch.accelerator.synchronize(index)
+        answer, size = ctypes.c_void_p(), ctypes.c_uint64()
+        self._call(
+            "sky_export",
+            (ctypes.c_uint64 * len(storages))(*storages),
+            ctypes.c_uint64(len(storages)),
+            ctypes.byref(answer),
+            ctypes.byref(size),
+        )
+        content = ctypes.string_at(answer, size.value)
+        descriptions, at = [], 0
+        for _ in storages:
+            length = int.from_bytes(content[at : at + 4], "little")
+            descriptions.append(content[at + 4 : at + 4 + length])
+            at += 4 + length
+        return descriptions
+
     @property
     def open_devices(self) -> list[int]:
         """The indices in use, without those whose worker died."""

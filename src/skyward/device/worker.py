@@ -13,7 +13,7 @@ from skyward.device.pump import plain_socket
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials, Listener
 from skyward.wire.messages import Hello
-from skyward.worker import lifeline
+from skyward.worker import lifeline, limits
 from skyward.worker.config import DeviceConfig
 
 
@@ -48,6 +48,7 @@ def main() -> None:
     """Announce the endpoint, wait for both connections, serve."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceConfig)
     lifeline.hold(config.lifeline)
+    limits.raise_descriptors()
     sys.path[:] = config.search_path
     try:
         from skyward.device import build

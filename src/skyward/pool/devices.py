@@ -40,6 +40,14 @@ class DeviceDesk:
             found = self._find(node, kind)
             return self._start(node, kind) if found is None else found
 
+    def find(self, index: int) -> tuple[int, set[str]] | None:
+        """The node of an open device, and what it is called there."""
+        # Without the lock, which is held for as long as a device takes to start.
+        for node, kinds, device in list(self._open.values()):
+            if device.index == index:
+                return node, kinds
+        return None
+
     def _find(self, node: int, kind: str, *, asked: str = "") -> int | None:
         for at, kinds, device in self._open.values():
             if at == node and kind in kinds:

@@ -268,7 +268,7 @@ class Dispatcher:
                 task = lane.tasks.get(message.task)
                 if task is not None:
                     sender = threading.Thread(
-                        target=lane.resend, args=(task, message.digests, message.keys), daemon=True
+                        target=self._resend, args=(lane, task, message), daemon=True
                     )
                     sender.start()
             case Recalled():
@@ -317,6 +317,24 @@ class Dispatcher:
                     self._requeue(task)
         with self._lock:
             self._dirty.update(self.lanes)
+
+    def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
+        by_value = task.parcel.by_value
+        if missing.unreachable and by_value is not None:
+            try:
+                parcel = by_value()
+            except Exception as problem:
+                with self._lock:
+                    self._scheduler.end(lane, task.id)
+                    self._dirty.add(lane)
+                self._finish(task, Failed.because(problem))
+                self._loop.soon(lambda: None)
+                return
+            before, task.parcel = task.parcel, parcel
+            self.packer.release(before)
+            # It may have been cancelled, and let go of, meanwhile.
+            self._let_go(task)
+        lane.resend(task, missing.digests, missing.keys)
 
     def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
         """A task is no longer on its lane, which can take another."""

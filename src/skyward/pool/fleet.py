@@ -311,6 +311,16 @@ class Fleet:
         """The index of the sky device that stands for that kind on that node."""
         return self._devices.get(node, kind)
 
+    def device_holder(self, index: int) -> tuple[int, int | None] | None:
+        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        found = self._devices.find(index)
+        if found is None:
+            return None
+        node, kinds = found
+        gpus = [int(kind[5:]) for kind in kinds if kind.startswith("cuda:")]
+        alone = self._spec.worker.per_node == "accelerator" and gpus
+        return node, gpus[0] if alone else None
+
     def _tell_node(self, index: int, message: Message) -> None:
         node = next((n for n in self.nodes if n.index == index and n.state == "ready"), None)
         if node is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from skyward.errors import ConfigurationError
 from skyward.functions import Code, Handle, Pending
+from skyward.pool.references import References
 from skyward.pool.task import Definition, Parcel
 from skyward.wire import memory, objects
 from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
@@ -56,15 +57,22 @@ class Packer:
         self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def call(self, pending: Pending[Any], *, keep: bool) -> tuple[Parcel, list[Iterator[Any]]]:
+    def call(
+        self, pending: Pending[Any], *, keep: bool, refer: References | None = None
+    ) -> tuple[Parcel, list[Iterator[Any]]]:
         """A call's arguments, and the iterators among them that travel item by item.
 
-        `keep` copies what the caller may change before it is sent.
+        `keep` copies what the caller may change before it is sent; `refer` decides which tensors
+        stay where they are.
         """
         function = pending.function
         args, kwargs, inputs = split_streams(pending)
         call = objects.Call(function.name, function.parameter_names, args, kwargs)
-        return self.parcel(objects.encode(call, own_modules=True), keep=keep), inputs
+        encoded = objects.encode(call, own_modules=True, refer=refer)
+        parcel = self.parcel(encoded, keep=keep)
+        if encoded.referred:
+            parcel.by_value = lambda: self.parcel(objects.encode(call, own_modules=True), keep=True)
+        return parcel, inputs
 
     def parcel(self, encoded: Encoded, *, keep: bool) -> Parcel:
         """An encoded object with its large buffers named, and held if that is needed."""
@@ -121,6 +129,11 @@ class Packer:
         blobs, parcel.blobs = parcel.blobs, []
         for blob in blobs:
             self.store.unpin(blob.segment.id)
+        if parcel.by_value is not None:
+            # Elsewhere: freeing a tensor may wait for its device, and the loop must not.
+            held = [parcel.by_value, parcel.encoded.referred]
+            parcel.by_value, parcel.encoded.referred = None, []
+            threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()
 
     def code(self, code: Code) -> Definition:
         """The definition of a function's code."""

@@ -18,6 +18,7 @@ from skyward.pool.fleet import Fleet, PoolSpec
 from skyward.pool.loop import Loop
 from skyward.pool.node import Node, NodeView
 from skyward.pool.parcels import Packer
+from skyward.pool.references import References
 from skyward.pool.task import Task
 
 
@@ -96,16 +97,21 @@ class Pool:
     ) -> Task:
         """Encode a call; `keep` copies what the caller may change before it is sent.
 
-        `like` is a task of the same call, whose parcel is used again.
+        `like` is a task of the same call, whose parcel is used again. Unless a worker is given,
+        tensors on a device of this pool stay where they are, and the call goes there.
         """
         self._check_open()
         function = pending.function
         code = function.code()
         inputs: list[Iterator[Any]] = []
+        refer = References(self._fleet.device_holder, on) if worker is None else None
         if like is not None and not like.inputs:
             parcel = self._packer.shared(like.parcel)
         else:
-            parcel, inputs = self._packer.call(pending, keep=keep)
+            parcel, inputs = self._packer.call(pending, keep=keep, refer=refer)
+        if refer is not None and refer.holder is not None:
+            on = refer.holder[0]
+            worker = None if refer.holder[1] is None else (on, refer.holder[1])
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
         return Task(

@@ -32,6 +32,8 @@ class Parcel:
     """The large buffers as held in shareable memory; empty if they are sent from where they are."""
     digests: list[bytes] = field(default_factory=list)
     large: list[memoryview] = field(default_factory=list)
+    by_value: Callable[[], Parcel] | None = None
+    """The same without references to a device's memory, for an executor that cannot open it."""
 
     @property
     def heavy(self) -> bool:

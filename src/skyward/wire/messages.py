@@ -270,12 +270,14 @@ class Written(Message):
 
 
 class Missing(Message):
-    """A task was set aside: it names blobs or definitions this worker no longer has."""
+    """A task was set aside: it names something this worker does not have, or cannot reach."""
 
     KIND = 28
     task: int
     digests: list[bytes]
     keys: list[bytes]
+    unreachable: bool
+    """It refers to a device's memory that this process cannot open."""
 
 
 class Released(Message):

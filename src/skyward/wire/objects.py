@@ -6,21 +6,25 @@ import pickle
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
 from skyward.wire import modules, tensors
-from skyward.wire.tensors import Shelf, StorageBook
+from skyward.wire.tensors import Descriptions, Shelf, StorageBook
+
+if TYPE_CHECKING:
+    import torch
 
 _local = threading.local()
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _SMALL = frozenset((int, float, str, bool, type(None)))
 """What needs none of our own reducers."""
+_NOTHING_STAYS = Descriptions()
 
 
 @dataclass(slots=True)
@@ -32,6 +36,8 @@ class Encoded:
     storages: list[tuple[int, int]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     """Data given to `put` that the object refers to."""
+    referred: list[torch.UntypedStorage] = field(default_factory=list)
+    """Storages on a device that the receiver opens where they are, and must find there."""
 
     @property
     def pickle_length(self) -> int:
@@ -57,17 +63,25 @@ class _Pieces:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, out: _Pieces, own_modules: bool, names: dict[int, set[str]]) -> None:
+    def __init__(
+        self,
+        out: _Pieces,
+        own_modules: bool,
+        names: dict[int, set[str]],
+        described: Descriptions,
+    ) -> None:
         self.buffers: list[memoryview] = []
+        buffers = self.buffers
         self.book: StorageBook | None = None
         self.handles: list[Any] = []
+        self._described = described
         self._own_modules = own_modules
         self._names = names
         self._sent: dict[int, set[str]] = {}
-        super().__init__(out, protocol=5, buffer_callback=self._take)
-
-    def _take(self, buffer: pickle.PickleBuffer) -> None:
-        self.buffers.append(buffer.raw())
+        # Not a method: a pickler in a cycle would keep all it has met until it is collected.
+        super().__init__(
+            out, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
+        )
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -82,9 +96,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_module(obj)
         if tensors.is_tensor(obj):
             if self.book is None:
-                self.book = StorageBook()
+                self.book = StorageBook(self._described)
             reduced = tensors.reduce_tensor(obj, self.book)
             return NotImplemented if reduced is None else reduced
+        if kind.__name__ == "device" and tensors.is_sky_device(obj):
+            return tensors.reduce_device(obj, self._described)
         if getattr(kind, "__sky_handle__", False):
             self.handles.append(obj)
             return _handle, (obj.key,)
@@ -123,11 +139,13 @@ def encode(
     own_modules: bool = False,
     names: Mapping[int, set[str]] | None = None,
     what: str = "the value",
+    refer: Callable[[list[torch.UntypedStorage]], list[bytes] | None] | None = None,
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
-    A `Call` is encoded as its arguments. Raises `SerializationError` naming the part that cannot
-    travel and the path to it from `what`.
+    A `Call` is encoded as its arguments. `refer` is given the storages on sky devices, if there are
+    any, and says how the receiver opens each, or None if their bytes have to travel. Raises
+    `SerializationError` naming the part that cannot travel and the path to it from `what`.
     """
     if isinstance(value, Call):
         whole: Any = (value.args, value.kwargs)
@@ -137,13 +155,36 @@ def encode(
     if plain:
         return Encoded([pickle.dumps(whole, 5)])
     wanted = {module: set(found) for module, found in names.items()} if names else {}
+    described = _NOTHING_STAYS
+    out, pickler = _dumped(value, whole, own_modules, wanted, described, what)
+    if refer is not None and pickler.book is not None and (far := pickler.book.on_devices()):
+        descriptions = refer(far)
+        if descriptions is not None:
+            described = Descriptions(far, descriptions)
+            out, pickler = _dumped(value, whole, own_modules, wanted, described, what)
+    encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles, described.storages)
+    if pickler.book is not None:
+        views, encoded.storages = pickler.book.buffers()
+        encoded.buffers += views
+    return encoded
+
+
+def _dumped(
+    value: Any,
+    whole: Any,
+    own_modules: bool,
+    wanted: dict[int, set[str]],
+    described: Descriptions,
+    what: str,
+) -> tuple[_Pieces, _Pickler]:
+    """The pickle of `whole`, which stands for `value`."""
     try:
         while True:
             out = _Pieces()
-            pickler = _Pickler(out, own_modules, wanted)
+            pickler = _Pickler(out, own_modules, wanted, described)
             pickler.dump(whole)
             if not pickler.cut_short:
-                break
+                return out, pickler
     except SerializationError:
         raise
     except Exception as problem:
@@ -154,11 +195,6 @@ def encode(
             f"{path or what} cannot be sent: {_short(culprit)} ({cause or problem}); "
             "pass plain data instead, or make it inside the function"
         ) from problem
-    encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles)
-    if pickler.book is not None:
-        views, encoded.storages = pickler.book.buffers()
-        encoded.buffers += views
-    return encoded
 
 
 def decode(
@@ -256,7 +292,7 @@ def _culprit(value: Any, own_modules: bool) -> tuple[str, Any, BaseException | N
 def _failure(value: Any, own_modules: bool) -> BaseException | None:
     try:
         encoded = (value.args, value.kwargs) if isinstance(value, Call) else value
-        _Pickler(_Pieces(), own_modules, {}).dump(encoded)
+        _Pickler(_Pieces(), own_modules, {}, _NOTHING_STAYS).dump(encoded)
     except Exception as problem:
         return problem
     return None

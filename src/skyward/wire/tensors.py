@@ -1,13 +1,17 @@
 """Tensors on the wire: dtype, shape, strides and raw storage, free of torch's pickle format.
 
-A storage shared by several tensors travels once, and only the part of it that they cover.
+A storage shared by several tensors travels once, and only the part of it that they cover. One that
+the receiver can open where it is travels as a description of that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from skyward.wire import references
 
 if TYPE_CHECKING:
     import torch
@@ -15,21 +19,44 @@ if TYPE_CHECKING:
 Reduced = tuple[Any, ...]
 
 
+class Descriptions:
+    """How the receiver opens the storages that stay where they are."""
+
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage] = (),
+        descriptions: Sequence[bytes] = (),
+    ) -> None:
+        self.storages = list(storages)
+        pairs = list(zip(storages, descriptions, strict=True))
+        self.of_storage = {storage._cdata: description for storage, description in pairs}
+        self.on_device = {storage.device: description for storage, description in pairs}
+        """Of one storage on each device."""
+
+
 class StorageBook:
     """The storages met while one object is encoded, and how much of each is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, described: Descriptions) -> None:
         self.refs: list[StorageRef] = []
+        """Those whose bytes travel."""
         self._by_id: dict[int, StorageRef] = {}
+        self._described = described
 
     def reference(self, storage: torch.UntypedStorage) -> StorageRef:
         """The one reference that stands for this storage."""
         ref = self._by_id.get(storage._cdata)
         if ref is None:
-            ref = StorageRef(len(self.refs), storage)
+            description = self._described.of_storage.get(storage._cdata)
+            ref = StorageRef(len(self.refs), storage, description)
             self._by_id[storage._cdata] = ref
-            self.refs.append(ref)
+            if description is None:
+                self.refs.append(ref)
         return ref
+
+    def on_devices(self) -> list[torch.UntypedStorage]:
+        """Those on sky devices, which the receiver might be able to open."""
+        return [ref.storage for ref in self.refs if ref.storage.device.type == "sky"]
 
     def buffers(self) -> tuple[list[memoryview], list[tuple[int, int]]]:
         """The bytes to send, and for each its (first byte, size of the whole storage)."""
@@ -44,9 +71,12 @@ class StorageBook:
 class StorageRef:
     """Stands for a storage inside the pickle; its bytes travel beside it."""
 
-    def __init__(self, index: int, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self, index: int, storage: torch.UntypedStorage, description: bytes | None
+    ) -> None:
         self.index = index
         self.storage = storage
+        self.description = description
         self.first = storage.nbytes()
         self.last = 0
 
@@ -64,6 +94,8 @@ class StorageRef:
         self.last = max(self.last, start + (int(reach) + 1) * size)
 
     def __reduce__(self) -> Reduced:
+        if self.description is not None:
+            return _opened, (self.description,)
         device = self.storage.device
         return _storage, (self.index, str(device) if device.type != "cpu" else "")
 
@@ -117,6 +149,18 @@ def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
     )
 
 
+def reduce_device(device: torch.device, described: Descriptions) -> Reduced:
+    """A sky device, which is to the receiver what its tensors are on there."""
+    return _device, (described.on_device.get(device),)
+
+
+def is_sky_device(value: object) -> bool:
+    """Whether the value is a sky `torch.device`, without importing torch to find out."""
+    torch = sys.modules.get("torch")
+    known = torch is not None and hasattr(torch, "device") and isinstance(value, torch.device)
+    return known and value.type == "sky"  # type: ignore[attr-defined]
+
+
 def is_tensor(value: object) -> bool:
     """Whether the value is a torch tensor, without importing torch to find out."""
     torch = sys.modules.get("torch")
@@ -158,6 +202,16 @@ def _storage(index: int, device: str) -> tuple[torch.UntypedStorage, int]:
     from skyward.wire.objects import current_shelf
 
     return current_shelf().storage(index, device)
+
+
+def _opened(description: bytes) -> tuple[torch.UntypedStorage, int]:
+    return references.storage(description), 0
+
+
+def _device(description: bytes | None) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if description is None else references.device(description)
 
 
 def _tensor(

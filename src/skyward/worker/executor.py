@@ -25,7 +25,7 @@ import msgspec
 
 from skyward import context
 from skyward.errors import ProtocolError, SerializationError
-from skyward.wire import messages, objects
+from skyward.wire import messages, objects, references
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials, Listener
@@ -48,7 +48,7 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
-from skyward.worker import failures, lifeline
+from skyward.worker import failures, lifeline, limits
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
@@ -179,7 +179,7 @@ class Executor:
         pieces, missing = self._inbox.take(channel, frame, run.payload)
         keys = [key for key in (run.code, *run.handles) if key not in self._definitions]
         if pieces is None or keys:
-            channel.send(Missing(run.task, missing, keys))
+            channel.send(Missing(run.task, missing, keys, False))
             return
         hurry = self._reader.hurry if self._reader is not None else _no_need
         inputs = [InputStream(run.task, i, channel, hurry) for i in range(len(run.inputs))]
@@ -302,6 +302,7 @@ class Executor:
         try:
             try:
                 value, streamed = self._call(job)
+                references.settle()
                 ran = time.perf_counter() - started
                 outcome: tuple[Message, Sendable | None]
                 if streamed:
@@ -309,8 +310,12 @@ class Executor:
                 else:
                     sendable = self._pack(value, f"the result of {job.run.name}")
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
+            except references.UnreachableError:
+                outcome = Missing(job.run.task, [], [], True), None
             except BaseException as problem:
                 self._calling = None
+                with contextlib.suppress(Exception):
+                    references.settle()
                 outcome = self._failure(job, problem, time.perf_counter() - started)
         finally:
             self._capture.end()
@@ -348,6 +353,7 @@ class Executor:
             for item in generator:
                 if not job.output.take():
                     return
+                references.settle()
                 sendable = self._pack(item, f"an item of {job.run.name}")
                 del item
                 self._reply(Item(job.run.task, -1, sendable[0]), sendable)
@@ -453,21 +459,13 @@ def main() -> None:
     os.dup2(nowhere, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     lifeline.hold(config.lifeline)
-    _raise_descriptor_limit()
+    limits.raise_descriptors()
     sys.path[:] = config.search_path
     executor = Executor(config)
     announcement = msgspec.json.encode({"endpoint": executor.endpoint, "pid": os.getpid()})
     os.write(config.status, announcement + b"\n")
     os.close(config.status)
     executor.serve()
-
-
-def _raise_descriptor_limit() -> None:
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

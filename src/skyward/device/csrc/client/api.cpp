@@ -13,6 +13,7 @@ int register_widely(const std::set<std::string>& left);
 
 namespace {
 thread_local std::string last_message;
+thread_local std::string last_export;
 
 template <typename F>
 int guarded(F&& f) {
@@ -92,6 +93,25 @@ void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(),
 }
 
 int sky_in_bad_fork() { return sky::in_bad_fork(); }
+
+// How others on their node open these storages of one device, each named by its data pointer. The answer
+// stays until this thread's next call.
+int sky_export(const uint64_t* storages, uint64_t count, const char** answer, uint64_t* size) {
+  return sky::guarded([&] {
+    sky::Session* session = nullptr;
+    std::vector<uint32_t> slots;
+    for (uint64_t i = 0; i < count; i++) {
+      auto [owner, slot] = sky::Session::behind(static_cast<uintptr_t>(storages[i]));
+      TORCH_CHECK(owner && (!session || owner == session), "a storage that is not of this device");
+      session = owner;
+      slots.push_back(slot);
+    }
+    TORCH_CHECK(session, "no storage to export");
+    sky::last_export = session->exported(slots);
+    *answer = sky::last_export.data();
+    *size = sky::last_export.size();
+  });
+}
 
 int sky_current() { return sky::current_device(); }
 void sky_set_current(int index) { sky::set_current_device(static_cast<c10::DeviceIndex>(index)); }

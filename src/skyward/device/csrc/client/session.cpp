@@ -50,8 +50,16 @@ uintptr_t encode(uint32_t serial, uint32_t slot) { return (uintptr_t{serial} << 
 
 }  // namespace
 
+// What closed the last device of this index, if there was one.
+static void say_why_gone(c10::DeviceIndex index) {
+  std::lock_guard lock(registry_mutex);
+  for (auto each = sessions.rbegin(); each != sessions.rend(); ++each)
+    if ((*each)->index == index) return (*each)->check_open();
+}
+
 Session& session_at(c10::DeviceIndex index) {
   if (index < 0) index = current;
+  if (index < kDevicesMax && !by_index[index]) say_why_gone(index);
   TORCH_CHECK(index < kDevicesMax && by_index[index],
               "there is no device sky:", int(index), "; get one with compute.device()");
   return *by_index[index];
@@ -139,7 +147,10 @@ void Session::delete_storage(void* context) noexcept {
 }
 
 std::pair<Session*, uint32_t> Session::behind(const c10::DataPtr& pointer) {
-  auto number = reinterpret_cast<uintptr_t>(pointer.get());
+  return behind(reinterpret_cast<uintptr_t>(pointer.get()));
+}
+
+std::pair<Session*, uint32_t> Session::behind(uintptr_t number) {
   return {session_by_serial(static_cast<uint32_t>(number >> 20)), static_cast<uint32_t>(number & 0xfffff)};
 }
 
@@ -413,6 +424,15 @@ std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
   TORCH_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
   std::memcpy(figures.data(), content.data(), sizeof figures);
   return figures;
+}
+
+std::string Session::exported(const std::vector<uint32_t>& slots) {
+  std::lock_guard lock(mutex);
+  begin();
+  Writer w;
+  w.u32(kExport);
+  w.text({reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof slots[0]});
+  return ask(w.bytes().data(), w.size());
 }
 
 }  // namespace sky

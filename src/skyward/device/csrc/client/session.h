@@ -75,6 +75,7 @@ class Session {
   static uint32_t slot_of(const c10::TensorImpl* tensor);
   static Session& of(const c10::TensorImpl* tensor);
   static std::pair<Session*, uint32_t> behind(const c10::DataPtr& pointer);
+  static std::pair<Session*, uint32_t> behind(uintptr_t number);
   static void delete_storage(void* context) noexcept;
 
   // Records, each begun with the lock held.
@@ -91,6 +92,7 @@ class Session {
   void used_on(uint32_t slot, uint32_t stream);
   std::string event(uint32_t event, EventAction action, uint32_t other);
   std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
+  std::string exported(const std::vector<uint32_t>& slots);
   void close(const std::string& why);
   void check_open() const;
   void disown();  // in a forked child: the connection is the parent's

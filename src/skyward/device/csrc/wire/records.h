@@ -29,6 +29,7 @@ enum Record : uint32_t {
   kUsedOn = 0x7fffff0bu,    // u32 slot, u32 stream: its memory is not free before that stream is done with it
   kEvent = 0x7fffff0cu,     // u32 event, u8 action, u32 stream or other event; some actions are replied
   kMemory = 0x7fffff0du,    // u8 action; replied: how much is in use
+  kExport = 0x7fffff0eu,    // u32 length, slots; replied for each: text, how others on its node open its memory, or none
   kSettings = 0x7fffff0fu,  // u32 settings, for everything after it
 };
 constexpr uint32_t kFree = 0x80000000u;

@@ -1,6 +1,7 @@
 // Records in, replies out. A failing operation never ends a session: the first error is kept for the client,
 // and what depends on it is poisoned.
 #include "session.h"
+#include "exports.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -95,6 +96,7 @@ size_t Session::step(const char* data, size_t size) {
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
     case kSettings: return fixed(data, size, 8, [&](Reader& r) { settle(r.u32()); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
+    case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     default: throw Malformed("a record of unknown kind");
   }
 }
@@ -135,6 +137,7 @@ Reason Session::note(std::string text, Status kind) {
 void Session::synchronize(Reader& r) {
   auto stream = r.u32();
   attempt("waiting for the device", [&] { streams_.synchronize(stream); });
+  collect_exports();
   reply_done();
 }
 
@@ -227,6 +230,7 @@ void Session::event(Reader& r) {
 
 void Session::memory(Reader& r) {
   auto action = static_cast<MemoryAction>(r.u8());
+  collect_exports();
   reply_with([&](Writer& w) {
     std::array<uint64_t, kMemoryFigures> figures;
     if (device_.is_cuda()) {
@@ -246,6 +250,21 @@ void Session::memory(Reader& r) {
     }
     for (auto f : figures) w.u64(f);
   });
+}
+
+// Others are to see what everything issued so far has written.
+void Session::export_slots(Reader& r) {
+  attempt("waiting for the device", [&] { streams_.synchronize(kAllStreams); });
+  collect_exports();
+  Writer w;
+  Reason poison;
+  while (r.left()) {
+    auto& held = slots_[r.u32()];
+    if (held.poison) poison = held.poison;
+    w.text(held.storage ? exported(held.storage) : "");
+  }
+  if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
+  else reply(kOk, w.bytes());
 }
 
 }  // namespace sky

@@ -74,6 +74,7 @@ class Session {
   void generator(Reader& r);
   void memory(Reader& r);
   void event(Reader& r);
+  void export_slots(Reader& r);
   void reply(const Failure& failure) { reply(failure.kind, failure.text); }
   void reply(Status status, std::string_view content);
   void reply_done();

@@ -2,6 +2,8 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include "exports.h"
+
 namespace sky {
 
 Streams::Streams(c10::Device device) : device_(device), real_(device.is_cuda()) {
@@ -23,7 +25,7 @@ void Streams::use(uint32_t number) {
 }
 
 void Streams::used_on(const c10::Storage& storage, uint32_t number) {
-  if (real_) c10::getDeviceAllocator(device_.type())->recordStream(storage.data_ptr(), stream(number));
+  if (real_) c10::getDeviceAllocator(device_.type())->recordStream(allocated(storage), stream(number));
 }
 
 void Streams::synchronize(uint32_t number) {

@@ -1,0 +1,19 @@
+// Exports: a storage's memory as other processes of this node can open it.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <string>
+
+namespace sky {
+
+// How to open the storage's memory; empty where it cannot be. On a CPU its bytes move to shareable memory the first time.
+std::string exported(const c10::Storage& storage);
+
+// The pointer as its allocator made it.
+const c10::DataPtr& allocated(const c10::Storage& storage);
+
+// Gives back GPU memory that was freed here while another process still used it, and is used no more.
+void collect_exports();
+
+}  // namespace sky
