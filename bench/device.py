@@ -6,20 +6,29 @@ python bench/device.py --device cuda    # a GPU worker against the same GPU used
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import multiprocessing
+import os
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from measure import Sample, interleave, p50, timed
+from measure import Sample, interleave, p50, say, timed
 from report import Row, absolute, compared, run_suite
+from slow_link import ROUND_TRIP, NoLinkError, slow_link, steps_over
 from torch import nn
 
 import skyward as sky
+from skyward.device import build
 
 QUIET = sky.Options(console=False)
 MIB = 2**20
@@ -34,10 +43,12 @@ class Size:
     steps: int
     operations: int
     payload: int
+    streak: int
+    """Steps in a row over a slow link: long enough that the one wait at the end hardly counts."""
 
 
-FULL = Size(rounds=9, steps=50, operations=3000, payload=256 * MIB)
-QUICK = Size(rounds=3, steps=10, operations=500, payload=32 * MIB)
+FULL = Size(rounds=9, steps=50, operations=3000, payload=256 * MIB, streak=600)
+QUICK = Size(rounds=3, steps=10, operations=500, payload=32 * MIB, streak=300)
 
 
 class Block(nn.Module):
@@ -162,6 +173,8 @@ def _local_contender(what: str, *details: Any) -> Callable[[], float]:
         return stepper(MODELS[name], local(), steps, item=item, clock=clock)
     if what == "adding":
         return adding(local(), *details)
+    if what == "direct":
+        return direct(*details)
     (payload,) = details
     up, down = copying(local(), payload)
     return up if what == "up" else down
@@ -256,6 +269,128 @@ def client_cost(size: Size) -> Sequence[Row]:
     ]
 
 
+OPERATIONS = ("add", "mm", "layer_norm")
+WIDTH = 64
+BURSTS = 10
+"""A difference of some hundred nanoseconds drowns in whatever else interrupts either side."""
+
+
+def issuing(device: torch.device, name: str) -> Callable[[], object]:
+    """One operation whose result nobody keeps."""
+    x, weight = (torch.ones(*shape, device=device) for shape in ((WIDTH, WIDTH), (WIDTH,)))
+    return {
+        "add": lambda: x + 1,
+        "mm": lambda: x @ x,
+        "layer_norm": lambda: nn.functional.layer_norm(x, (WIDTH,), weight, weight),
+    }[name]
+
+
+def served(compute: sky.Compute, name: str, operations: int) -> Callable[[], float]:
+    """CPU seconds the worker's serving thread spends per operation, in the best burst of some."""
+    device = compute.device(KIND)
+    issue = issuing(device, name)
+    worker = next(
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "skyward.device.worker" in process.cmdline()
+    )
+    schedule = Path(f"/proc/{worker.pid}/task/{worker.pid}/schedstat")
+
+    def spent() -> float:
+        torch.sky.synchronize(device)
+        return int(schedule.read_text().split()[0]) * 1e-9
+
+    def burst() -> float:
+        before = spent()
+        for _ in range(operations // BURSTS):
+            issue()
+        return (spent() - before) / (operations // BURSTS)
+
+    return lambda: min(burst() for _ in range(BURSTS))
+
+
+@functools.cache
+def floor_library() -> ctypes.CDLL:
+    """floor.cpp, compiled as the device's own cores are."""
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="sky-floor-") as folder:
+        made = Path(folder, "floor.so")
+        build._run(
+            os.environ.get("CXX", "g++"),
+            *build.FLAGS,
+            f"-I{home / 'include'}",
+            "-shared",
+            str(Path(__file__).with_name("floor.cpp")),
+            f"-L{home / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+            f"-Wl,-rpath,{home / 'lib'}",
+            "-o",
+            str(made),
+        )
+        library = ctypes.CDLL(str(made))
+    library.floor_seconds.restype = ctypes.c_double
+    return library
+
+
+def direct(name: str, operations: int) -> Callable[[], float]:
+    """CPU seconds of the same operation called from C++, in the best burst of some."""
+    torch.set_num_threads(1)
+    measure, operation = floor_library().floor_seconds, OPERATIONS.index(name)
+    return lambda: min(measure(operation, operations // BURSTS, WIDTH) for _ in range(BURSTS))
+
+
+def worker_cost(size: Size) -> Sequence[Row]:
+    """What the worker's thread spends on an operation beyond the operation itself."""
+    if KIND != "cpu":
+        return []
+    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
+    with sky.Compute(image=image, options=QUIET) as compute, Local() as here:
+        contenders: dict[str, Callable[[], float]] = {}
+        for name in OPERATIONS:
+            contenders[name] = served(compute, name, size.operations)
+            contenders[f"direct {name}"] = here.ask("direct", name, size.operations)
+        samples = interleave(contenders, rounds=4 * size.rounds)
+    beyond = {
+        name: [
+            a - b
+            for a, b in zip(samples[name].values, samples[f"direct {name}"].values, strict=True)
+        ]
+        for name in OPERATIONS
+    }
+    mixed = Sample(tuple(map(statistics.mean, zip(*beyond.values(), strict=True))))
+    what = "worker thread's CPU time per operation, beyond a direct call in C++"
+    return [
+        absolute(f"{what}: {', '.join(OPERATIONS)}", mixed, "<= 400 ns", 400e-9),
+        *(absolute(f"{what}: {name}", Sample(tuple(values))) for name, values in beyond.items()),
+    ]
+
+
+def slow_network(size: Size) -> Sequence[Row]:
+    """Training over a link with a delay, against the same connections without."""
+    if KIND != "cpu":
+        return []
+    try:
+        with slow_link() as ends:
+            samples = steps_over(ends, size.streak, size.rounds)
+    except NoLinkError as reason:
+        say(f"  slow network: left out, {reason}")
+        return []
+    far, near = (samples[f"{place}, free"].per(1, "tasks/s") for place in ("far", "near"))
+    waits = [samples[name].values for name in ("far, read", "near, read", "round trip")]
+    beyond = Sample(
+        tuple((there - here) / trip for there, here, trip in zip(*waits, strict=True)),
+        " round trips",
+    )
+    over = f"over a round trip of {ROUND_TRIP * 1e3:.0f} ms"
+    free = f"MLP training steps a second {over}, no .item()"
+    read = f"MLP step with loss.item() {over}, beyond one without the delay"
+    return [
+        compared(free, far, "TLS on loopback", near, ">= 0.9x"),
+        absolute(read, beyond, "<= 1.25 round trips", 1.25),
+    ]
+
+
 def bytes_each_way(size: Size) -> Sequence[Row]:
     """Large copies to and from the device."""
     with sky.Compute(options=QUIET) as compute, Local() as here:
@@ -286,7 +421,7 @@ if __name__ == "__main__":
         del sys.argv[at : at + 2]
     run_suite(
         "what the torch device costs",
-        [client_cost, training, bytes_each_way],
+        [client_cost, worker_cost, training, slow_network, bytes_each_way],
         full=FULL,
         quick=QUICK,
     )

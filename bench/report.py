@@ -91,6 +91,8 @@ def absent(what: str, against: str, reason: str, ours: Sample | None = None) -> 
 def figure(value: float, unit: str) -> str:
     """A number as a person reads it."""
     match unit:
+        case "s" if value < 1e-6:
+            return f"{value * 1e9:.0f} ns"
         case "s" if value < 1e-3:
             return f"{value * 1e6:.3g} µs"
         case "s" if value < 1:

@@ -65,6 +65,13 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   kernel's high-water mark of its resident set if that is larger.
 - The *torch device* is compared with the same PyTorch in a process of its own: `issuing` is what
   the user's thread spends on `x + 1`, a *step* is forward, backward and a foreach Adam.
+- The *worker thread's* CPU time is the kernel's count for the thread that serves the device while
+  operations stream in; a *direct call* is the same operation in a C++ loop (`bench/floor.cpp`),
+  below autograd and single-threaded as well. Of ten bursts on either side the best counts.
+- The *round trip of 20 ms* is a real delay on the packets between two network namespaces, with
+  the client in one and the agent in the other (the testbed's `delay-link`, which needs root). Its
+  loopback contender uses the same TLS connections. A *round trip* in the figure is a byte's, there
+  and back over plain TCP, taken in the same rounds.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
+from skyward.device import pump, route
 from skyward.pool import streams as pool_streams
 from skyward.wire import blobs, frames, identity, memory, messages
 from skyward.worker import streams as worker_streams
@@ -87,6 +88,20 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert frames.INLINE_BODY == memory.CHUNK == 1 << 20
     assert blobs._ALIGN == 64
     assert typing.get_args(messages.Size)[1] == msgspec.Meta(ge=0, le=1 << 48)
+
+
+def test_the_links_of_a_device_are_as_described() -> None:
+    links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
+    assert route.GREETING.format == "<16sQ"
+    assert pump.COUNT.format == "<Q"
+    for words in (
+        "16 bytes of token",
+        f"one for every {pump.COUNT_EVERY >> 10} KiB",
+        f"{pump.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
+        f"{pump.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
+        f"After {pump.SILENCE_SECONDS:g} s without a count",
+    ):
+        assert words in links
 
 
 def test_the_table_has_every_kind_with_its_fields_in_order() -> None:

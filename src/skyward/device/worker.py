@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import sys
-import threading
+from typing import NoReturn
 
 import msgspec
 
-from skyward.device.pump import plain_socket
+from skyward.device.pump import BACKLOGS, Link
+from skyward.device.route import Door
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials, Listener
 from skyward.wire.messages import Hello
@@ -58,33 +60,45 @@ def main() -> None:
     except Exception as problem:
         os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
         return
-    channels: dict[str, Channel] = {}
-    complete = threading.Event()
+    arrived: dict[str, queue.SimpleQueue[Channel]] = {
+        role: queue.SimpleQueue() for role in BACKLOGS
+    }
+    doors = {role: Door(config.orphan_timeout) for role in BACKLOGS}
 
     def accept(channel: Channel, hello: Hello) -> None:
-        channels[hello.role] = channel
-        if len(channels) == 2:
-            complete.set()
+        if hello.role not in BACKLOGS:
+            channel.close()
+        elif channel.shares_memory:
+            arrived[hello.role].put(channel)
+        else:
+            doors[hello.role].knock(channel)
 
     credentials = Credentials(*config.credentials) if config.credentials else None
     listener = Listener(config.where, config.pool, credentials, accept)
     announcement = {"endpoint": listener.endpoint, "kind": kind}
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
     os.close(config.status)
-    complete.wait()
-    listener.close()
-    both = [channels[role] for role in ("device-ops", "device-bulk")]
-    ends = [plain_socket(channel) for channel in both]
+    on_one_host = credentials is None
+    if on_one_host:
+        channels = [arrived[role].get() for role in BACKLOGS]
+        ends = [channel.detach()[0] for channel in channels]
+        listener.close()
+    else:
+        # The listener stays: a client whose connection was cut comes back to it.
+        ends = [Link(doors[role], limit, _end).near for role, limit in BACKLOGS.items()]
     ops, bulk = (end.fileno() for end in ends)
-    shares_memory = all(channel.shares_memory for channel in both)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
-        ops, bulk, int(shares_memory), kind.encode(), message, ctypes.c_size_t(len(message))
+        ops, bulk, int(on_one_host), kind.encode(), message, ctypes.c_size_t(len(message))
     )
-    if failed:
-        print(f"device process: {message.value.decode(errors='replace')}", file=sys.stderr)
-        sys.stderr.flush()
-    os._exit(failed)
+    _end(f"device process: {message.value.decode(errors='replace')}" if failed else "")
+
+
+def _end(why: str) -> NoReturn:
+    """End at once, whatever runs; the agent passes on what is written last."""
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    os._exit(bool(why))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ class DeviceDesk:
         self,
         tell: Callable[[int, Message], None],
         connect: Callable[[int, str, str], Channel],
+        patience: float,
     ) -> None:
         self._tell, self._connect = tell, connect
+        self._patience = patience
         self._numbers = itertools.count(1)
         self._waiting: dict[int, queue.SimpleQueue[DeviceUp | DeviceDown]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
@@ -80,7 +82,18 @@ class DeviceDesk:
         if same is not None:
             self._tell(node, CloseDevice(number))
             return same
-        device = Device(lambda role: self._connect(node, endpoint, role), real, node)
+        try:
+            device = Device(
+                lambda role: self._connect(node, endpoint, role),
+                real,
+                node,
+                patience=self._patience,
+                lost=lambda why: self._given_up(node, number, why),
+            )
+        except BaseException:
+            with contextlib.suppress(SkywardError):
+                self._tell(node, CloseDevice(number))
+            raise
         self._open[number] = (node, {kind, real}, device)
         return device.index
 
@@ -90,17 +103,31 @@ class DeviceDesk:
         if waiting is not None:
             waiting.put(message)
         elif isinstance(message, DeviceDown):
-            # Off the loop's thread: whoever opens a device holds the lock while waiting for us.
-            threading.Thread(target=self._lost, args=(message,), daemon=True).start()
+            self._lose([message.number], message.reason)
 
-    def _lost(self, down: DeviceDown) -> None:
-        with self._lock:
-            lost = self._open.pop(down.number, None)
-        if lost is not None:
-            lost[2].close(down.reason)
+    def node_lost(self, node: int, why: str) -> None:
+        """A node is gone, and with it the processes of its devices."""
+        self._lose([n for n, (at, _, _) in list(self._open.items()) if at == node], why)
+
+    def _given_up(self, node: int, number: int, why: str) -> None:
+        """A device can no longer be reached; if its process lives, it is of no more use."""
+        self._lose([number], why)
+        with contextlib.suppress(SkywardError):
+            self._tell(node, CloseDevice(number))
+
+    def _lose(self, numbers: list[int], why: str) -> None:
+        def lose() -> None:
+            for number in numbers:
+                with self._lock:
+                    lost = self._open.pop(number, None)
+                if lost is not None:
+                    lost[2].close(why)
+
+        # On a thread of its own: whoever opens a device holds the lock while waiting for us.
+        threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
 
     def close(self, why: str) -> None:
-        """Close every device; their processes end with their connections."""
+        """Close every device and end their processes."""
         with self._lock:
             devices, self._open = self._open, {}
         for number, (node, _, device) in devices.items():

@@ -91,7 +91,9 @@ class Fleet:
         self._head_port = _free_port()
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
-        self._devices = DeviceDesk(self._tell_node, self._connect_device)
+        self._devices = DeviceDesk(
+            self._tell_node, self._connect_device, spec.options.orphan_timeout
+        )
         dispatcher.has_hope = self._has_hope
 
     def start(self) -> None:
@@ -475,6 +477,7 @@ class Fleet:
             node.lanes.clear()
         self._dispatcher.counts.nodes_lost += 1
         self._console.phase(node.index, "lost")
+        self._devices.node_lost(node.index, f"node {node.index} was lost: {reason}")
         threading.Thread(target=node.machine.stop, args=(0,), daemon=True).start()
         control, node.control = node.control, None
         if control is not None:

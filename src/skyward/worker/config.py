@@ -40,6 +40,8 @@ class DeviceConfig(msgspec.Struct):
     kind: str
     credentials: tuple[str, str, str] | None
     search_path: list[str]
+    orphan_timeout: float
+    """How long it waits for a client whose connection was lost."""
     status: int
     """Descriptor to announce the endpoint on."""
     lifeline: int

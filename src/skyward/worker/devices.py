@@ -43,6 +43,7 @@ class DeviceProcesses:
             kind=wanted.kind,
             credentials=config.credentials,
             search_path=config.search_path,
+            orphan_timeout=config.orphan_timeout,
             status=status_write,
             lifeline=lifeline_read,
         )

@@ -1,0 +1,172 @@
+"""The device over a real delay: client and worker in two network namespaces, a slow link between.
+
+The parent puts up the testbed's link and runs this file inside the client's namespace. There it
+has two pools: one whose agent runs in the other namespace, behind the delay, and one on the
+loopback of its own. Both use TLS over TCP, and take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from measure import Sample, interleave, p50
+
+from skyward.providers import Wish
+from skyward.worker.config import AgentConfig
+
+HERE = Path(__file__).parent
+ROUND_TRIP = 0.020
+
+
+class NoLinkError(RuntimeError):
+    """There is no slow link to be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two namespaces of a link, and the far one's address."""
+
+    near: str
+    far: str
+    far_address: str
+
+
+@contextlib.contextmanager
+def slow_link() -> Iterator[Ends]:
+    """The testbed's link with our delay, taken down afterwards."""
+    folder = os.environ.get("SKYWARD_TESTBED") or HERE.parents[1] / "shared" / "testbed"
+    script = Path(folder, "delay-link")
+    if not script.exists():
+        raise NoLinkError("no testbed here; name its folder with SKYWARD_TESTBED")
+    if os.geteuid():
+        raise NoLinkError("network namespaces need root")
+    if Path("/run/netns/sky-a").exists():
+        raise NoLinkError(f"the testbed's link is in use, or left over: try {script} down")
+    up = [str(script), "up", f"{ROUND_TRIP * 1e3 / 2:g}"]
+    done = subprocess.run(up, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoLinkError(f"the testbed's link did not come up: {done.stderr.strip()}")
+    said = dict(re.findall(r"export (\w+)='(.*)'", done.stdout))
+    try:
+        yield Ends(said["SKY_LINK_NS_A"], said["SKY_LINK_NS_B"], said["SKY_LINK_ADDR_B"])
+    finally:
+        subprocess.run([str(script), "down"], capture_output=True, check=False)
+
+
+def steps_over(ends: Ends, steps: int, rounds: int) -> Mapping[str, Sample]:
+    """Seconds per training step, "far" over the link or "near", "read" every time or "free".
+
+    And of a plain "round trip" over the link.
+    """
+    command = ["ip", "netns", "exec", ends.near, sys.executable, __file__]
+    details = [ends.far, ends.far_address, str(steps), str(rounds)]
+    done = subprocess.run([*command, *details], stdout=subprocess.PIPE, check=True)
+    return {name: Sample(tuple(values)) for name, values in json.loads(done.stdout).items()}
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A provider: an agent in another network namespace of this machine."""
+
+    namespace: str
+    address: str
+    encrypted: bool = True
+
+    def check(self, wish: Wish) -> None:
+        """Whatever is wished for is there: it is this machine."""
+
+    def machine(self, node: int, pool: str, wish: Wish) -> BeyondMachine:
+        """An agent's process over there."""
+        return BeyondMachine(self)
+
+
+class BeyondMachine:
+    """An agent in another network namespace."""
+
+    def __init__(self, place: Beyond) -> None:
+        self._namespace = place.namespace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.mkdtemp(prefix="sky-")
+        self.endpoint = ""
+        self.address = place.address
+        self.accelerators, self.accelerator = 0, None
+
+    def start(self, config: AgentConfig) -> None:
+        """Start the agent and wait until it listens."""
+        config.address, config.folder, config.client_pid = self.address, self._folder, os.getpid()
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", self._namespace, sys.executable, "-m", "skyward.worker.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+        self._process.stdin.flush()
+        self.endpoint = json.loads(self._process.stdout.readline())["endpoint"]
+
+    def looks_dead(self) -> bool:
+        """Whether the agent has ended."""
+        return self._process is None or self._process.poll() is not None
+
+    def stop(self, seconds: float) -> None:
+        """End the agent."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            self._process.kill()
+            self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def echo(namespace: str, address: str) -> Iterator[Callable[[], float]]:
+    """Seconds of a plain round trip: one byte to a process over there, and back."""
+    serve = (
+        "import socket, sys\n"
+        "server = socket.create_server((sys.argv[1], 0))\n"
+        "print(server.getsockname()[1], flush=True)\n"
+        "end, _ = server.accept()\n"
+        "while byte := end.recv(1): end.sendall(byte)"
+    )
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", serve, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        with socket.create_connection((address, int(process.stdout.readline()))) as end:
+            yield lambda: p50(lambda: (end.sendall(b"."), end.recv(1)), 20)
+
+
+def main(far: str, far_address: str, steps: int, rounds: int) -> None:
+    """Measure seconds per training step, and print the samples."""
+    import skyward as sky
+    from device import QUIET, mlp, stepper
+
+    # On a machine of few cores the link's own process needs one, too.
+    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
+    places = {"far": Beyond(far, far_address), "near": sky.Local(transport="tcp")}
+    with contextlib.ExitStack() as pools:
+        contenders = {"round trip": pools.enter_context(echo(far, far_address))}
+        for place, provider in places.items():
+            compute = sky.Compute(provider, image=image, options=QUIET)
+            device = pools.enter_context(compute).device("cpu")
+            contenders[f"{place}, free"] = stepper(mlp, device, steps, item=False)
+            contenders[f"{place}, read"] = stepper(mlp, device, max(5, steps // 20), item=True)
+        samples = interleave(contenders, rounds=rounds)
+    print(json.dumps({name: sample.values for name, sample in samples.items()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], *map(int, sys.argv[3:5]))

@@ -1,0 +1,83 @@
+"""The backlog of a link: bytes on their way that the other end has not yet acknowledged."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from skyward.errors import ProtocolError
+
+CHUNK = 256 << 10
+SPARE_CHUNKS = 16
+NOTHING = memoryview(b"")
+
+
+class Backlog:
+    """A stretch of a byte stream, by position, in chunks of equal size that are used again."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._chunks: deque[memoryview] = deque()
+        # The one freed last is taken first: it is still in the processor's cache.
+        self._spare: list[memoryview] = []
+        self._acknowledged = 0
+        self._sent = 0
+        self._end = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be taken in before something is acknowledged."""
+        return self._end - self._acknowledged < self._limit
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; say with `filled` how many came."""
+        index, used = divmod(self._end - self._first, CHUNK)
+        if index == len(self._chunks):
+            self._chunks.append(self._spare.pop() if self._spare else memoryview(bytearray(CHUNK)))
+        return self._chunks[index][used:]
+
+    def filled(self, count: int) -> None:
+        """So many bytes came into the room."""
+        self._end += count
+
+    def unsent(self) -> memoryview:
+        """The next bytes to send, as many as lie together; none when all are sent."""
+        left = self._end - self._sent
+        if not left:
+            return NOTHING
+        index, at = divmod(self._sent - self._first, CHUNK)
+        return self._chunks[index][at : at + left]
+
+    def sent(self, count: int) -> None:
+        """So many of the unsent bytes are on their way."""
+        self._sent += count
+
+    def acknowledge(self, position: int) -> None:
+        """The other end has everything before this position."""
+        self._check(position)
+        # A write that has not returned may have arrived, but will ask for its bytes again.
+        self._forget_before(min(position, self._sent))
+
+    def resume(self, position: int) -> None:
+        """A new connection goes on where the other end stopped receiving."""
+        self._check(position)
+        self._forget_before(position)
+        self._sent = position
+
+    def _check(self, position: int) -> None:
+        if not self._acknowledged <= position <= self._end:
+            raise ProtocolError(
+                f"the other end has {position} bytes of a stream that is between "
+                f"{self._acknowledged} and {self._end}"
+            )
+
+    def _forget_before(self, position: int) -> None:
+        for _ in range((position - self._first) // CHUNK):
+            chunk = self._chunks.popleft()
+            if len(self._spare) < SPARE_CHUNKS:
+                self._spare.append(chunk)
+        self._acknowledged = position
+
+    @property
+    def _first(self) -> int:
+        """The position at which the oldest chunk begins."""
+        return self._acknowledged - self._acknowledged % CHUNK

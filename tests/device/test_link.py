@@ -1,0 +1,350 @@
+"""A device whose connections are cut goes on as if nothing had happened, or says why it cannot."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import skyward as sky
+from skyward.device import backlog, pump
+from skyward.device.backlog import Backlog
+from skyward.device.core import core
+from skyward.device.route import GREETING, Dial
+from skyward.errors import ProtocolError
+from skyward.pool import fleet
+from skyward.wire.channel import Channel
+from skyward.wire.identity import GREETING_SECONDS
+from skyward.wire.messages import Hello
+
+from .proxy import Proxy
+from .test_defects import device_processes
+
+MIB = 1 << 20
+STEPS = 8
+PATIENCE = 3.0
+
+
+def pool(**options: float) -> sky.Compute:
+    """A pool reached as over a network."""
+    return sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False, **options))
+
+
+@pytest.fixture(scope="module")
+def proxies() -> Iterator[list[Proxy]]:
+    """One in front of each device, the latest last; the pools' own connections have none."""
+    made: list[Proxy] = []
+    connect = fleet.connect
+
+    def redirected(endpoint: str, hello: Hello, *rest: object) -> object:
+        if hello.role not in pump.BACKLOGS:
+            return connect(endpoint, hello, *rest)
+        if endpoint not in [proxy.server for proxy in made]:
+            made.append(Proxy(endpoint))
+        proxy = next(proxy for proxy in made if proxy.server == endpoint)
+        return connect(proxy.endpoint, hello, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "connect", redirected)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield made
+    for proxy in made:
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def remote_and_proxy(proxies: list[Proxy], sharing) -> Iterator[tuple[torch.device, Proxy]]:
+    with sharing(pool()) as compute:
+        yield compute.device("cpu"), proxies[-1]
+
+
+@pytest.fixture
+def remote(remote_and_proxy: tuple[torch.device, Proxy]) -> torch.device:
+    """A device behind a proxy."""
+    return remote_and_proxy[0]
+
+
+@pytest.fixture
+def proxy(remote_and_proxy: tuple[torch.device, Proxy]) -> Proxy:
+    """The proxy of that device."""
+    return remote_and_proxy[1]
+
+
+def train(device: torch.device) -> tuple[list[float], list[torch.Tensor]]:
+    """A few steps with batches large enough to go over the connection for bulk."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(400, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+    batches = [(torch.randn(64, 400), torch.randint(10, (64,))) for _ in range(STEPS)]
+    model.to(device)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    torch.manual_seed(6)
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if step % 3 == 0:
+            loss.item()
+    return [loss.item() for loss in losses], [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_are_the_same_however_often_the_connection_is_cut(
+    remote: torch.device, proxy: Proxy, seed: int
+) -> None:
+    choose = random.Random(seed)
+    cuts = proxy.cuts
+    # A reconnection is some 12 KB itself, and may be cut as well.
+    proxy.cut_after(choose.randrange(2_000, 150_000) for _ in range(8))
+    losses, parameters = train(remote)
+    proxy.cut_after([])
+    assert proxy.cuts - cuts >= 4
+    right_losses, right_parameters = train(remote)
+    assert losses == right_losses
+    assert all(map(torch.equal, parameters, right_parameters))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_large_copies_go_on_where_they_were_cut(
+    remote: torch.device, proxy: Proxy, seed: int
+) -> None:
+    choose = random.Random(seed)
+    host = torch.randn(32 * MIB // 4)
+
+    def cutting(copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        cuts = proxy.cuts
+        proxy.cut_after([choose.randrange(30 * MIB), choose.randrange(MIB)])
+        copied = copy()
+        torch.sky.synchronize(remote)
+        proxy.cut_after([])
+        assert proxy.cuts > cuts
+        return copied
+
+    there = cutting(lambda: host.to(remote))
+    assert torch.equal(cutting(there.cpu), host)
+
+
+def test_a_link_that_falls_silent_is_made_anew(
+    remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: the silence must outlast a few heartbeats of a second each."""
+    monkeypatch.setattr(pump, "SILENCE_SECONDS", 1.5)
+    x = torch.arange(8.0, device=remote) + 1
+    assert x.sum().item() == 36.0
+    connections = proxy.connections
+    with proxy.hold():
+        for _ in range(200):
+            x = x + 1
+        time.sleep(3.0)
+        assert proxy.connections > connections
+    assert x.sum().item() == 36.0 + 8 * 200
+
+
+def test_nothing_is_made_anew_while_the_worker_only_takes_its_time(
+    remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: the worker must be busy for longer than a silence may be."""
+    monkeypatch.setattr(pump, "SILENCE_SECONDS", 1.5)
+    x = torch.randn(600, 600, device=remote)
+    torch.linalg.qr(x)
+    torch.sky.synchronize(remote)
+    started = time.monotonic()
+    torch.linalg.qr(x)
+    torch.sky.synchronize(remote)
+    each = time.monotonic() - started
+    connections = proxy.connections
+    for _ in range(int(2.5 / each)):
+        torch.linalg.qr(x)
+    # More than all that lies in between holds: the pumps of both ends have to wait.
+    host = torch.randn(100 * MIB // 4)
+    assert host.to(remote)[-1].item() == host[-1].item()
+    assert time.monotonic() - started > pump.SILENCE_SECONDS
+    assert proxy.connections == connections
+
+
+def test_a_stranger_with_the_pools_credentials_is_turned_away(
+    remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, device=remote)
+    connects: list[Callable[[], Channel]] = []
+    plain = Dial.open
+
+    def overheard(dial: Dial, received: int) -> tuple[Channel, int]:
+        connects.append(dial._connect)
+        return plain(dial, received)
+
+    monkeypatch.setattr(Dial, "open", overheard)
+    proxy.cut()
+    assert x.sum().item() == 4.0
+    stranger = connects[0]()
+    sender, receiver = stranger.detach()
+    receiver.settimeout(GREETING_SECONDS)
+    sender.sendall(GREETING.pack(b"another's token!", 0))
+    try:
+        assert receiver.recv(1) == b""
+    except ConnectionError:
+        pass
+    finally:
+        stranger.close()
+    assert (x + 1).sum().item() == 8.0
+
+
+def use_until_gone(x: torch.Tensor) -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"{x.device}.* is gone"):
+        while time.monotonic() - started < 5:
+            for _ in range(100):
+                x = x + 1
+            x.sum().item()
+    assert time.monotonic() - started < 5
+
+
+def test_a_killed_process_is_noticed_within_seconds(
+    proxies: list[Proxy], nothing_left: None
+) -> None:
+    with pool() as compute:
+        device = compute.device("cpu")
+        x = torch.ones(4, device=device)
+        torch.sky.synchronize(device)
+        (process,) = device_processes(compute)
+        process.kill()
+        use_until_gone(x)
+        assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
+
+
+def test_a_killed_node_is_noticed_within_seconds(proxies: list[Proxy], nothing_left: None) -> None:
+    with pool() as compute:
+        device = compute.device("cpu")
+        x = torch.ones(4, device=device)
+        torch.sky.synchronize(device)
+        psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
+        use_until_gone(x)
+
+
+def test_giving_up_says_why(proxies: list[Proxy], eventually, nothing_left: None) -> None:
+    """Slow: the client must lose its patience first, which agents share and so is no less."""
+    with pool(orphan_timeout=PATIENCE) as compute:
+        device = compute.device("cpu")
+        x = torch.ones(4, device=device)
+        torch.sky.synchronize(device)
+        (process,) = device_processes(compute)
+        proxies[-1].refusing = True
+        try:
+            proxies[-1].cut()
+            eventually(lambda: device.index not in core().open_devices, 2 * PATIENCE + 5, "its end")
+        finally:
+            proxies[-1].refusing = False
+        with pytest.raises(
+            RuntimeError, match=rf"{device} .*is gone: .*lost.* within {PATIENCE:g} s"
+        ):
+            x + 1
+        eventually(lambda: not process.is_running(), 2 * PATIENCE, "the end of its process")
+        assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
+
+
+def test_giving_up_wakes_who_waits(proxies: list[Proxy], nothing_left: None) -> None:
+    """Slow: as above."""
+    with pool(orphan_timeout=PATIENCE) as compute:
+        device = compute.device("cpu")
+        x = torch.ones(4, device=device)
+        torch.sky.synchronize(device)
+        proxies[-1].refusing = True
+        try:
+            proxies[-1].cut()
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=f"{device}.* is gone"):
+                x.sum().item()
+        finally:
+            proxies[-1].refusing = False
+        assert PATIENCE - 1 < time.monotonic() - started < 2 * PATIENCE + 5
+
+
+def test_a_process_whose_client_stays_away_ends(
+    proxies: list[Proxy], eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: as above."""
+    with pool(orphan_timeout=PATIENCE) as compute:
+        torch.sky.synchronize(compute.device("cpu"))
+        (process,) = device_processes(compute)
+        waiting, plain = threading.Event(), Dial.open
+
+        def late(dial: Dial, received: int) -> tuple[Channel, int]:
+            waiting.wait()
+            return plain(dial, received)
+
+        monkeypatch.setattr(Dial, "open", late)
+        proxies[-1].cut()
+        eventually(lambda: not process.is_running(), 2 * PATIENCE + 5, "its end")
+        waiting.set()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_closing_a_pool_leaves_no_thread(proxies: list[Proxy], eventually, broken: bool) -> None:
+    before = set(threading.enumerate())
+
+    def left() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if "skyward-device" in t.name} - before
+
+    with pool() as compute:
+        device = compute.device("cpu")
+        assert torch.ones(4, device=device).sum().item() == 4.0
+        assert left()
+        proxies[-1].refusing = broken
+        if broken:
+            proxies[-1].cut()
+        started = time.monotonic()
+    proxies[-1].refusing = False
+    assert time.monotonic() - started < 5
+    eventually(lambda: not left(), 2 * GREETING_SECONDS, f"the end of {left()}")
+
+
+@given(st.integers(0, 1 << 32))
+def test_a_backlog_gives_back_what_was_not_acknowledged(seed: int) -> None:
+    choose = random.Random(seed)
+    stream = choose.randbytes(5000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backlog, "CHUNK", 64)
+        kept, taken, acknowledged, arrived = Backlog(1000), 0, 0, b""
+        while len(arrived) < len(stream):
+            if kept.has_room and taken < len(stream):
+                room = kept.room()[: len(stream) - taken]
+                count = choose.randint(1, len(room))
+                room[:count] = stream[taken : taken + count]
+                kept.filled(count)
+                taken += count
+            match choose.choice(["send", "send", "send", "count", "break"]):
+                case "send":
+                    part = kept.unsent()
+                    part = part[: choose.randint(0, len(part))]
+                    arrived += part
+                    kept.sent(len(part))
+                case "count":
+                    acknowledged = choose.randint(acknowledged, len(arrived))
+                    kept.acknowledge(acknowledged)
+                case "break":
+                    # What was on its way is lost.
+                    acknowledged = choose.randint(acknowledged, len(arrived))
+                    arrived = arrived[:acknowledged]
+                    kept.resume(acknowledged)
+            assert taken - acknowledged < 1000 + 64
+        assert arrived == stream
+
+
+def test_a_count_that_cannot_be_is_refused() -> None:
+    kept = Backlog(64)
+    kept.filled(len(kept.room()[:10]))
+    kept.sent(10)
+    kept.acknowledge(5)
+    for impossible in (4, 11):
+        with pytest.raises(ProtocolError, match=f"has {impossible} bytes"):
+            kept.acknowledge(impossible)
