@@ -154,16 +154,18 @@ def test_nothing_is_made_anew_while_the_worker_only_takes_its_time(
     remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow: the worker must be busy for longer than a silence may be."""
-    monkeypatch.setattr(pump, "SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr(pump, "SILENCE_SECONDS", 2.5)
     x = torch.randn(600, 600, device=remote)
-    torch.linalg.qr(x)
-    torch.sky.synchronize(remote)
-    started = time.monotonic()
-    torch.linalg.qr(x)
-    torch.sky.synchronize(remote)
-    each = time.monotonic() - started
-    connections = proxy.connections
-    for _ in range(int(2.5 / each)):
+
+    def once() -> float:
+        started = time.monotonic()
+        torch.linalg.qr(x)
+        torch.sky.synchronize(remote)
+        return time.monotonic() - started
+
+    each = min(once() for _ in range(4))
+    connections, started = proxy.connections, time.monotonic()
+    for _ in range(int(6 / each)):
         torch.linalg.qr(x)
     # More than all that lies in between holds: the pumps of both ends have to wait.
     host = torch.randn(100 * MIB // 4)
@@ -304,8 +306,8 @@ def test_closing_a_pool_leaves_no_thread(proxies: list[Proxy], eventually, broke
             proxies[-1].cut()
         started = time.monotonic()
     proxies[-1].refusing = False
-    assert time.monotonic() - started < 5
-    eventually(lambda: not left(), 2 * GREETING_SECONDS, f"the end of {left()}")
+    assert time.monotonic() - started < 10
+    eventually(lambda: not left(), 4 * GREETING_SECONDS, f"the end of {left()}")
 
 
 @given(st.integers(0, 1 << 32))
