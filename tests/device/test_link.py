@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -231,6 +232,17 @@ def test_a_killed_node_is_noticed_within_seconds(proxies: list[Proxy], nothing_l
         torch.sky.synchronize(device)
         psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
         use_until_gone(x)
+
+
+def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
+    eventually, nothing_left: None
+) -> None:
+    with pool() as compute, ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(compute.device, "cpu")
+        eventually(lambda: compute._open_pool._fleet._devices._waiting)
+        psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
+        with pytest.raises(sky.SkywardError, match="node 0 was lost: its agent is gone"):
+            opening.result(5)
 
 
 def test_giving_up_says_why(proxies: list[Proxy], eventually, nothing_left: None) -> None:
