@@ -474,6 +474,15 @@ def test_a_node_that_served_long_enough_is_replaced_any_number_of_times(
         assert echo(1) >> compute == 1
 
 
+def test_a_pool_closed_while_it_replaces_a_node_leaves_nothing(
+    eventually: Eventually, nothing_left: None
+) -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        agent = parent_id() >> compute
+        os.kill(agent, signal.SIGKILL)
+        eventually(lambda: compute.nodes[0].state != "ready", SOON, "the loss of the node")
+
+
 def test_tasks_on_threads_of_one_process_die_together(tmp_path: Path) -> None:
     worker = sky.Worker(concurrency=2, executor="thread")
     with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:

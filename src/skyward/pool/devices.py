@@ -32,7 +32,7 @@ class DeviceDesk:
         self._tell, self._connect = tell, connect
         self._patience = patience
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, queue.SimpleQueue[DeviceUp | DeviceDown]] = {}
+        self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
         self._lock = threading.RLock()
 
@@ -64,7 +64,7 @@ class DeviceDesk:
         core()  # compiled here first: if that fails, nothing has been started
         number = next(self._numbers)
         answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
-        self._waiting[number] = answers
+        self._waiting[number] = (node, answers)
         try:
             self._tell(node, OpenDevice(number, kind))
             answer = answers.get(timeout=START_SECONDS)
@@ -101,12 +101,15 @@ class DeviceDesk:
         """A device process is there, or gone."""
         waiting = self._waiting.get(message.number)
         if waiting is not None:
-            waiting.put(message)
+            waiting[1].put(message)
         elif isinstance(message, DeviceDown):
             self._lose([message.number], message.reason)
 
     def node_lost(self, node: int, why: str) -> None:
         """A node is gone, and with it the processes of its devices."""
+        for number, (at, answers) in list(self._waiting.items()):
+            if at == node:
+                answers.put(DeviceDown(number, why))
         self._lose([n for n, (at, _, _) in list(self._open.items()) if at == node], why)
 
     def _given_up(self, node: int, number: int, why: str) -> None:
@@ -118,12 +121,15 @@ class DeviceDesk:
     def _lose(self, numbers: list[int], why: str) -> None:
         def lose() -> None:
             for number in numbers:
-                with self._lock:
-                    lost = self._open.pop(number, None)
+                lost = self._open.pop(number, None)
+                if lost is None:
+                    # It may be just opening, and is there once that is done.
+                    with self._lock:
+                        lost = self._open.pop(number, None)
                 if lost is not None:
                     lost[2].close(why)
 
-        # On a thread of its own: whoever opens a device holds the lock while waiting for us.
+        # On a thread of its own: whoever opens a device holds the lock and waits for this one.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
 
     def close(self, why: str) -> None:

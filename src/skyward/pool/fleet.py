@@ -126,6 +126,7 @@ class Fleet:
                 raise node.failure
 
     def _launch(self, node: Node) -> None:
+        """Begin to bring a node up; with the lock held once others may end it."""
         node.launch = threading.Thread(
             target=self._bring_up, args=(node,), name=f"skyward-node-{node.index}", daemon=True
         )
@@ -276,7 +277,8 @@ class Fleet:
             self._stop_node(node, 5.0)
 
     def _stop_node(self, node: Node, seconds: float) -> None:
-        node.state = "stopped"
+        with self._lock:
+            node.state = "stopped"
         node.tell(Shutdown())
         # One that is still starting was told nothing it could end by itself for.
         node.machine.stop(seconds if node.control is not None else 0)
@@ -292,7 +294,8 @@ class Fleet:
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
-        self.closed = True
+        with self._lock:
+            self.closed = True
         self._devices.close("its pool was closed")
         enders = [
             threading.Thread(target=self._stop_node, args=(node, seconds)) for node in self.nodes
@@ -495,6 +498,13 @@ class Fleet:
             node.ready.set()
             self._dispatcher.fail_stranded()
         elif before != "draining":
+            self._start_anew(node)
+
+    def _start_anew(self, node: Node) -> None:
+        with self._lock:
+            # Who ends the node now has seen the old machine only.
+            if self.closed or node.state == "stopped":
+                return
             node.machine = self._spec.provider.machine(node.index, self._id, self._spec.wish)
             node.state = "starting"
             node.ready.clear()
