@@ -26,7 +26,12 @@ from report import Row, load, markdown_table, text_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-SUITES = {"functions": "Calls", "objects": "Objects", "device": "The torch device, on a CPU worker"}
+SUITES = {
+    "functions": "Calls",
+    "objects": "Objects",
+    "device": "The torch device, on a CPU worker",
+    "ddp": "Distributed training",
+}
 RECORDED = HERE / "recorded"
 """Runs on machines that not everybody has, kept as they came."""
 
@@ -65,6 +70,8 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   kernel's high-water mark of its resident set if that is larger.
 - The *torch device* is compared with the same PyTorch in a process of its own: `issuing` is what
   the user's thread spends on `x + 1`, a *step* is forward, backward and a foreach Adam.
+- *Distributed training* runs the same steps, imported from the same file, in workers of a pool and
+  in processes of `torchrun`, one thread each; both measure the steps alone, after a warm-up.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

@@ -39,7 +39,7 @@ class PoolStartError(PoolError):
     """A node did not come up; the message carries what it printed."""
 
 
-class PluginError(PoolStartError):
+class PluginError(PoolError):
     """A plugin's hook failed; the message names it, the node, and carries the traceback."""
 
 

@@ -158,7 +158,7 @@ class CloseDevice(Message):
 
 
 class Prepare(Message):
-    """What plugins do before the first task: to an agent for its node, to an executor for itself."""
+    """What plugins do before the first task: for an agent on its node, for an executor in it."""
 
     KIND = 13
     compute_pool: str

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from skyward import context
-from skyward.errors import ProtocolError
+from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials, Listener
@@ -168,7 +168,7 @@ class Agent:
         problem = ""
         try:
             self._hooks.enter(prepare.hooks, context.InstanceInfo.from_json(self._compute_pool[0]))
-        except hooks.HookFailure as failure:
+        except PluginError as failure:
             problem = str(failure)
         self._tell(Prepared(problem))
 

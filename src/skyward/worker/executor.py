@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.errors import ProtocolError, SerializationError
+from skyward.errors import PluginError, ProtocolError, SerializationError
 from skyward.wire import messages, objects
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -312,7 +312,7 @@ class Executor:
         problem = ""
         try:
             self._hooks.enter(prepare.hooks, context.instance_info())
-        except hooks.HookFailure as failure:
+        except PluginError as failure:
             problem = str(failure)
         finally:
             self._capture.end()

@@ -12,15 +12,12 @@ from typing import Any
 import msgspec
 
 from skyward.context import InstanceInfo
+from skyward.errors import PluginError
 from skyward.plugins.plugin import Around, Decorate, entered
 from skyward.wire import objects
 
 COMMAND_SECONDS = 1800.0
 """How long one bootstrap command may take."""
-
-
-class HookFailure(Exception):
-    """A hook failed; says which plugin's, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Entered:
                     self._decorators.append((plugin, hooks.decorate))
         except Exception as problem:
             self._stack.close()
-            raise HookFailure(_told(plugin, hook, problem)) from problem
+            raise PluginError(_told(plugin, hook, problem)) from problem
 
     def leave(self) -> None:
         """Leave what was entered, in reverse."""
@@ -86,7 +83,7 @@ class Entered:
             try:
                 function = decorate(function)
             except Exception as problem:
-                raise HookFailure(_told(plugin, "decorate", problem)) from problem
+                raise PluginError(_told(plugin, "decorate", problem)) from problem
         return function
 
 

@@ -118,13 +118,13 @@ def _share_processors(info: InstanceInfo) -> None:
 
 def _meet(info: InstanceInfo) -> Any:
     """A store that every worker has reached; names those who have not come in time."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     seconds = timedelta(seconds=ARRIVE_SECONDS)
     if info.is_head:
         listening = rendezvous.take()
         listening.listen(max(128, info.total_workers))
-        store = dist.TCPStore(
+        store = TCPStore(
             info.head_addr,
             info.head_port,
             is_master=True,
@@ -133,7 +133,7 @@ def _meet(info: InstanceInfo) -> Any:
             master_listen_fd=listening.detach(),
         )
     else:
-        store = dist.TCPStore(info.head_addr, info.head_port, is_master=False, timeout=seconds)
+        store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=seconds)
     keys = [f"skyward/{rank}" for rank in range(info.total_workers)]
     store.set(keys[info.global_worker_index], "here")
     deadline = time.monotonic() + ARRIVE_SECONDS
