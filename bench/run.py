@@ -26,7 +26,12 @@ from report import Row, load, markdown_table, text_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-SUITES = {"functions": "Calls", "objects": "Objects", "device": "The torch device, on a CPU worker"}
+SUITES = {
+    "functions": "Calls",
+    "objects": "Objects",
+    "device": "The torch device, on a CPU worker",
+    "ddp": "Distributed training",
+}
 RECORDED = HERE / "recorded"
 """Runs on machines that not everybody has, kept as they came."""
 
@@ -72,6 +77,8 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   the client in one and the agent in the other (the testbed's `delay-link`, which needs root). Its
   loopback contender uses the same TLS connections. A *round trip* in the figure is a byte's, there
   and back over plain TCP, taken in the same rounds.
+- *Distributed training* runs the same steps, imported from the same file, in workers of a pool and
+  in processes of `torchrun`, one thread each; both measure the steps alone, after a warm-up.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

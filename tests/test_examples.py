@@ -63,6 +63,11 @@ TELLING = {
         r"Held-out accuracy: 9[2-9]\.\d%",
         r"The trained model is on cpu",
     ],
+    "ddp_mnist": [
+        r"epoch 10/10: loss=0\.",
+        r"rank 0: 2000 digits an epoch\nrank 1: 2000 digits an epoch\n",
+        r"Held-out accuracy: 9\d\.\d%, the same weights on both nodes",
+    ],
     "skytorch_mnist": [
         r"skytorch: no kubeconfig, so computes are processes on this machine",
         r"epoch 2/2 on sky:0: loss=0\.",

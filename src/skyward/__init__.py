@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyward import accelerators as accelerators
+    from skyward import plugins as plugins
     from skyward.compute import Compute as Compute
     from skyward.compute import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from skyward.errors import ImageError as ImageError
     from skyward.errors import NodeLostError as NodeLostError
     from skyward.errors import Outcome as Outcome
+    from skyward.errors import PluginError as PluginError
     from skyward.errors import PoolClosedError as PoolClosedError
     from skyward.errors import PoolError as PoolError
     from skyward.errors import PoolStartError as PoolStartError
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from skyward.functions import gather as gather
     from skyward.functions import put as put
     from skyward.future import Future as Future
+    from skyward.plugins.plugin import Plugin as Plugin
     from skyward.pool.node import NodeView as NodeView
     from skyward.providers.local import Local as Local
     from skyward.sharding import shard as shard
@@ -81,6 +84,7 @@ _HOMES = {
         "ImageError",
         "NodeLostError",
         "Outcome",
+        "PluginError",
         "PoolClosedError",
         "PoolError",
         "PoolStartError",
@@ -105,6 +109,7 @@ _HOMES = {
         "put",
     ),
     "future": ("Future",),
+    "plugins.plugin": ("Plugin",),
     "pool.node": ("NodeView",),
     "providers.local": ("Local",),
     "sharding": ("shard",),
@@ -112,12 +117,14 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME_OF, "accelerators"])
+_MODULES = ("accelerators", "plugins")
+
+__all__ = sorted([*_HOME_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "accelerators":
-        return importlib.import_module("skyward.accelerators")
+    if name in _MODULES:
+        return importlib.import_module(f"skyward.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'skyward' has no attribute {name!r}")

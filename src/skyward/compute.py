@@ -25,11 +25,21 @@ from skyward.errors import (
     BroadcastError,
     ConfigurationError,
     Outcome,
+    PluginError,
     PoolClosedError,
     SkywardError,
 )
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
+from skyward.plugins.plugin import (
+    Cluster,
+    ClusterSpec,
+    Plugin,
+    check_distributed,
+    composed,
+    entered,
+    transformed,
+)
 from skyward.pool.fleet import PoolSpec
 from skyward.pool.flow import Crowd, Flow, not_the_end
 from skyward.pool.node import NodeView
@@ -82,7 +92,7 @@ class Compute:
         vcpus: float | None = None,
         memory_gb: float | None = None,
         image: Image | None = None,
-        plugins: Sequence[Any] = (),
+        plugins: Sequence[Plugin] = (),
         worker: Worker | None = None,
         options: Options | None = None,
         volumes: Sequence[Volume] = (),
@@ -101,26 +111,30 @@ class Compute:
             raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
         for volume in volumes:
             _require(volume, Volume, "volumes", "sky.Volume(...)")
-        if plugins:
-            raise ConfigurationError(
-                f"Compute(plugins={list(plugins)!r}): this version has no plugins yet"
-            )
         if name is not None and (not isinstance(name, str) or not name.strip()):
             raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
-        wish = Wish(accelerator, vcpus, memory_gb, image or Image(), tuple(volumes))
+        worker, options = worker or Worker(), options or Options()
+        self.name = name or f"compute-{next(_names)}"
+        cluster = Cluster(self.name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))
+        plugged = composed(plugins)
+        check_distributed(plugged, worker, options)
+        image = transformed(image or Image(), plugged, cluster)
+        wish = Wish(accelerator, vcpus, memory_gb, image, tuple(volumes))
         provider.check(wish)
         blob_room()
-        self.name = name or f"compute-{next(_names)}"
         self._spec = PoolSpec(
             provider=provider,
-            nodes=Nodes.of(nodes),
+            nodes=cluster.spec.nodes,
             accelerator=accelerator,
-            worker=worker or Worker(),
-            options=options or Options(),
+            worker=worker,
+            options=options,
             wish=wish,
             name=self.name,
+            plugins=plugged,
+            cluster=cluster,
         )
         self._pool: Pool | None = None
+        self._around = contextlib.ExitStack()
         self._console: Console | None = None
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
@@ -184,6 +198,7 @@ class Compute:
         self._pool = Pool(spec, self._console)
         try:
             self._pool.start()
+            self._enter_plugins()
         except BaseException:
             self._close_surely()
             raise
@@ -191,6 +206,18 @@ class Compute:
         self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s")
         functions.active.append(self)
         _entered.add(self)
+
+    def _enter_plugins(self) -> None:
+        for plugin in self._spec.plugins:
+            if plugin.around_client is None:
+                continue
+            try:
+                self._around.enter_context(entered(plugin.around_client, self))
+            except Exception as problem:
+                raise PluginError(
+                    f"plugin {plugin.name!r}: its around_client failed: "
+                    f"{type(problem).__name__}: {problem}"
+                ) from problem
 
     def _close_surely(self) -> None:
         """Close; a Ctrl-C on the way makes it quicker, not partial."""
@@ -229,7 +256,10 @@ class Compute:
         pool, console = self._pool, self._console
         if pool is None or os.getpid() != self._pid:
             return
-        pool.close(seconds)
+        try:
+            self._around.close()
+        finally:
+            pool.close(seconds)
         if console is not None:
             self._console = None
             counts = pool.counts

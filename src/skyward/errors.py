@@ -39,6 +39,10 @@ class PoolStartError(PoolError):
     """A node did not come up; the message carries what it printed."""
 
 
+class PluginError(PoolError):
+    """A plugin's hook failed; the message names it, the node, and carries the traceback."""
+
+
 class VersionMismatchError(PoolStartError):
     """Client and worker differ in a way that would break what travels between them."""
 

@@ -88,6 +88,7 @@ class Dispatcher:
         """A lane is there; its frames arrive from now on at `receive`."""
         with self._lock:
             self.lanes.add(lane)
+            lane.open = usable
             if usable:
                 self._scheduler.add(lane)
             self._dirty.add(lane)

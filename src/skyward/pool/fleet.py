@@ -15,16 +15,19 @@ from skyward.context import InstanceInfo, Peer
 from skyward.errors import (
     ConfigurationError,
     NodeLostError,
+    PluginError,
     PoolStartError,
     ProtocolError,
     SkywardError,
     WorkerDiedError,
 )
+from skyward.plugins.plugin import Cluster, Plugin
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
+from skyward.pool.preparing import Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
@@ -43,6 +46,7 @@ from skyward.wire.messages import (
     Kill,
     Message,
     Ping,
+    Prepared,
     Shutdown,
     Topology,
     Written,
@@ -69,6 +73,8 @@ class PoolSpec:
     options: Options
     wish: Wish
     name: str
+    plugins: tuple[Plugin, ...]
+    cluster: Cluster
 
 
 class Fleet:
@@ -91,6 +97,17 @@ class Fleet:
         self._head_port = _free_port()
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
+        self._preparer = Preparer(
+            spec.plugins,
+            spec.cluster,
+            loop,
+            members=self._members,
+            compute_pool=self._compute_pool,
+            meet_at=self._meet_at,
+            drain=dispatcher.drain,
+            ready=self._lane_ready,
+            failed=self._plugin_failed,
+        )
         self._devices = DeviceDesk(
             self._tell_node, self._connect_device, spec.options.orphan_timeout
         )
@@ -148,6 +165,7 @@ class Fleet:
             for warning in check_compatible(self._versions, welcome.versions, where):
                 self._console.note(warning)
             self._console.phase(node.index, "starting workers")
+            self._preparer.node_up(node)
             self._loop.watch(
                 control,
                 lambda frame: self._on_control(node, frame),
@@ -201,6 +219,7 @@ class Fleet:
             client_pid=0,
             credentials=credentials,
             blob_cap=self._dispatcher.packer.cap,
+            plugged=self._preparer.leaves,
         )
 
     def _workers_per_node(self, node: Node) -> int:
@@ -249,6 +268,7 @@ class Fleet:
                 self._retire(self.nodes[count:])
             if count != have:
                 self._tell_topology()
+                self._preparer.regroup()
 
     def _grow(self, count: int) -> None:
         added = self._add_nodes(count)
@@ -362,6 +382,8 @@ class Fleet:
                 ).start()
             case ExecutorDown():
                 self._executor_down(node, message)
+            case Prepared():
+                self._preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
                 self._devices.heard(message)
             case Written():
@@ -401,6 +423,8 @@ class Fleet:
             channel=channel,
             store=self._dispatcher.packer.store,
             kill=lambda reason: node.kill(lane, reason),
+            port=up.port,
+            open=False,
         )
         lane.mapped = Mapped(lambda: self._dispatcher.releasing.append(lane))
         with self._lock:
@@ -408,20 +432,56 @@ class Fleet:
                 channel.close()
                 return
             node.lanes[up.worker, up.slot] = lane
-        self._dispatcher.add(lane, usable=node.state != "draining")
         self._loop.watch(
             channel,
-            lambda frame: self._dispatcher.receive(lane, frame),
+            lambda frame: self._on_data(node, lane, frame),
             lambda problem: self._lane_lost(node, lane),
         )
+        self._preparer.lane_up(node, lane)
+
+    def _on_data(self, node: Node, lane: Lane, frame: Frame) -> None:
+        if frame.kind == Prepared.KIND:
+            prepared = messages.decode_as(Prepared, frame.kind, frame.meta)
+            self._preparer.lane_prepared(node, lane, prepared.problem)
+        else:
+            self._dispatcher.receive(lane, frame)
+
+    def _lane_ready(self, node: Node, lane: Lane) -> None:
+        """An executor can be given tasks; with the last one, the node is ready."""
+        self._dispatcher.add(lane, usable=node.state != "draining")
+        worker = self._spec.worker
         expected = self._workers_per_node(node) * (
             1 if worker.executor == "thread" else worker.concurrency
         )
-        if node.state == "starting" and len(node.lanes) == expected:
+        with self._lock:
+            prepared = sum(other.prepared for other in node.lanes.values())
+            if node.state != "starting" or prepared != expected:
+                return
             node.state = "ready"
             node.ready_since = time.monotonic()
-            node.ready.set()
-            self._console.phase(node.index, "ready")
+        node.ready.set()
+        self._console.phase(node.index, "ready")
+
+    # What plugins need to know, and how they fail.
+
+    def _members(self) -> list[tuple[Node, Lane | None]]:
+        """Every worker's node and executor, in rank order; none where it has not come yet."""
+        with self._lock:
+            return [
+                (node, node.lanes.get((worker, 0)))
+                for node in self.nodes
+                for worker in range(self._workers_per_node(node))
+            ]
+
+    def _meet_at(self, port: int) -> None:
+        self._head_port = port
+
+    def _plugin_failed(self, node: Node, failure: PluginError) -> None:
+        if node.state == "starting":
+            self._fail_node(node, failure)
+        else:
+            self._console.note(str(failure))
+            self._node_lost(node, str(failure))
 
     # Losing things.
 
@@ -464,6 +524,7 @@ class Fleet:
             del node.lanes[lane.worker, lane.slot]
         if lane.tasks:
             self._dispatcher.counts.workers_died += 1
+        self._preparer.lane_lost(lane)
         self._loop.forget(lane.channel)
         self._dispatcher.lose(
             lane,
@@ -494,6 +555,7 @@ class Fleet:
             self._dispatcher.lose(
                 lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {reason}")
             )
+            self._preparer.lane_lost(lane)
         if node.failure is not None:
             node.ready.set()
             self._dispatcher.fail_stranded()
@@ -506,6 +568,7 @@ class Fleet:
             if self.closed or node.state == "stopped":
                 return
             node.machine = self._spec.provider.machine(node.index, self._id, self._spec.wish)
+            node.prepared = False
             node.state = "starting"
             node.ready.clear()
             self._launch(node)

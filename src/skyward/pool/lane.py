@@ -58,6 +58,12 @@ class Lane(Place[Task]):
     """Why its process ended, once the agent has said so."""
     sending: Task | None = None
     """The task whose frame is on its way out."""
+    port: int = 0
+    """On the head's first worker, the port kept free there."""
+    prepared: bool = False
+    """Whether the plugins' hooks are entered in it."""
+    joined: bool = False
+    """Whether it was told to join the group of a distributed plugin, which it can do once."""
     last_result: float = 0.0
     recalling: bool = False
     _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)

@@ -85,6 +85,8 @@ class ExecutorUp(Message):
     slot: int
     pid: int
     endpoint: str
+    port: int = 0
+    """On the head's first worker, a port of that machine kept free for the workers to meet at."""
 
 
 class ExecutorDown(Message):
@@ -153,6 +155,24 @@ class CloseDevice(Message):
 
     KIND = 12
     number: int
+
+
+class Prepare(Message):
+    """What plugins do before the first task: for an agent on its node, for an executor in it."""
+
+    KIND = 13
+    compute_pool: str
+    """Empty to an agent."""
+    hooks: bytes
+    """The encoded hooks of all plugins, in order."""
+
+
+class Prepared(Message):
+    """The hooks were entered, or one of them failed."""
+
+    KIND = 14
+    problem: str
+    """Empty if all went well; else plugin, hook and traceback."""
 
 
 class Define(Message):

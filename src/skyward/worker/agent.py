@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from skyward import context
-from skyward.errors import ProtocolError
+from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials, Listener
@@ -32,11 +32,13 @@ from skyward.wire.messages import (
     Message,
     OpenDevice,
     Ping,
+    Prepare,
+    Prepared,
     Shutdown,
     Topology,
     Written,
 )
-from skyward.worker import lifeline
+from skyward.worker import hooks, lifeline
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE, LineCutter
@@ -45,6 +47,8 @@ LOOK_SECONDS = 0.25
 STOPPED_SECONDS = 1.0
 """How long an executor may be stopped by a signal before it counts as dead."""
 HOPELESS_STARTS = 3
+LEAVE_SECONDS = 3.0
+"""How long executors have to leave their plugins' hooks before they are killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +83,7 @@ class Agent:
         self._compute_pool = list(config.compute_pool)
         self._failed_starts: dict[tuple[int, int], int] = {}
         self._oom_kills = _oom_kills()
+        self._hooks = hooks.Entered()
         self._devices = DeviceProcesses(config, self._tell)
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = (
@@ -147,6 +152,9 @@ class Agent:
                 if not 0 <= message.worker < len(self._compute_pool):
                     raise ProtocolError(f"worker {message.worker} is not on this node")
                 self._compute_pool[message.worker] = message.compute_pool
+            case Prepare():
+                # On a thread of its own: what it runs may take minutes, and the rest goes on.
+                threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
             case OpenDevice():
                 self._starts.put(functools.partial(self._devices.open, message))
             case CloseDevice():
@@ -155,6 +163,14 @@ class Agent:
                 self.end()
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__} here")
+
+    def _prepare(self, prepare: Prepare) -> None:
+        problem = ""
+        try:
+            self._hooks.enter(prepare.hooks, context.InstanceInfo.from_json(self._compute_pool[0]))
+        except PluginError as failure:
+            problem = str(failure)
+        self._tell(Prepared(problem))
 
     def _tell(self, message: Message) -> None:
         with self._lock:
@@ -236,8 +252,9 @@ class Agent:
         if line:
             child.announced = True
             self._failed_starts.pop((child.worker, child.slot), None)
-            endpoint = str(msgspec.json.decode(line)["endpoint"])
-            self._tell(ExecutorUp(child.worker, child.slot, child.process.pid, endpoint))
+            said = msgspec.json.decode(line)
+            pid, endpoint, port = child.process.pid, str(said["endpoint"]), int(said["port"])
+            self._tell(ExecutorUp(child.worker, child.slot, pid, endpoint, port))
         code = child.process.wait()
         lifeline.cut(child.process.pid)
         last_words = self._last_words(child)
@@ -335,14 +352,26 @@ class Agent:
         self._devices.close_all()
         with self._lock:
             children = list(self._children.values())
+        if self._config.plugged:
+            self._let_leave(children)
         for child in children:
             lifeline.cut(child.process.pid)
         for child in children:
             child.process.wait()
+        self._hooks.leave()
         with self._lock:
             channel = self._channel
         if channel is not None:
             channel.close()
+
+    @staticmethod
+    def _let_leave(children: list[Child]) -> None:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for child in children:
+            child.process.terminate()
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _is_alive(pid: int) -> bool:

@@ -30,6 +30,8 @@ class AgentConfig(msgspec.Struct):
     """The client's process when it is on this host, else 0."""
     credentials: tuple[str, str, str] | None
     blob_cap: int
+    plugged: bool
+    """Whether plugins have hooks that executors are to leave before they end."""
 
 
 class DeviceConfig(msgspec.Struct):

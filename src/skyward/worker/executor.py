@@ -14,6 +14,7 @@ import ssl
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import OrderedDict
 from contextvars import copy_context
@@ -24,7 +25,7 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.errors import ProtocolError, SerializationError
+from skyward.errors import PluginError, ProtocolError, SerializationError
 from skyward.wire import messages, objects, references
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -40,6 +41,8 @@ from skyward.wire.messages import (
     Item,
     Message,
     Missing,
+    Prepare,
+    Prepared,
     Recall,
     Recalled,
     Released,
@@ -48,7 +51,7 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
-from skyward.worker import failures, lifeline, limits
+from skyward.worker import failures, hooks, lifeline, limits, rendezvous
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
@@ -85,6 +88,10 @@ class Job:
     thread: int = 0
 
 
+class Leave(BaseException):
+    """Raised on the main thread when the process is to end in good order."""
+
+
 class Executor:
     """Receives tasks on one thread and runs them on another (or several)."""
 
@@ -97,6 +104,7 @@ class Executor:
         self._definitions: dict[bytes, Definition] = {}
         self._inbox = Inbox(config.blob_cap)
         self._outbox = Outbox(config.blob_cap)
+        self._hooks = hooks.Entered()
         self._interrupting: Job | None = None
         self._calling: Job | None = None
         """The job whose function is being called, on the main thread."""
@@ -105,7 +113,7 @@ class Executor:
         credentials = Credentials(*config.credentials) if config.credentials else None
         self._listener = Listener(config.where, config.pool, credentials, self._accept)
         self._connected = threading.Event()
-        self._reader: Reader[Job] | None = None
+        self._reader: Reader[Job | Prepare] | None = None
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     @property
@@ -172,6 +180,11 @@ class Executor:
                 self._give_back(channel)
             case Topology():
                 os.environ[context.VARIABLE] = message.compute_pool
+            case Prepare():
+                if self._reader is not None:
+                    self._reader.put(message)
+                else:
+                    self._prepare(message)
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
@@ -262,17 +275,48 @@ class Executor:
     def serve(self) -> None:
         """Run tasks until the process is ended from outside."""
         signal.signal(signal.SIGINT, self._on_signal)
-        self._connected.wait()
+        signal.signal(signal.SIGTERM, self._on_leave)
+        try:
+            self._connected.wait()
+            self._serve()
+        except Leave:
+            try:
+                self._hooks.leave()
+            except Exception:
+                traceback.print_exc()
+
+    def _serve(self) -> None:
         if not self._config.threads:
             self._reader = Reader(self._read_one)
             while True:
-                self._run_job(self._reader.next())
+                job = self._reader.next()
+                if isinstance(job, Prepare):
+                    self._prepare(job)
+                else:
+                    self._run_job(job)
         for number in range(self._config.threads):
             threading.Thread(
                 target=self._serve_thread, name=f"skyward-task-{number}", daemon=True
             ).start()
         while True:
             self._read_one()
+
+    def _on_leave(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Leave
+
+    def _prepare(self, prepare: Prepare) -> None:
+        """Enter the plugins' hooks; before any task, and on the main thread."""
+        os.environ[context.VARIABLE] = prepare.compute_pool
+        self._capture.begin(0)
+        problem = ""
+        try:
+            self._hooks.enter(prepare.hooks, context.instance_info())
+        except PluginError as failure:
+            problem = str(failure)
+        finally:
+            self._capture.end()
+        self._reply(Prepared(problem))
 
     def _serve_thread(self) -> None:
         while True:
@@ -310,6 +354,8 @@ class Executor:
                 else:
                     sendable = self._pack(value, f"the result of {job.run.name}")
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
+            except Leave:
+                raise
             except references.UnreachableError:
                 outcome = Missing(job.run.task, [], [], True), None
             except BaseException as problem:
@@ -334,7 +380,7 @@ class Executor:
         self._calling = job
         if job.cancelled:
             raise Interrupted
-        value = function(*args, **kwargs)
+        value = self._hooks.decorated(function)(*args, **kwargs)
         del args, kwargs
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
@@ -462,10 +508,13 @@ def main() -> None:
     limits.raise_descriptors()
     sys.path[:] = config.search_path
     executor = Executor(config)
-    announcement = msgspec.json.encode({"endpoint": executor.endpoint, "pid": os.getpid()})
+    is_head = config.node == config.worker == config.slot == 0
+    port = rendezvous.reserve() if is_head else 0
+    announcement = msgspec.json.encode({"endpoint": executor.endpoint, "port": port})
     os.write(config.status, announcement + b"\n")
     os.close(config.status)
     executor.serve()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Framework integrations, one module each, found by name when they are asked for.
+
+>>> sky.Compute(nodes=2, plugins=[sky.plugins.torch()])
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyward.plugins.frameworks.accelerate import accelerate as accelerate
+    from skyward.plugins.frameworks.huggingface import huggingface as huggingface
+    from skyward.plugins.frameworks.jax import jax as jax
+    from skyward.plugins.frameworks.joblib import joblib as joblib
+    from skyward.plugins.frameworks.keras import keras as keras
+    from skyward.plugins.frameworks.sklearn import sklearn as sklearn
+    from skyward.plugins.frameworks.torch import torch as torch
+
+GROUP = "skyward.plugins"
+"""The entry points that others register theirs under."""
+
+_OURS = ("accelerate", "huggingface", "jax", "joblib", "keras", "sklearn", "torch")
+
+__all__ = ["accelerate", "huggingface", "jax", "joblib", "keras", "sklearn", "torch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module 'skyward.plugins' has no attribute {name!r}")
+    if name in _OURS:
+        made = getattr(importlib.import_module(f"skyward.plugins.frameworks.{name}"), name)
+        globals()[name] = made
+        return made
+    found = metadata.entry_points(group=GROUP, name=name)
+    for entry in found:
+        made = entry.load()
+        globals()[name] = made
+        return made
+    known = sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})
+    raise AttributeError(
+        f"there is no plugin {name!r}; there are {', '.join(known)}; others come with packages "
+        f"that register an entry point in {GROUP!r}"
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})

@@ -1,0 +1,153 @@
+"""PyTorch: the right wheels, and a process group that is there before the first task."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+from skyward.context import InstanceInfo
+from skyward.errors import ConfigurationError
+from skyward.plugins.packages import extended, requirement
+from skyward.plugins.plugin import Cluster, Plugin
+from skyward.spec import Image, PipIndex
+from skyward.worker import rendezvous
+
+WHEELS = "https://download.pytorch.org/whl"
+ARRIVE_SECONDS = 60.0
+"""How long the workers wait for each other."""
+LOOK_SECONDS = 0.05
+
+Backend = Literal["nccl", "gloo"]
+
+
+def torch(
+    backend: Backend | None = None,
+    cuda: str = "cu128",
+    version: str = "latest",
+    vision: str | None = None,
+    audio: str | None = None,
+) -> Plugin:
+    """Install PyTorch and initialise `torch.distributed` once per worker process.
+
+    `backend=None` means nccl where there is CUDA and gloo elsewhere. `cuda` names the wheels for
+    accelerators that have it; without one the CPU wheels are used. With a single worker nothing
+    is initialised.
+
+    >>> with sky.Compute(nodes=2, plugins=[sky.plugins.torch()]) as compute:
+    ...     results = train() @ compute
+    """
+    if backend not in (None, "nccl", "gloo"):
+        raise ConfigurationError(
+            f"sky.plugins.torch(backend={backend!r}): choose 'nccl', 'gloo', or None for whichever "
+            "fits the hardware"
+        )
+    if not isinstance(cuda, str) or not cuda.startswith("cu"):
+        raise ConfigurationError(
+            f"sky.plugins.torch(cuda={cuda!r}): give the suffix of the wheels, such as 'cu128'"
+        )
+    packages = {"torch": requirement("torch", "torch", version)}
+    for name, word in (("vision", vision), ("audio", audio)):
+        if word is not None:
+            package = f"torch{name}"
+            packages[package] = requirement("torch", package, word, argument=name)
+    return (
+        Plugin.create("torch")
+        .with_transform(functools.partial(_install, packages, cuda))
+        .with_around_process(functools.partial(_process_group, backend))
+        .with_distributed()
+    )
+
+
+def _install(packages: dict[str, str], cuda: str, image: Image, cluster: Cluster) -> Image:
+    accelerator = cluster.spec.accelerator
+    wheels = cuda if accelerator is not None and accelerator.cuda else "cpu"
+    index = PipIndex(f"{WHEELS}/{wheels}", tuple(packages))
+    return extended(image, list(packages.values()), index)
+
+
+def variables(info: InstanceInfo) -> dict[str, str]:
+    """What `torchrun` would set for this worker."""
+    return {
+        "MASTER_ADDR": info.head_addr,
+        "MASTER_PORT": str(info.head_port),
+        "WORLD_SIZE": str(info.total_workers),
+        "RANK": str(info.global_worker_index),
+        "LOCAL_RANK": str(info.worker),
+        "LOCAL_WORLD_SIZE": str(info.workers_per_node),
+        "NODE_RANK": str(info.node),
+        "GROUP_RANK": str(info.node),
+    }
+
+
+@contextlib.contextmanager
+def _process_group(backend: Backend | None, info: InstanceInfo) -> Iterator[None]:
+    if info.total_workers < 2:
+        yield
+        return
+    os.environ.update(variables(info))
+    _share_processors(info)
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(info.worker % torch.cuda.device_count())
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    store = _meet(info)
+    dist.init_process_group(
+        chosen, store=store, rank=info.global_worker_index, world_size=info.total_workers
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _share_processors(info: InstanceInfo) -> None:
+    """Divide the processors among the workers that share them, as `torchrun` divides threads."""
+    mine = next((peer.address for peer in info.peers if peer.node == info.node), "")
+    here = sum(peer.address == mine for peer in info.peers) * info.workers_per_node
+    if here > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // here)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _meet(info: InstanceInfo) -> Any:
+    """A store that every worker has reached; names those who have not come in time."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    seconds = timedelta(seconds=ARRIVE_SECONDS)
+    if info.is_head:
+        listening = rendezvous.take()
+        listening.listen(max(128, info.total_workers))
+        store = TCPStore(
+            info.head_addr,
+            info.head_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=seconds,
+            master_listen_fd=listening.detach(),
+        )
+    else:
+        store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=seconds)
+    keys = [f"skyward/{rank}" for rank in range(info.total_workers)]
+    store.set(keys[info.global_worker_index], "here")
+    deadline = time.monotonic() + ARRIVE_SECONDS
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(
+                f"{_places(info, late)} did not arrive at {info.head_addr}:{info.head_port} "
+                f"within {ARRIVE_SECONDS:.0f} s; check that the nodes can reach each other there"
+            )
+        time.sleep(LOOK_SECONDS)
+    return store
+
+
+def _places(info: InstanceInfo, ranks: list[int]) -> str:
+    each = [f"node {r // info.workers_per_node} worker {r % info.workers_per_node}" for r in ranks]
+    return ", ".join(each)

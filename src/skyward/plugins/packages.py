@@ -1,0 +1,38 @@
+"""Packages that plugins add to an image: version words, and indexes scoped to them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from skyward.errors import ConfigurationError
+from skyward.spec import Image, PipIndex
+
+_BARE_VERSION = re.compile(r"\d[\w.+!-]*")
+_SPECIFIER = re.compile(r"\s*(?:~=|===?|!=|<=?|>=?)\s*\S.*")
+
+
+def requirement(plugin: str, package: str, word: str, *, argument: str = "version") -> str:
+    """A package with its version: "latest", a bare version, or a PEP 440 specifier.
+
+    >>> requirement("torch", "torch", "2.3.0")
+    'torch==2.3.0'
+    >>> requirement("torch", "torch", ">=2.3")
+    'torch>=2.3'
+    """
+    if word == "latest":
+        return package
+    if isinstance(word, str) and _BARE_VERSION.fullmatch(word):
+        return f"{package}=={word}"
+    if isinstance(word, str) and _SPECIFIER.fullmatch(word):
+        return f"{package}{word.strip()}"
+    raise ConfigurationError(
+        f"sky.plugins.{plugin}({argument}={word!r}): give 'latest', a version such as '2.3.0', or "
+        "a specifier such as '>=2.3'"
+    )
+
+
+def extended(image: Image, pip: list[str], index: PipIndex | None = None) -> Image:
+    """The image with packages and an index appended to what it has."""
+    indexes = [*image.pip_indexes] + ([index] if index is not None else [])
+    return replace(image, pip=[*image.pip, *pip], pip_indexes=indexes)

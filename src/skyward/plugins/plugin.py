@@ -1,0 +1,208 @@
+"""A plugin: a frozen value whose hooks prepare machines, processes and calls for a framework."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyward import checks
+from skyward.accelerators import Accelerator
+from skyward.context import InstanceInfo
+from skyward.errors import ConfigurationError
+from skyward.spec import Image, Nodes, Options, Worker
+
+Transform = Callable[[Image, "Cluster"], Image]
+Bootstrap = Callable[["Cluster"], Sequence[str]]
+Decorate = Callable[[Callable[..., Any]], Callable[..., Any]]
+Around = Callable[[InstanceInfo], contextlib.AbstractContextManager[Any]]
+AroundClient = Callable[[Any], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What was asked for: the arguments of `Compute` that a plugin may want to know."""
+
+    nodes: Nodes
+    accelerator: Accelerator | None
+    worker: Worker
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The cluster a plugin prepares for."""
+
+    name: str
+    spec: ClusterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """Hooks under a name; each may be absent.
+
+    On the client: `transform(image, cluster)` returns the image to use, `bootstrap(cluster)` the
+    shell commands to run on every node before its workers, `around_client(compute)` is entered
+    while the pool is open. On each node: `around_app(info)` is entered once. In each worker
+    process: `around_process(info)` is entered once, before its first task, and left at shutdown;
+    `decorate(function)` wraps every function called.
+
+    With `distributed` the workers form a group: they are prepared together, and anew when one of
+    them was replaced. The `around` hooks are context managers or generator functions that yield
+    once.
+
+    >>> timing = sky.Plugin.create("timing").with_decorate(timed)
+    >>> sky.Compute(nodes=2, plugins=[timing])
+    """
+
+    name: str
+    transform: Transform | None = None
+    bootstrap: Bootstrap | None = None
+    decorate: Decorate | None = None
+    around_app: Around | None = None
+    around_process: Around | None = None
+    around_client: AroundClient | None = None
+    distributed: bool = False
+
+    def __post_init__(self) -> None:
+        name = checks.text(self, "name", self.name)
+        if not name.replace("-", "_").isidentifier():
+            raise checks.refused(
+                self, {"name": name}, "a plugin's name is one word, such as 'my-plugin'"
+            )
+        for hook in _HOOKS:
+            given = getattr(self, hook)
+            if given is not None and not callable(given):
+                raise checks.refused(
+                    self, {hook: given}, f"{hook} is a function, not {checks.kind(given)}"
+                )
+        checks.flag(self, "distributed", self.distributed)
+
+    @classmethod
+    def create(cls, name: str) -> Plugin:
+        """A plugin without hooks, to be given some.
+
+        >>> sky.Plugin.create("seeded").with_around_process(seeded)
+        """
+        return cls(name)
+
+    def with_transform(self, transform: Transform) -> Plugin:
+        """Change the image: `transform(image, cluster)` returns the new one."""
+        return replace(self, transform=transform)
+
+    def with_bootstrap(self, *commands: str | Bootstrap) -> Plugin:
+        """Run shell commands on every node before its workers; or a function that lists them.
+
+        >>> sky.Plugin.create("cache").with_bootstrap("mkdir -p /var/tmp/cache")
+        """
+        if len(commands) == 1 and callable(commands[0]):
+            return replace(self, bootstrap=commands[0])
+        lines = checks.texts(self, "bootstrap", commands)
+        return replace(self, bootstrap=functools.partial(_listed, lines))
+
+    def with_decorate(self, decorate: Decorate) -> Plugin:
+        """Wrap every function that is called: `decorate(function)` returns the wrapped one."""
+        return replace(self, decorate=decorate)
+
+    def with_around_app(self, around: Around) -> Plugin:
+        """Enter `around(info)` once on each node."""
+        return replace(self, around_app=around)
+
+    def with_around_process(self, around: Around) -> Plugin:
+        """Enter `around(info)` once in each worker process, before its first task."""
+        return replace(self, around_process=around)
+
+    def with_around_client(self, around: AroundClient) -> Plugin:
+        """Enter `around(compute)` on the client while the pool is open."""
+        return replace(self, around_client=around)
+
+    def with_distributed(self) -> Plugin:
+        """Prepare all workers together, and anew when one was replaced."""
+        return replace(self, distributed=True)
+
+    def __repr__(self) -> str:
+        # Hooks hold what the plugin was made with, which may be a token.
+        hooks = [hook for hook in _HOOKS if getattr(self, hook) is not None]
+        return f"<sky plugin {self.name!r}: {', '.join(hooks) or 'no hooks'}>"
+
+
+_HOOKS = ("transform", "bootstrap", "decorate", "around_app", "around_process", "around_client")
+
+
+def _listed(lines: tuple[str, ...], _: Cluster) -> Sequence[str]:
+    return lines
+
+
+def entered(
+    around: Callable[[Any], Any], subject: InstanceInfo | Any
+) -> contextlib.AbstractContextManager[Any]:
+    """The context manager that an `around` hook stands for, a generator function included."""
+    if inspect.isgeneratorfunction(around):
+        around = contextlib.contextmanager(around)
+    made = around(subject)
+    if isinstance(made, Iterator):
+        # A partial or a callable object around a generator function.
+        return contextlib.contextmanager(lambda: made)()
+    if not isinstance(made, contextlib.AbstractContextManager):
+        raise TypeError(
+            f"it returned {checks.kind(made)}, not a context manager; yield once, or return one"
+        )
+    return made
+
+
+def composed(plugins: object) -> tuple[Plugin, ...]:
+    """The plugins of a `Compute`, checked: each a `Plugin`, none twice."""
+    if not isinstance(plugins, (list, tuple)):
+        raise ConfigurationError(
+            f"Compute(plugins={plugins!r}): give a list, such as plugins=[sky.plugins.torch()]"
+        )
+    seen: set[str] = set()
+    for plugin in plugins:
+        if not isinstance(plugin, Plugin):
+            hint = "; call it" if callable(plugin) else ""
+            raise ConfigurationError(
+                f"Compute(plugins=[{plugin!r}]): expected a plugin such as sky.plugins.torch()"
+                + hint
+            )
+        if plugin.name in seen:
+            raise ConfigurationError(
+                f"Compute(plugins=[...]): {plugin.name!r} is there twice; give each plugin once"
+            )
+        seen.add(plugin.name)
+    return tuple(plugins)
+
+
+def check_distributed(plugins: tuple[Plugin, ...], worker: Worker, options: Options) -> None:
+    """Refuse what the workers of a group cannot be."""
+    names = [plugin.name for plugin in plugins if plugin.distributed]
+    if not names:
+        return
+    if not options.cluster:
+        raise ConfigurationError(
+            f"Options(cluster=False): the workers have no network between them, and the plugin "
+            f"{names[0]!r} needs one; drop cluster=False or the plugin"
+        )
+    if worker.executor == "process" and worker.concurrency > 1:
+        raise ConfigurationError(
+            f"Worker(concurrency={worker.concurrency}): the plugin {names[0]!r} makes each worker "
+            f"process a member of a group, and these would share one rank; write "
+            f"Worker(per_node={worker.concurrency}) for more members, or executor='thread'"
+        )
+
+
+def transformed(image: Image, plugins: tuple[Plugin, ...], cluster: Cluster) -> Image:
+    """The image after every plugin's transform, in order."""
+    for plugin in plugins:
+        if plugin.transform is None:
+            continue
+        changed = plugin.transform(image, cluster)
+        if not isinstance(changed, Image):
+            raise ConfigurationError(
+                f"the plugin {plugin.name!r} turned the image into {checks.kind(changed)}; its "
+                "transform must return an Image"
+            )
+        image = changed
+    return image

@@ -1,0 +1,110 @@
+"""Plugins' hooks on a node: sent encoded, entered in order, left in reverse."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from skyward.context import InstanceInfo
+from skyward.errors import PluginError
+from skyward.plugins.plugin import Around, Decorate, entered
+from skyward.wire import objects
+
+COMMAND_SECONDS = 1800.0
+"""How long one bootstrap command may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What one plugin does in a process."""
+
+    plugin: str
+    around: Around | None = None
+    decorate: Decorate | None = None
+    commands: tuple[str, ...] = ()
+
+
+def encode(hooks: Sequence[Hooks]) -> bytes:
+    """The hooks as bytes, with whatever of the user's code they refer to."""
+    encoded = objects.encode(list(hooks), own_modules=True, what="a plugin's hook")
+    pickle = b"".join(bytes(piece) for piece in encoded.pieces)
+    buffers = [bytes(buffer) for buffer in encoded.buffers]
+    return msgspec.msgpack.encode((pickle, buffers, encoded.storages))
+
+
+def decode(data: bytes) -> list[Hooks]:
+    """The hooks that `encode` was given."""
+    pickle, buffers, storages = msgspec.msgpack.decode(
+        data, type=tuple[bytes, list[bytes], list[tuple[int, int]]]
+    )
+    views = [memoryview(bytearray(buffer)) for buffer in buffers]
+    hooks: list[Hooks] = objects.decode(pickle, views, storages)
+    return hooks
+
+
+class Entered:
+    """The hooks of one process, once they are entered."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._decorators: list[tuple[str, Decorate]] = []
+
+    def enter(self, data: bytes, info: InstanceInfo) -> None:
+        """Run commands and enter contexts, plugin by plugin; if one fails, leave the others."""
+        plugin, hook = "", "decoding"
+        try:
+            for hooks in decode(data):
+                plugin = hooks.plugin
+                hook = "bootstrap"
+                for command in hooks.commands:
+                    _run(command)
+                hook = "around hook"
+                if hooks.around is not None:
+                    self._stack.enter_context(entered(hooks.around, info))
+                if hooks.decorate is not None:
+                    self._decorators.append((plugin, hooks.decorate))
+        except Exception as problem:
+            self._stack.close()
+            raise PluginError(_told(plugin, hook, problem)) from problem
+
+    def leave(self) -> None:
+        """Leave what was entered, in reverse."""
+        self._stack.close()
+
+    def decorated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as the plugins want it called; the first plugin's wrapper is outermost."""
+        for plugin, decorate in reversed(self._decorators):
+            try:
+                function = decorate(function)
+            except Exception as problem:
+                raise PluginError(_told(plugin, "decorate", problem)) from problem
+        return function
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=COMMAND_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"`{command}` ended with exit status {done.returncode}:\n{done.stdout[-4000:]}"
+        )
+
+
+def _told(plugin: str, hook: str, problem: BaseException) -> str:
+    trace = "".join(traceback.format_exception(problem)).rstrip()
+    what = f"plugin {plugin!r}: its {hook} failed" if plugin else "the plugins did not arrive"
+    return f"{what}: {type(problem).__name__}: {problem}\n{trace}"

@@ -1,0 +1,306 @@
+"""Plugins: hooks in order, entered once, left always, and named when they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.plugins.plugin import Cluster
+
+QUIET = sky.Options(console=False)
+
+
+def logging_plugin(name: str, log: Path) -> sky.Plugin:
+    """Writes a line when it is entered, around every call, and when it is left."""
+
+    def write(*words: object) -> None:
+        with log.open("a") as file:
+            print(name, *words, file=file)
+
+    @contextlib.contextmanager
+    def around_process(info: sky.InstanceInfo) -> Iterator[None]:
+        write("entered", info.node, os.getpid())
+        try:
+            yield
+        finally:
+            write("left", info.node, os.getpid())
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            write("before")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                write("after")
+
+        return wrapped
+
+    return sky.Plugin.create(name).with_around_process(around_process).with_decorate(decorate)
+
+
+@sky.function
+def pid() -> int:
+    return os.getpid()
+
+
+@sky.function
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_process_is_entered_once_and_left_at_shutdown(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with sky.Compute(nodes=2, plugins=[logging_plugin("a", log)], options=QUIET) as compute:
+        pids = pid() @ compute
+        pid() @ compute
+        with pytest.raises(sky.BroadcastError):
+            fail() @ compute
+    lines = log.read_text().splitlines()
+    for node, process in enumerate(pids):
+        assert lines.count(f"a entered {node} {process}") == 1
+        assert lines.count(f"a left {node} {process}") == 1
+    assert lines.index("a before") > max(i for i, line in enumerate(lines) if "entered" in line)
+
+
+def test_plugins_compose_in_order(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    plugins = [logging_plugin("a", log), logging_plugin("b", log)]
+    with sky.Compute(plugins=plugins, options=QUIET) as compute:
+        pid() >> compute
+    lines = [
+        line.rsplit(" ", 2)[0] if " 0 " in line else line for line in log.read_text().splitlines()
+    ]
+    assert lines == [
+        "a entered",
+        "b entered",
+        "a before",
+        "b before",
+        "b after",
+        "a after",
+        "b left",
+        "a left",
+    ]
+
+
+def test_a_generator_function_is_a_context_too() -> None:
+    def seeded(info: sky.InstanceInfo) -> Iterator[None]:
+        os.environ["SEEDED"] = str(info.node)
+        yield
+
+    @sky.function
+    def read() -> str:
+        return os.environ["SEEDED"]
+
+    plugin = sky.Plugin.create("seeded").with_around_process(seeded)
+    with sky.Compute(nodes=2, plugins=[plugin], options=QUIET) as compute:
+        assert read() @ compute == ["0", "1"]
+
+
+def test_the_image_passes_through_every_transform() -> None:
+    seen = []
+
+    def transform(image: sky.Image, cluster: Cluster) -> sky.Image:
+        seen.append((image.env.get("WHO"), cluster.spec.nodes.desired))
+        return sky.Image(env={**image.env, "WHO": f"{image.env.get('WHO', '')}x"})
+
+    @sky.function
+    def who() -> str:
+        return os.environ["WHO"]
+
+    plugins = [sky.Plugin.create(name).with_transform(transform) for name in ("one", "two")]
+    with sky.Compute(nodes=2, plugins=plugins, options=QUIET) as compute:
+        assert who() >> compute == "xx"
+    assert seen == [(None, 2), ("x", 2)]
+
+
+def test_bootstrap_commands_run_on_every_node_before_its_tasks(tmp_path: Path) -> None:
+    plugin = sky.Plugin.create("touch").with_bootstrap(f"echo here >> {tmp_path / 'marks'}")
+
+    @sky.function
+    def marks() -> str:
+        return (tmp_path / "marks").read_text()
+
+    with sky.Compute(nodes=2, plugins=[plugin], options=QUIET) as compute:
+        assert marks() >> compute == "here\nhere\n"
+
+
+def test_around_app_is_entered_once_on_a_node_with_several_workers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def around(info: sky.InstanceInfo) -> Iterator[None]:
+        with log.open("a") as file:
+            print("entered", file=file)
+        yield
+        with log.open("a") as file:
+            print("left", file=file)
+
+    plugin = sky.Plugin.create("app").with_around_app(around)
+    worker = sky.Worker(per_node=2)
+    with sky.Compute(plugins=[plugin], worker=worker, options=QUIET) as compute:
+        pid() @ compute
+        assert log.read_text() == "entered\n"
+    assert log.read_text() == "entered\nleft\n"
+
+
+def test_around_client_is_entered_while_the_pool_is_open() -> None:
+    seen: list[Any] = []
+
+    def around(compute: sky.Compute) -> Iterator[None]:
+        seen.append(pid() >> compute)
+        yield
+        seen.append(pid() >> compute)
+
+    plugin = sky.Plugin.create("client").with_around_client(around)
+    with sky.Compute(plugins=[plugin], options=QUIET):
+        assert len(seen) == 1
+    assert seen[0] == seen[1]
+
+
+def test_a_replaced_worker_is_prepared_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    @sky.function
+    def die() -> None:
+        os._exit(3)
+
+    with sky.Compute(plugins=[logging_plugin("a", log)], options=QUIET) as compute:
+        first = pid() >> compute
+        with pytest.raises(sky.WorkerDiedError):
+            die() >> compute
+        second = pid() >> compute
+    entered = [line for line in log.read_text().splitlines() if "entered" in line]
+    assert entered == [f"a entered 0 {first}", f"a entered 0 {second}"]
+
+
+# How hooks fail.
+
+
+def broken(_: Any) -> Iterator[None]:
+    raise LookupError("no such thing")
+    yield
+
+
+@pytest.mark.parametrize("hook", ["around_process", "around_app"])
+def test_a_failing_hook_is_named_with_node_and_traceback(hook: str, nothing_left: None) -> None:
+    plugin = getattr(sky.Plugin.create("fragile"), f"with_{hook}")(broken)
+    with (
+        pytest.raises(
+            sky.PluginError, match=r"(?s)node 0.*'fragile'.*LookupError: no such thing.*broken"
+        ),
+        sky.Compute(plugins=[plugin], options=QUIET),
+    ):
+        pass
+
+
+def test_a_failing_command_is_shown_with_its_output(nothing_left: None) -> None:
+    plugin = sky.Plugin.create("shell").with_bootstrap("echo out; echo err >&2; exit 7")
+    with (
+        pytest.raises(sky.PluginError, match=r"(?s)'shell'.*bootstrap.*exit status 7:\nout\nerr"),
+        sky.Compute(plugins=[plugin], options=QUIET),
+    ):
+        pass
+
+
+def test_a_failing_around_client_takes_the_pool_down(nothing_left: None) -> None:
+    plugin = sky.Plugin.create("fragile").with_around_client(broken)
+    with (
+        pytest.raises(sky.PluginError, match="'fragile': its around_client failed: LookupError"),
+        sky.Compute(plugins=[plugin], options=QUIET),
+    ):
+        pass
+
+
+def test_a_failing_decorator_fails_the_call_by_name() -> None:
+    def decorate(_: Any) -> Any:
+        raise LookupError("no such thing")
+
+    plugin = sky.Plugin.create("fragile").with_decorate(decorate)
+    with (
+        sky.Compute(plugins=[plugin], options=QUIET) as compute,
+        pytest.raises(sky.PluginError, match="'fragile': its decorate failed: LookupError"),
+    ):
+        pid() >> compute
+
+
+def test_leaving_may_fail_without_hanging(nothing_left: None) -> None:
+    def around(_: Any) -> Iterator[None]:
+        yield
+        raise LookupError("too late")
+
+    plugin = sky.Plugin.create("late").with_around_process(around)
+    with sky.Compute(plugins=[plugin], options=QUIET) as compute:
+        pid() >> compute
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("torch", "give a list"),
+        ([sky.plugins.torch], "call it"),
+        ([3], "expected a plugin"),
+        ([sky.plugins.torch(), sky.plugins.torch()], "'torch' is there twice"),
+    ],
+)
+def test_what_is_no_list_of_plugins_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=words):
+        sky.Compute(plugins=given)
+
+
+def test_hooks_must_be_functions_and_names_words() -> None:
+    with pytest.raises(sky.ConfigurationError, match="decorate is a function, not"):
+        sky.Plugin("x", decorate=3)  # type: ignore[arg-type]
+    with pytest.raises(sky.ConfigurationError, match="one word"):
+        sky.Plugin.create("two words")
+
+
+def test_a_transform_must_return_an_image() -> None:
+    plugin = sky.Plugin.create("x").with_transform(lambda image, cluster: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(sky.ConfigurationError, match="'x' turned the image into"):
+        sky.Compute(plugins=[plugin])
+
+
+def test_a_group_needs_a_network_and_one_process_a_rank() -> None:
+    plugin = sky.Plugin.create("group").with_distributed()
+    with pytest.raises(sky.ConfigurationError, match=r"cluster=False.*'group' needs one"):
+        sky.Compute(plugins=[plugin], options=sky.Options(cluster=False))
+    with pytest.raises(sky.ConfigurationError, match=r"write Worker\(per_node=2\)"):
+        sky.Compute(plugins=[plugin], worker=sky.Worker(concurrency=2))
+
+
+def test_an_unknown_plugin_names_those_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no plugin 'tensorfow'.*keras.*torch"):
+        sky.plugins.tensorfow
+
+
+def test_others_register_theirs_by_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import skyward as sky\ndef horse():\n    return sky.Plugin.create('horse')\n"
+    )
+    folder = tmp_path / "theirs-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[skyward.plugins]\nhorse = theirs:horse\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert any(e.name == "horse" for e in metadata.entry_points(group="skyward.plugins"))
+    assert sky.plugins.horse().name == "horse"
+    assert "horse" in dir(sky.plugins)
+
+
+def test_a_plugin_shows_its_hooks_and_not_what_they_hold() -> None:
+    token = "secret-token"
+    plugin = sky.Plugin.create("x").with_around_process(lambda info: contextlib.nullcontext(token))
+    assert repr(plugin) == "<sky plugin 'x': around_process>"
+    assert token not in repr(sky.Compute(plugins=[plugin]))
