@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
-from skyward.plugins.packages import check_installed, extended
+from skyward.plugins.packages import check_installed, extended, imported
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image
 
@@ -88,13 +88,11 @@ class Session:
 
 
 def _sign_in(token: str) -> None:
-    import huggingface_hub
-    from huggingface_hub import utils
-
+    hub = imported("huggingface_hub")
     try:
-        answer = utils.get_session().get(
-            f"{huggingface_hub.constants.ENDPOINT}/api/whoami-v2",
-            headers=utils.build_hf_headers(token=token),
+        answer = hub.get_session().get(
+            f"{hub.constants.ENDPOINT}/api/whoami-v2",
+            headers=hub.utils.build_hf_headers(token=token),
             timeout=HUB_SECONDS,
         )
     except Exception:
@@ -109,11 +107,10 @@ def _sign_in(token: str) -> None:
 
 
 def _download(model: str, token: str | None) -> None:
-    import huggingface_hub
-
+    hub = imported("huggingface_hub")
     try:
         # Workers of a node wait for each other there, and what one has loaded, all have.
-        huggingface_hub.snapshot_download(model, token=token)
+        hub.snapshot_download(model, token=token)
     except Exception as problem:
         raise RuntimeError(
             f"the model {model!r} could not be downloaded: {type(problem).__name__}: {problem}; "

@@ -65,19 +65,13 @@ def _chosen(backend: Backend, info: InstanceInfo) -> Iterator[None]:
 
 def _data_parallel() -> None:
     """Let every model made from now on live on all workers' devices at once."""
-    keras = imported("keras")
-    _agree_on_a_seed()
+    keras, numpy = imported("keras"), imported("numpy")
+    hosts = imported("jax.experimental.multihost_utils")
+    # Initial weights are drawn in every process, and have to be the same in all.
+    drawn = numpy.frombuffer(os.urandom(4), numpy.uint32)
+    keras.utils.set_random_seed(int(hosts.broadcast_one_to_all(drawn)[0]))
+    # Each worker shards its data itself.
     everywhere = keras.distribution.DataParallel(
         devices=keras.distribution.list_devices(), auto_shard_dataset=False
     )
     keras.distribution.set_distribution(everywhere)
-
-
-def _agree_on_a_seed() -> None:
-    """Initial weights are drawn in every process, and have to be the same in all."""
-    import keras
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    drawn = np.frombuffer(os.urandom(4), np.uint32)
-    keras.utils.set_random_seed(int(multihost_utils.broadcast_one_to_all(drawn)[0]))
