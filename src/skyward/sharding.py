@@ -129,11 +129,20 @@ def _length(data: Any) -> int:
         raise _unsplittable(
             kind, "it is read in sequence; shard the list of files or rows that it reads from"
         )
-    if isinstance(data, Mapping):
+    if _is_a(data, "datasets.iterable_dataset", "IterableDataset"):
         raise _unsplittable(
             kind,
-            "it has names, not positions; shard its values, as in shard(data['x'], data['y'])",
+            "it is read in sequence; use datasets.distributed.split_dataset_by_node(data, "
+            "info.global_worker_index, info.total_workers) with info = sky.instance_info()",
         )
+    if isinstance(data, Mapping):
+        splits = _is_a(data, "datasets.dataset_dict", "DatasetDict")
+        way_out = (
+            "shard the split to train on, as in shard(data['train'])"
+            if splits
+            else "shard its values, as in shard(data['x'], data['y'])"
+        )
+        raise _unsplittable(kind, f"it has names, not positions; {way_out}")
     if isinstance(data, Set):
         raise _unsplittable(kind, "its order may differ between nodes; pass sorted(data)")
     if _is_array(data):

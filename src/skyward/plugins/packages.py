@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 from skyward.errors import ConfigurationError
 from skyward.spec import Image, PipIndex
@@ -36,3 +40,20 @@ def extended(image: Image, pip: list[str], index: PipIndex | None = None) -> Ima
     """The image with packages and an index appended to what it has."""
     indexes = [*image.pip_indexes] + ([index] if index is not None else [])
     return replace(image, pip=[*image.pip, *pip], pip_indexes=indexes)
+
+
+def check_installed(name: str, package: str = "") -> None:
+    """A module that the image should have brought; says what to do where it did not."""
+    if importlib.util.find_spec(name) is None:
+        package = package or name
+        raise ModuleNotFoundError(
+            f"{package} is not installed for {sys.executable}; install it there, or have the node "
+            f"install it with Image(pip=[{package!r}])",
+            name=name,
+        )
+
+
+def imported(name: str, package: str = "") -> ModuleType:
+    """Such a module, imported."""
+    check_installed(name, package)
+    return importlib.import_module(name)

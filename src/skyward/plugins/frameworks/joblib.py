@@ -1,1 +1,53 @@
-"""To be written."""
+"""joblib: `Parallel` runs on the pool while it is open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from skyward.context import InstanceInfo
+from skyward.plugins.packages import check_installed, extended
+from skyward.plugins.plugin import Cluster, Plugin
+from skyward.spec import Image
+
+if TYPE_CHECKING:
+    from skyward.compute import Compute
+
+
+def joblib() -> Plugin:
+    """Run `joblib.Parallel` on the pool, in everything that uses it.
+
+    Inside the block `n_jobs=-1` means all places the pool has. `n_jobs=1`, and none given, run
+    here, as ever; `require="sharedmem"` runs on threads here.
+
+    >>> with sky.Compute(nodes=4, plugins=[sky.plugins.joblib()]):
+    ...     squares = joblib.Parallel(n_jobs=-1)(joblib.delayed(square)(i) for i in range(100))
+    """
+    return (
+        Plugin.create("joblib")
+        .with_transform(_install)
+        .with_around_process(with_joblib)
+        .with_around_client(on_the_pool)
+    )
+
+
+def _install(image: Image, cluster: Cluster) -> Image:
+    return extended(image, ["joblib"])
+
+
+@contextlib.contextmanager
+def with_joblib(info: InstanceInfo) -> Iterator[None]:
+    """Find out before the first task whether a worker has it."""
+    check_installed("joblib")
+    yield
+
+
+@contextlib.contextmanager
+def on_the_pool(compute: Compute) -> Iterator[None]:
+    """Have joblib use the pool."""
+    check_installed("joblib")
+    from skyward.plugins import parallel
+
+    with parallel.default(compute):
+        yield

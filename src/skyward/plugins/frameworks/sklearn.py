@@ -1,1 +1,36 @@
-"""To be written."""
+"""scikit-learn: whatever takes `n_jobs` runs on the pool while it is open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from skyward.context import InstanceInfo
+from skyward.plugins.frameworks.joblib import on_the_pool
+from skyward.plugins.packages import check_installed, extended
+from skyward.plugins.plugin import Cluster, Plugin
+from skyward.spec import Image
+
+
+def sklearn() -> Plugin:
+    """Run what scikit-learn does in parallel on the pool: searches, cross-validation, forests.
+
+    >>> with sky.Compute(nodes=4, plugins=[sky.plugins.sklearn()]):
+    ...     search = GridSearchCV(SVC(), grid, n_jobs=-1).fit(x, y)
+    """
+    return (
+        Plugin.create("sklearn")
+        .with_transform(_install)
+        .with_around_process(_with_sklearn)
+        .with_around_client(on_the_pool)
+    )
+
+
+def _install(image: Image, cluster: Cluster) -> Image:
+    return extended(image, ["scikit-learn", "joblib"])
+
+
+@contextlib.contextmanager
+def _with_sklearn(info: InstanceInfo) -> Iterator[None]:
+    check_installed("sklearn", "scikit-learn")
+    yield

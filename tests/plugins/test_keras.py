@@ -1,0 +1,149 @@
+"""Keras on a pool: its backend is set before it is imported; on JAX it is data parallel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import skyward as sky
+from skyward.errors import ConfigurationError
+
+for needed in ("keras", "jax"):
+    # Not imported here, where no backend is set.
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed", allow_module_level=True)
+
+QUIET = sky.Options(console=False)
+Sharing = Callable[[sky.Compute], AbstractContextManager[sky.Compute]]
+
+
+@pytest.fixture(scope="module")
+def pool(sharing: Sharing) -> Iterator[sky.Compute]:
+    """Two nodes with Keras on JAX; Keras first, which comes to the same as the other order."""
+    plugins = [sky.plugins.keras(backend="jax"), sky.plugins.jax()]
+    with sharing(sky.Compute(nodes=2, plugins=plugins, options=QUIET)) as compute:
+        yield compute
+
+
+@sky.function
+def setting() -> dict[str, Any]:
+    import keras
+
+    distribution = keras.distribution.distribution()
+    return {
+        "backend": keras.backend.backend(),
+        "devices": 0 if distribution is None else distribution.num_model_replicas,
+        "sees": len(keras.distribution.list_devices()),
+    }
+
+
+@sky.function
+def fit(x_full: Any, y_full: Any) -> tuple[int, list[float], list[Any]]:
+    import keras
+
+    x, y = sky.shard(x_full, y_full, shuffle=True, seed=42, drop_last=True)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    history = model.fit(x, y, batch_size=25, epochs=10, verbose=0)
+    return len(x), history.history["loss"], model.get_weights()
+
+
+def test_models_are_data_parallel_over_all_workers(pool: sky.Compute) -> None:
+    assert setting() @ pool == [{"backend": "jax", "devices": 2, "sees": 2}] * 2
+
+
+def test_workers_fit_one_model_to_their_parts_of_the_data(pool: sky.Compute) -> None:
+    """Slow: Keras compiles the training step in both processes."""
+    x = np.random.default_rng(0).normal(size=(101, 2)).astype("float32")
+    y = x @ np.array([[2.0], [-3.0]], dtype="float32") + 1.0
+
+    (count, loss, weights), (_, other_loss, other_weights) = fit(x, y) @ pool
+
+    assert count == 50
+    assert loss == other_loss
+    assert loss[-1] < 0.1 * loss[0]
+    for mine, others in zip(weights, other_weights, strict=True):
+        np.testing.assert_array_equal(mine, others)
+    np.testing.assert_allclose(weights[0].ravel(), [2.0, -3.0], atol=0.3)
+
+
+def test_on_torch_a_model_is_made_parallel_by_torch() -> None:
+    """Slow: two processes import both frameworks."""
+
+    @sky.function
+    def step() -> tuple[str, float]:
+        import keras
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        rank = torch.distributed.get_rank()
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        parallel = DistributedDataParallel(model)
+        parallel(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        kernel = model.layers[0].kernel.value
+        return keras.backend.backend(), float(kernel.grad.mean())
+
+    plugins = [sky.plugins.keras(backend="torch"), sky.plugins.torch()]
+    with sky.Compute(nodes=2, plugins=plugins, options=QUIET) as compute:
+        assert step() @ compute == [("torch", 3.0), ("torch", 3.0)]
+
+
+def test_alone_every_worker_trains_by_itself() -> None:
+    """Slow: Keras is imported."""
+    with sky.Compute(plugins=[sky.plugins.keras()], options=QUIET) as compute:
+        assert setting() >> compute == {"backend": "jax", "devices": 0, "sees": 1}
+
+
+def test_the_backend_is_set_before_anything_else_runs() -> None:
+    @sky.function
+    def look() -> tuple[str | None, bool]:
+        return os.environ.get("KERAS_BACKEND"), "keras" in sys.modules
+
+    plugins = [sky.plugins.keras(backend="torch")]
+    with sky.Compute(plugins=plugins, options=QUIET) as compute:
+        assert look() >> compute == ("torch", False)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError,
+        match=r"keras\(backend='theano'\): choose 'jax', 'torch', 'tensorflow'",
+    ):
+        sky.plugins.keras(backend="theano")  # type: ignore[arg-type]
+
+
+def test_keras_that_was_imported_too_early_is_an_error() -> None:
+    def early(info: object) -> Iterator[None]:
+        sys.modules["keras"] = sys
+        yield
+
+    plugins = [sky.Plugin.create("early").with_around_process(early), sky.plugins.keras()]
+    with pytest.raises(sky.SkywardError, match="imported before its backend could be set to 'jax'"):
+        with sky.Compute(plugins=plugins, options=QUIET):
+            pass
+
+
+def test_a_backend_that_is_not_installed_is_named() -> None:
+    if importlib.util.find_spec("tensorflow") is not None:
+        pytest.skip("tensorflow is installed")
+
+    with pytest.raises(sky.SkywardError, match="lacks tensorflow"):
+        with sky.Compute(plugins=[sky.plugins.keras("tensorflow")], options=QUIET):
+            pass
+
+
+def test_the_image_gets_keras_and_its_backend_once() -> None:
+    def pip(*plugins: sky.Plugin) -> tuple[str, ...]:
+        return tuple(sky.Compute(plugins=list(plugins))._spec.wish.image.pip)
+
+    assert pip(sky.plugins.keras()) == ("keras", "jax")
+    assert pip(sky.plugins.jax(), sky.plugins.keras()) == ("jax", "keras")
+    pinned = sky.plugins.torch(version="2.9.0")
+    assert pip(pinned, sky.plugins.keras("torch")) == ("torch==2.9.0", "keras")
