@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,13 +208,11 @@ def test_one_worker_needs_no_group() -> None:
         assert initialized() >> compute is False
 
 
-def test_a_node_that_never_arrives_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_left: None
-) -> None:
-    from skyward.plugins.frameworks import torch as plugin
-
+def test_a_node_that_never_arrives_is_named(nothing_left: None) -> None:
     def absent(info: sky.InstanceInfo) -> Iterator[None]:
-        plugin.ARRIVE_SECONDS = 2.0
+        from skyward.plugins import arrival
+
+        arrival.ARRIVE_SECONDS = 2.0
         if info.node == 1:
             time.sleep(10)
         yield

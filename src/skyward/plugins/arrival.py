@@ -51,7 +51,7 @@ def _receive(info: InstanceInfo, listening: socket.socket, seconds: float) -> No
                     if rank in missing:
                         missing.remove(rank)
                         here.append(caller)
-        problem = _late(info, sorted(missing), seconds) if missing else ""
+        problem = late(info, sorted(missing), seconds) if missing else ""
         for caller in here:
             # One that is gone by now is missed by the framework, or by the pool before that.
             with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ def _report(info: InstanceInfo, seconds: float) -> None:
             break
         except OSError as problem:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{_late(info, [0], seconds)} ({problem})") from problem
+                raise TimeoutError(f"{late(info, [0], seconds)} ({problem})") from problem
             time.sleep(RETRY_SECONDS)
     with calling:
         said = {"pool": info.job_id, "rank": info.global_worker_index}
@@ -105,7 +105,8 @@ def _line(connection: socket.socket) -> bytes:
     return data
 
 
-def _late(info: InstanceInfo, ranks: list[int], seconds: float) -> str:
+def late(info: InstanceInfo, ranks: list[int], seconds: float) -> str:
+    """What to say of those who have not come."""
     return (
         f"{places(info, ranks)} did not arrive at {info.head_addr}:{info.head_port} within "
         f"{seconds:.0f} s; check that the nodes can reach each other there"

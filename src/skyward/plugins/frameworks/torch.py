@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
+from skyward.plugins import arrival
 from skyward.plugins.packages import extended, requirement
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image, PipIndex
 from skyward.worker import rendezvous
 
 WHEELS = "https://download.pytorch.org/whl"
-ARRIVE_SECONDS = 60.0
-"""How long the workers wait for each other."""
 LOOK_SECONDS = 0.05
 
 Backend = Literal["nccl", "gloo"]
@@ -120,7 +119,7 @@ def _meet(info: InstanceInfo) -> Any:
     """A store that every worker has reached; names those who have not come in time."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    seconds = timedelta(seconds=ARRIVE_SECONDS)
+    seconds = timedelta(seconds=arrival.ARRIVE_SECONDS)
     if info.is_head:
         listening = rendezvous.take()
         listening.listen(max(128, info.total_workers))
@@ -136,18 +135,10 @@ def _meet(info: InstanceInfo) -> Any:
         store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=seconds)
     keys = [f"skyward/{rank}" for rank in range(info.total_workers)]
     store.set(keys[info.global_worker_index], "here")
-    deadline = time.monotonic() + ARRIVE_SECONDS
+    deadline = time.monotonic() + arrival.ARRIVE_SECONDS
     while not store.check(keys):
         if time.monotonic() > deadline:
             late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(
-                f"{_places(info, late)} did not arrive at {info.head_addr}:{info.head_port} "
-                f"within {ARRIVE_SECONDS:.0f} s; check that the nodes can reach each other there"
-            )
+            raise TimeoutError(arrival.late(info, late, arrival.ARRIVE_SECONDS))
         time.sleep(LOOK_SECONDS)
     return store
-
-
-def _places(info: InstanceInfo, ranks: list[int]) -> str:
-    each = [f"node {r // info.workers_per_node} worker {r % info.workers_per_node}" for r in ranks]
-    return ", ".join(each)
