@@ -155,7 +155,8 @@ def test_the_readme_runs_up_to_what_is_still_coming(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", landed, flags=re.DOTALL)
     assert len(blocks) >= 2
     script = tmp_path / "readme.py"
-    script.write_text("\n".join([*blocks, "assert n == 4", "assert len(means) == 4", "assert averages == [0.5, 0.5]"]))
+    checks = ["assert n == 4", "assert len(means) == 4", "assert averages == [0.5, 0.5]"]
+    script.write_text("\n".join([*blocks, *checks]))
 
     done = run(script)
 

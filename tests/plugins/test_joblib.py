@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from multiprocessing import TimeoutError as JoblibTimeout
 import pytest
 
 import skyward as sky
-from skyward.errors import SerializationError
+from skyward.errors import PluginError, SerializationError
 
 joblib = pytest.importorskip("joblib")
 
@@ -322,6 +323,15 @@ def test_an_interrupt_cancels_the_calls(pool: sky.Compute, eventually: Eventuall
 
     eventually(lambda: not any(node.running for node in pool.nodes), 10, "the end of the calls")
     assert Parallel(n_jobs=-1)(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
+
+
+def test_a_client_without_joblib_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "joblib" else find(n))
+
+    with pytest.raises(PluginError, match=r"around_client failed: .* joblib is not installed for"):
+        with sky.Compute(plugins=[sky.plugins.joblib()], options=QUIET):
+            pass
 
 
 def test_the_image_gets_joblib() -> None:

@@ -70,7 +70,11 @@ class Entered:
                 if hooks.decorate is not None:
                     self._decorators.append((plugin, hooks.decorate))
         except Exception as problem:
-            self._stack.close()
+            # With the problem, so that a hook can tell this from leaving in good order.
+            try:
+                self._stack.__exit__(type(problem), problem, problem.__traceback__)
+            except Exception:
+                traceback.print_exc()
             raise PluginError(_told(plugin, hook, problem)) from problem
 
     def leave(self) -> None:

@@ -26,5 +26,8 @@ def take() -> socket.socket:
     global _reserved
     taken, _reserved = _reserved, None
     if taken is None:
-        raise SkywardError("the port where the workers meet is taken, or this is not the head")
+        raise SkywardError(
+            "the port where the workers meet is taken, or this is not the head; a pool has one, "
+            "so give it one plugin that needs it, sky.plugins.torch() or sky.plugins.jax()"
+        )
     return taken

@@ -15,8 +15,11 @@ from skyward.plugins.packages import extended, imported
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image
 
-LEAVE_SECONDS = 2
-"""How long a worker that leaves waits for the others to leave, too."""
+LEAVE_SECONDS = 30
+"""How long a worker that leaves waits for the others to leave, before JAX aborts it with a trace.
+
+More than it is given before it is ended without one.
+"""
 
 _joined = False
 _once_joined: list[Callable[[], None]] = []
@@ -90,12 +93,11 @@ def _one_mesh(info: InstanceInfo) -> Iterator[None]:
     _joined = True
     # JAX has put its own handler there, which notes a machine's preemption and goes on.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-    try:
-        for action in _once_joined:
-            action()
-        yield
-    finally:
-        jax.distributed.shutdown()
+    for action in _once_joined:
+        action()
+    yield
+    # Not where a plugin after this one has failed: the others have not left, and never will.
+    jax.distributed.shutdown()
 
 
 def once_joined(action: Callable[[], None]) -> None:

@@ -25,9 +25,9 @@ def keras(backend: Backend = "jax") -> Plugin:
     """Install Keras and choose its backend.
 
     With `sky.plugins.jax()` and more than one worker, models are data parallel over the devices
-    of all workers: each gives its own part of every batch, and all must give equally many. With
-    `sky.plugins.torch()` the process group is there for `DistributedDataParallel`. Without those
-    every worker trains on its own.
+    of all workers, which make and fit them together, in a broadcast: each gives its own part of
+    every batch, and all give equally many. With `sky.plugins.torch()` the process group is there
+    for `DistributedDataParallel`. Without those every worker trains on its own.
 
     >>> plugins = [sky.plugins.jax(), sky.plugins.keras(backend="jax")]
     """
