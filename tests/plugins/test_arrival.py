@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -63,11 +63,19 @@ def test_a_head_that_does_not_come_is_named(infos: list[InstanceInfo]) -> None:
         assert "node 0 worker 0 did not arrive" in str(problem)
 
 
-def test_strangers_are_not_counted(infos: list[InstanceInfo]) -> None:
+def test_strangers_are_not_counted(
+    infos: list[InstanceInfo], eventually: Callable[..., None]
+) -> None:
     other_pool = replace(infos[1], job_id="another")
     head: list[BaseException | None] = []
-    thread = threading.Thread(target=lambda: head.extend(arrive(infos[:1], 1.0)))
+    thread = threading.Thread(target=lambda: head.extend(arrive(infos[:1], 2.0)))
     thread.start()
+
+    def listens() -> bool:
+        with socket.socket() as caller:
+            return caller.connect_ex(("127.0.0.1", infos[0].head_port)) == 0
+
+    eventually(listens, 10, "the head")
     for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"pool": "j", "rank": 99}\n', b"[]\n", b"\xff\n"):
         with socket.create_connection(("127.0.0.1", infos[0].head_port), 5) as caller:
             caller.sendall(said)
