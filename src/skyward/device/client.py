@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import socket
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from skyward.device.core import core
 from skyward.device.pump import BACKLOGS, Link
 from skyward.device.route import Dial
 from skyward.wire.channel import Channel
-
-GRACE_SECONDS = 0.2
 
 
 class Device:
@@ -55,13 +52,5 @@ class Device:
 
     def close(self, why: str) -> None:
         """End it; whoever uses its tensors later is told why."""
-        reason = f"sky:{self.index} ({self._where}) is gone: {why}"
-        closing = threading.Thread(target=core().close, args=(self.index, reason), daemon=True)
-        closing.start()
-        # Whoever waits for a reply holds the core's lock until it hears of the end.
-        closing.join(GRACE_SECONDS)
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        closing.join()
+        core().close(self.index, f"sky:{self.index} ({self._where}) is gone: {why}")
         self._opened.close()

@@ -58,6 +58,8 @@ START_ATTEMPTS = 3
 STEADY_SECONDS = 60.0
 """A node that has served this long is not held to its earlier losses."""
 READY_SECONDS = 120.0
+PREPARE_SECONDS = 1800.0
+"""How much longer plugins may take: some download models before the first task."""
 LAST_RESULTS_SECONDS = 1.0
 """How long a dead executor's connection is read on before its tasks count as lost."""
 
@@ -131,13 +133,14 @@ class Fleet:
         return added
 
     def _await_ready(self, nodes: list[Node]) -> None:
-        deadline = time.monotonic() + READY_SECONDS
+        seconds = READY_SECONDS + (PREPARE_SECONDS if self._preparer.leaves else 0.0)
+        deadline = time.monotonic() + seconds
         for node in nodes:
             # In slices, so that Ctrl-C is noticed while waiting.
             while not node.ready.wait(0.1):
                 if time.monotonic() > deadline:
                     raise PoolStartError(
-                        f"node {node.index} was not ready within {READY_SECONDS:.0f} s"
+                        f"node {node.index} was not ready within {seconds:.0f} s"
                     )
             if node.failure is not None:
                 raise node.failure

@@ -246,13 +246,18 @@ void Session::broken(const char* what) {
 }
 
 void Session::close(const std::string& why) {
+  {
+    std::lock_guard lock(reason_mutex_);
+    if (reason_.empty()) reason_ = why;
+  }
+  // Whoever waits for the worker holds the mutex: the end of the sockets wakes it, and the reason is there.
+  ::shutdown(ops_, SHUT_RDWR);
+  bulk_.close();
   std::lock_guard lock(mutex);
   if (is_closed_) return;
   is_closed_ = true;
-  closed_ = why;
+  closed_ = reason_;
   out_.clear();
-  ::shutdown(ops_, SHUT_RDWR);
-  bulk_.close();
   if (by_index[index] == this) by_index[index] = nullptr;
 }
 

@@ -123,6 +123,8 @@ class Session {
   bool warned_ = false;
   std::string out_;
   Slots slots_;
+  std::mutex reason_mutex_;
+  std::string reason_;  // of the first to close it
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false;
   std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false};

@@ -1,7 +1,7 @@
 // Running operations: arguments from a payload, results into slots.
 #include "session.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 
 namespace sky {
@@ -18,7 +18,7 @@ at::Tensor copy_as(const Layout& layout, const at::Tensor& from) {
 }
 
 // An output that owns its memory from the first byte, as the client believes.
-at::Tensor own(const at::Tensor& t) {
+at::Tensor own(at::Tensor t) {
   if (t.storage_offset() == 0 && t.storage().use_count() <= 1) return t;
   return copy_as(Layout::of(t), t);
 }
@@ -86,7 +86,7 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
   return view;
 }
 
-IValue Session::build(Reader& r, const Spec& s) {
+IValue Session::build(Reader& r, Spec& s) {
   if (s.constant) return s.value;
   switch (s.kind) {
     case kTensor: return tensor(r, s);
@@ -97,10 +97,14 @@ IValue Session::build(Reader& r, const Spec& s) {
       return c10::complex<double>(real, imaginary);
     }
     case kHostScalar: {
-      auto t = at::empty({}, at::TensorOptions().dtype(s.dtype));
-      std::memcpy(t.mutable_data_ptr(), r.bytes(16), t.itemsize());
-      if (s.flag) t.unsafeGetTensorImpl()->set_wrapped_number(true);
-      return t;
+      auto* bytes = r.bytes(s.bytes.size());
+      if (s.number.defined() && !std::memcmp(s.bytes.data(), bytes, s.bytes.size())) return s.number;
+      s.number = at::detail::empty_cpu({}, at::TensorOptions().dtype(s.dtype));
+      std::memcpy(s.bytes.data(), bytes, s.bytes.size());
+      std::memcpy(s.number.mutable_data_ptr(), bytes, s.number.itemsize());
+      if (s.flag) s.number.unsafeGetTensorImpl()->set_wrapped_number(true);
+      s.shared = s.number.storage();
+      return s.number;
     }
     case kGeneratorArg: return generator_of(r.u32());
     case kList: return build_list(s, r);
@@ -108,7 +112,7 @@ IValue Session::build(Reader& r, const Spec& s) {
   }
 }
 
-IValue Session::build_list(const Spec& s, Reader& r) {
+IValue Session::build_list(Spec& s, Reader& r) {
   switch (s.list) {
     case kTensors: {
       c10::List<at::Tensor> l;
@@ -196,13 +200,13 @@ size_t Session::operation(uint32_t id, const char* data, size_t size) {
   size_t next = 0;
   for (size_t i = 0; i < t.alias.size(); i++) {
     if (t.alias[i]) continue;
-    bind(outs, t, t.outs[next++], reason ? IValue() : stack_[i], reason);
+    bind(outs, t, t.outs[next++], reason ? IValue() : std::move(stack_[i]), reason);
   }
   stack_.clear();
   return length;
 }
 
-void Session::bind(Reader& slots, const Template& t, const OutSpec& out, const IValue& value, const Reason& reason) {
+void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue value, const Reason& reason) {
   if (out.kind == kTensorList) {
     if (reason) {
       for (auto& e : out.items) bind(slots, t, e, IValue(), reason);
@@ -220,14 +224,14 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, const I
     return;
   }
   const auto& promised = layouts_[out.layout];
-  auto got = value.isTensor() ? value.toTensor() : at::Tensor();
+  auto got = value.isTensor() ? std::move(value).toTensor() : at::Tensor();
   if (!got.defined() || got.scalar_type() != promised.dtype || got.sizes() != c10::IntArrayRef(promised.sizes)) {
     held.poison = note(t, "its result has another size than it had before with the same arguments");
     return;
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
     got = copy_as(promised, got);
-  slots_.hold(held, own(got), out.layout);
+  slots_.hold(held, own(std::move(got)), out.layout);
 }
 
 // A template's first run: the client waits for what its outputs are.

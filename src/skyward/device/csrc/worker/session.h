@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,6 +34,10 @@ struct Spec {
   bool written = false;
   c10::IValue value;
   std::vector<Spec> items;
+  // The number on the host that came last, and its bytes: it is mostly the same again.
+  at::Tensor number;
+  c10::Storage shared;  // its storage once more: an operation that returns it returns a copy
+  std::array<char, 16> bytes{};
 };
 
 struct OutSpec {
@@ -107,11 +112,11 @@ class Session {
   void ask(Reader& r);
   void bind_asked(Reader& r);
   at::Tensor tensor(Reader& r, const Spec& s);
-  c10::IValue build(Reader& r, const Spec& s);
-  c10::IValue build_list(const Spec& s, Reader& r);
+  c10::IValue build(Reader& r, Spec& s);
+  c10::IValue build_list(Spec& s, Reader& r);
   Reason run(Template& t, Reader& r);
   void fail_written(const Template& t, const char* payload, const Reason& reason);
-  void bind(Reader& slots, const Template& t, const OutSpec& out, const c10::IValue& value, const Reason& reason);
+  void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason);
   OutSpec describe(Writer& w, Template& t, const c10::IValue& value);
   void describe_written(Writer& w, Template& t, const char* payload);
   bool describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index);

@@ -30,6 +30,7 @@ class Slots {
   }
 
   void clear(Slot& slot) {
+    if (!slot.storage && !slot.poison) return;  // has nothing else either
     bytes_ -= slot.counted;
     slot = Slot();
   }
