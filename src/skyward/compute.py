@@ -45,6 +45,7 @@ from skyward.pool.flow import Crowd, Flow, not_the_end
 from skyward.pool.node import NodeView
 from skyward.pool.parcels import blob_room
 from skyward.pool.pool import Pool
+from skyward.pool.preparing import Preparations
 from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
 from skyward.providers.local import Local
@@ -130,9 +131,9 @@ class Compute:
             options=options,
             wish=wish,
             name=self.name,
-            plugins=plugged,
-            cluster=cluster,
+            preparations=Preparations.of(plugged, cluster),
         )
+        self._plugins = plugged
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
@@ -208,7 +209,7 @@ class Compute:
         _entered.add(self)
 
     def _enter_plugins(self) -> None:
-        for plugin in self._spec.plugins:
+        for plugin in self._plugins:
             if plugin.around_client is None:
                 continue
             try:

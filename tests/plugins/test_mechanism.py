@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import skyward as sky
@@ -304,3 +306,53 @@ def test_a_plugin_shows_its_hooks_and_not_what_they_hold() -> None:
     plugin = sky.Plugin.create("x").with_around_process(lambda info: contextlib.nullcontext(token))
     assert repr(plugin) == "<sky plugin 'x': around_process>"
     assert token not in repr(sky.Compute(plugins=[plugin]))
+
+
+def test_a_hook_that_ends_its_process_fails_the_start(nothing_left: None) -> None:
+    def dying(_: sky.InstanceInfo) -> Iterator[None]:
+        os._exit(11)
+        yield
+
+    plugin = sky.Plugin.create("dying").with_around_process(dying)
+    with (
+        pytest.raises(sky.PluginError, match=r"ended in a plugin's hook.*exit status 11"),
+        sky.Compute(plugins=[plugin], options=QUIET),
+    ):
+        pass
+
+
+def test_a_command_that_hangs_ends_with_the_pool(
+    tmp_path: Path, eventually: Callable[..., None], nothing_left: None
+) -> None:
+    """Its node is never ready, and the start is given up."""
+    started = tmp_path / "pid"
+    plugin = sky.Plugin.create("slow").with_bootstrap(f"echo $$ > {started}; exec sleep 1000")
+    compute = sky.Compute(plugins=[plugin], options=QUIET)
+
+    def give_up() -> None:
+        eventually(lambda: started.exists() and started.read_text())
+        compute.close(0)
+
+    closer = threading.Thread(target=give_up)
+    closer.start()
+    with contextlib.suppress(sky.SkywardError), compute:
+        pass
+    closer.join()
+    pid = int(started.read_text())
+    eventually(lambda: not psutil.pid_exists(pid), what="the command's end")
+
+
+def test_what_cannot_be_sent_or_listed_is_refused_by_name() -> None:
+    lock = threading.Lock()
+    unsendable = sky.Plugin.create("locked").with_decorate(lambda f: (lock, f)[1])
+    with pytest.raises(sky.PluginError, match="plugin 'locked' cannot be sent"):
+        sky.Compute(plugins=[unsendable])
+    letters = sky.Plugin.create("letters").with_bootstrap(lambda cluster: "mkdir x")
+    with pytest.raises(sky.PluginError, match="plugin 'letters': its bootstrap failed"):
+        sky.Compute(plugins=[letters])
+
+
+def test_one_group_a_pool() -> None:
+    plugins = [sky.plugins.torch(), sky.plugins.jax()]
+    with pytest.raises(sky.ConfigurationError, match="'torch' and 'jax' both make the workers"):
+        sky.Compute(nodes=2, plugins=plugins)

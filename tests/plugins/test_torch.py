@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +197,34 @@ def test_several_workers_a_node_and_a_new_size() -> None:
         ]
         compute.resize(1)
         assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_a_resize_lets_a_broadcast_finish(tmp_path: Path) -> None:
+    """Slow: the broadcast goes on for longer than one that has lost a peer may."""
+
+    @sky.function
+    def long() -> float:
+        import torch
+        import torch.distributed as dist
+
+        (tmp_path / str(dist.get_rank())).touch()
+        ends = time.monotonic() + 9
+        while time.monotonic() < ends:
+            time.sleep(0.1)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as compute:
+        results: list[list[float]] = []
+        running = threading.Thread(target=lambda: results.append(long() @ compute))
+        running.start()
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        compute.resize(3)
+        running.join()
+        assert results == [[2.0, 2.0]]
+        assert [world for _, world, _ in summed() @ compute] == [3, 3, 3]
 
 
 def test_one_worker_needs_no_group() -> None:

@@ -70,9 +70,13 @@ class Core:
             if not self._free:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
-        self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
-        # As on other devices, a seed set before there was the device holds for it.
-        self.seed(index, torch.initial_seed())
+        try:
+            self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
+            # As on other devices, a seed set before there was the device holds for it.
+            self.seed(index, torch.initial_seed())
+        except BaseException:
+            self.close(index, f"sky:{index} is gone: it could not be opened")
+            raise
         return index
 
     def close(self, index: int, why: str) -> None:

@@ -37,7 +37,8 @@ def default(compute: Compute) -> Iterator[None]:
         yield
     finally:
         configured["backend"] = chosen
-        register_parallel_backend(before, parallel.BACKENDS[before], make_default=True)
+        if before in parallel.BACKENDS:  # not one of a pool that has been left before
+            register_parallel_backend(before, parallel.BACKENDS[before], make_default=True)
         if factory is None:
             del parallel.BACKENDS[NAME]
         else:

@@ -12,7 +12,7 @@ from typing import Any
 from skyward import checks
 from skyward.accelerators import Accelerator
 from skyward.context import InstanceInfo
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, PluginError, SkywardError
 from skyward.spec import Image, Nodes, Options, Worker
 
 Transform = Callable[[Image, "Cluster"], Image]
@@ -185,6 +185,11 @@ def check_distributed(plugins: tuple[Plugin, ...], worker: Worker, options: Opti
             f"Options(cluster=False): the workers have no network between them, and the plugin "
             f"{names[0]!r} needs one; drop cluster=False or the plugin"
         )
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"Compute(plugins=[...]): {' and '.join(map(repr, names))} both make the workers a "
+            "group, and a pool has one port for them to meet at; give each a pool of its own"
+        )
     if worker.executor == "process" and worker.concurrency > 1:
         raise ConfigurationError(
             f"Worker(concurrency={worker.concurrency}): the plugin {names[0]!r} makes each worker "
@@ -198,7 +203,14 @@ def transformed(image: Image, plugins: tuple[Plugin, ...], cluster: Cluster) -> 
     for plugin in plugins:
         if plugin.transform is None:
             continue
-        changed = plugin.transform(image, cluster)
+        try:
+            changed = plugin.transform(image, cluster)
+        except SkywardError:
+            raise
+        except Exception as problem:
+            raise PluginError(
+                f"plugin {plugin.name!r}: its transform failed: {type(problem).__name__}: {problem}"
+            ) from problem
         if not isinstance(changed, Image):
             raise ConfigurationError(
                 f"the plugin {plugin.name!r} turned the image into {checks.kind(changed)}; its "

@@ -51,7 +51,7 @@ class DeviceDesk:
         return None
 
     def _find(self, node: int, kind: str, *, asked: str = "") -> int | None:
-        for at, kinds, device in self._open.values():
+        for at, kinds, device in list(self._open.values()):
             if at == node and kind in kinds:
                 kinds.update(filter(None, [asked]))
                 return device.index
@@ -134,6 +134,8 @@ class DeviceDesk:
 
     def close(self, why: str) -> None:
         """Close every device and end their processes."""
+        for number, (_, answers) in list(self._waiting.items()):
+            answers.put(DeviceDown(number, why))
         with self._lock:
             devices, self._open = self._open, {}
         for number, (node, _, device) in devices.items():

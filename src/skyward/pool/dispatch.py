@@ -73,6 +73,8 @@ class Dispatcher:
         self.closed = False
         self.has_hope: Callable[[Task], bool] = lambda task: True
         """Whether some node may still come to run a task."""
+        self.why_hopeless: Callable[[], str] = lambda: ""
+        """What became of the nodes."""
         self._loop = loop
         self._console = console
         self._lock = threading.RLock()
@@ -193,7 +195,7 @@ class Dispatcher:
         place = self._scheduler.pick(task)
         if place is None:
             if not self.has_hope(task):
-                task.finish(Failed.because(_nowhere_to_run(task)))
+                task.finish(Failed.because(self._nowhere_to_run(task)))
                 return None
             task.waiting = True
             self._scheduler.queue(task)
@@ -486,7 +488,15 @@ class Dispatcher:
             for task in stranded:
                 task.waiting = False
         for task in stranded:
-            self._finish(task, Failed.because(_nowhere_to_run(task)))
+            self._finish(task, Failed.because(self._nowhere_to_run(task)))
+
+    def _nowhere_to_run(self, task: Task) -> NodeLostError:
+        why = self.why_hopeless()
+        return NodeLostError(
+            f"{task.name} has nowhere to run: "
+            + (f"{why}; " if why else "every node it could use is lost; ")
+            + "enter a new Compute"
+        )
 
     def close(self) -> None:
         """Take nothing more; whoever waits is told."""
@@ -512,9 +522,3 @@ class Dispatcher:
         sent = sum(lane.channel.bytes_sent for lane in lanes)
         received = sum(lane.channel.bytes_received for lane in lanes)
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
-
-
-def _nowhere_to_run(task: Task) -> NodeLostError:
-    return NodeLostError(
-        f"{task.name} has nowhere to run: every node it could use is lost; enter a new Compute"
-    )

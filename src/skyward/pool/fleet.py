@@ -16,18 +16,18 @@ from skyward.errors import (
     ConfigurationError,
     NodeLostError,
     PluginError,
+    PoolClosedError,
     PoolStartError,
     ProtocolError,
     SkywardError,
     WorkerDiedError,
 )
-from skyward.plugins.plugin import Cluster, Plugin
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
-from skyward.pool.preparing import Preparer
+from skyward.pool.preparing import Preparations, Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
 from skyward.providers import Provider, Wish
@@ -75,8 +75,7 @@ class PoolSpec:
     options: Options
     wish: Wish
     name: str
-    plugins: tuple[Plugin, ...]
-    cluster: Cluster
+    preparations: Preparations
 
 
 class Fleet:
@@ -100,8 +99,7 @@ class Fleet:
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
         self._preparer = Preparer(
-            spec.plugins,
-            spec.cluster,
+            spec.preparations,
             loop,
             members=self._members,
             compute_pool=self._compute_pool,
@@ -114,6 +112,7 @@ class Fleet:
             self._tell_node, self._connect_device, spec.options.orphan_timeout
         )
         dispatcher.has_hope = self._has_hope
+        dispatcher.why_hopeless = self._why_hopeless
 
     def start(self) -> None:
         """Bring all nodes up, in parallel; raises the first failure after taking all down."""
@@ -133,15 +132,15 @@ class Fleet:
         return added
 
     def _await_ready(self, nodes: list[Node]) -> None:
-        seconds = READY_SECONDS + (PREPARE_SECONDS if self._preparer.leaves else 0.0)
+        seconds = READY_SECONDS + (PREPARE_SECONDS if self._spec.preparations else 0.0)
         deadline = time.monotonic() + seconds
         for node in nodes:
             # In slices, so that Ctrl-C is noticed while waiting.
             while not node.ready.wait(0.1):
+                if self.closed:
+                    raise PoolClosedError("this pool was closed while it started")
                 if time.monotonic() > deadline:
-                    raise PoolStartError(
-                        f"node {node.index} was not ready within {seconds:.0f} s"
-                    )
+                    raise PoolStartError(f"node {node.index} was not ready within {seconds:.0f} s")
             if node.failure is not None:
                 raise node.failure
 
@@ -222,7 +221,7 @@ class Fleet:
             client_pid=0,
             credentials=credentials,
             blob_cap=self._dispatcher.packer.cap,
-            plugged=self._preparer.leaves,
+            plugged=bool(self._spec.preparations),
         )
 
     def _workers_per_node(self, node: Node) -> int:
@@ -271,7 +270,6 @@ class Fleet:
                 self._retire(self.nodes[count:])
             if count != have:
                 self._tell_topology()
-                self._preparer.regroup()
 
     def _grow(self, count: int) -> None:
         added = self._add_nodes(count)
@@ -296,6 +294,7 @@ class Fleet:
         with self._lock:
             self.nodes = [node for node in self.nodes if node not in leaving]
         self._tell_topology()
+        self._preparer.regroup()
         for node in leaving:
             self._stop_node(node, 5.0)
 
@@ -364,12 +363,20 @@ class Fleet:
 
     def _has_hope(self, task: Task) -> bool:
         """Whether a node that could run this task is there or may come."""
+        if self._preparer.together and any(node.failure is not None for node in self.nodes):
+            return False
         wanted = task.worker[0] if task.worker is not None else task.on
         return any(
             node.state in ("starting", "ready") or (node.state == "lost" and node.failure is None)
             for node in self.nodes
             if wanted is None or node.index == wanted
         )
+
+    def _why_hopeless(self) -> str:
+        failed = [node for node in self.nodes if node.failure is not None]
+        if not self._preparer.together or not failed:
+            return ""
+        return f"its workers are a group, and {failed[0].failure}"
 
     # The agents' frames.
 
@@ -451,7 +458,7 @@ class Fleet:
 
     def _lane_ready(self, node: Node, lane: Lane) -> None:
         """An executor can be given tasks; with the last one, the node is ready."""
-        self._dispatcher.add(lane, usable=node.state != "draining")
+        self._dispatcher.add(lane, usable=node.state != "draining" and not lane.replaced)
         worker = self._spec.worker
         expected = self._workers_per_node(node) * (
             1 if worker.executor == "thread" else worker.concurrency
@@ -527,7 +534,7 @@ class Fleet:
             del node.lanes[lane.worker, lane.slot]
         if lane.tasks:
             self._dispatcher.counts.workers_died += 1
-        self._preparer.lane_lost(lane)
+        self._preparer.lane_lost(node, lane, reason)
         self._loop.forget(lane.channel)
         self._dispatcher.lose(
             lane,
@@ -558,7 +565,7 @@ class Fleet:
             self._dispatcher.lose(
                 lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {reason}")
             )
-            self._preparer.lane_lost(lane)
+            self._preparer.lane_lost(node, lane, reason)
         if node.failure is not None:
             node.ready.set()
             self._dispatcher.fail_stranded()

@@ -63,7 +63,9 @@ class Lane(Place[Task]):
     prepared: bool = False
     """Whether the plugins' hooks are entered in it."""
     joined: bool = False
-    """Whether it was told to join the group of a distributed plugin, which it can do once."""
+    """Whether it was told to prepare, which it can do once."""
+    replaced: bool = False
+    """Whether its group is over: it gets nothing new, and is ended when it is idle."""
     last_result: float = 0.0
     recalling: bool = False
     _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from skyward.errors import PluginError
+from skyward import checks
+from skyward.errors import PluginError, SerializationError
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
@@ -23,8 +25,29 @@ from skyward.worker.hooks import Hooks
 STUCK_SECONDS = 8.0
 """How long the others of a broadcast have to fail by themselves once one of them was lost."""
 IDLE_LOOK_SECONDS = 0.02
-GROUP_ATTEMPTS = 3
-"""How often a group is tried that fails to form."""
+ATTEMPTS = 3
+"""How often workers are prepared that fail at it, before their node counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparations:
+    """What plugins do on nodes and in worker processes, encoded to be sent."""
+
+    for_nodes: bytes
+    for_processes: bytes
+    together: bool
+    """Whether no worker is of use without the others."""
+
+    @classmethod
+    def of(cls, plugins: tuple[Plugin, ...], cluster: Cluster) -> Preparations:
+        """Of these plugins; raises `PluginError` for one that cannot be sent."""
+        on_nodes = [Hooks(p.name, p.around_app, commands=_commands(p, cluster)) for p in plugins]
+        in_processes = [Hooks(p.name, p.around_process, p.decorate) for p in plugins]
+        together = any(plugin.distributed for plugin in plugins)
+        return cls(_encoded(on_nodes), _encoded(in_processes), together)
+
+    def __bool__(self) -> bool:
+        return bool(self.for_nodes or self.for_processes)
 
 
 class Preparer:
@@ -32,8 +55,7 @@ class Preparer:
 
     def __init__(
         self,
-        plugins: tuple[Plugin, ...],
-        cluster: Cluster,
+        preparations: Preparations,
         loop: Loop,
         *,
         members: Callable[[], list[tuple[Node, Lane | None]]],
@@ -46,21 +68,12 @@ class Preparer:
         self._loop = loop
         self._members, self._compute_pool, self._meet_at = members, compute_pool, meet_at
         self._drain, self._ready, self._failed = drain, ready, failed
-        self._together = any(plugin.distributed for plugin in plugins)
+        self.together = preparations.together
+        self._for_nodes = preparations.for_nodes
+        self._for_processes = preparations.for_processes
         self._attempts = 0
+        """How often workers were prepared since all of them were ready."""
         self._lock = threading.RLock()
-        commands = {p.name: tuple(p.bootstrap(cluster)) for p in plugins if p.bootstrap}
-        self._for_nodes = _encoded(
-            [Hooks(p.name, p.around_app, commands=commands.get(p.name, ())) for p in plugins]
-        )
-        self._for_processes = _encoded(
-            [Hooks(p.name, p.around_process, p.decorate) for p in plugins]
-        )
-
-    @property
-    def leaves(self) -> bool:
-        """Whether processes have something to leave before they end."""
-        return bool(self._for_nodes or self._for_processes)
 
     # Nodes.
 
@@ -88,7 +101,7 @@ class Preparer:
             return
         if not self._for_processes:
             self._usable(node, lane)
-        elif not self._together:
+        elif not self.together:
             self._tell(node, lane)
         else:
             self._group()
@@ -100,8 +113,9 @@ class Preparer:
             return
         failure = PluginError(f"{lane.where}: {problem}")
         with self._lock:
-            self._attempts += 1
-            hopeless = self._attempts >= GROUP_ATTEMPTS or node.state == "starting"
+            if not self.together:
+                self._attempts += 1
+            hopeless = self._attempts >= ATTEMPTS or node.state == "starting"
         if hopeless:
             self._failed(node, failure)
         else:
@@ -135,28 +149,37 @@ class Preparer:
                 self.regroup()
                 return
             lanes = [(node, lane) for node, lane in members if lane is not None]
+            self._attempts += 1
             self._meet_at(lanes[0][1].port)
             for node, lane in lanes:
                 self._tell(node, lane)
 
-    def lane_lost(self, lane: Lane) -> None:
+    def lane_lost(self, node: Node, lane: Lane, reason: str) -> None:
         """A worker is gone; if it was a member of a group, that group is over."""
-        if self._together and lane.joined:
-            self.regroup()
+        if lane.joined and not lane.prepared and not lane.replaced:
+            self.lane_prepared(node, lane, f"its process ended in a plugin's hook: {reason}")
+        if self.together and lane.joined:
+            self.regroup(lost=True)
 
-    def regroup(self) -> None:
-        """Replace every member of the group, each when it is idle."""
-        if not self._together:
+    def regroup(self, *, lost: bool = False) -> None:
+        """Replace every member of the group, each when it is idle.
+
+        With `lost`, a member is gone: those in a broadcast with it are not waited for long.
+        """
+        if not self.together:
             return
         for node, lane in self._members():
-            if lane is None or not lane.joined or (not lane.open and lane.prepared):
+            if lane is None or not lane.joined:
                 continue
-            self._drain(lane)
-            for task in lane.started():
+            with self._lock:
+                already, lane.replaced = lane.replaced, True
+            if not already:
+                self._drain(lane)
+                self._replace_when_idle(node, lane)
+            for task in lane.started() if lost else ():
                 # Its next collective call fails, unless nothing tells it that a peer is gone.
                 if task.worker is not None:
                     self._loop.later(STUCK_SECONDS, functools.partial(_end, lane, task.id))
-            self._replace_when_idle(node, lane)
 
     def _replace_when_idle(self, node: Node, lane: Lane) -> None:
         if lane.lost:
@@ -172,6 +195,23 @@ def _end(lane: Lane, task_id: int) -> None:
         lane.kill("another worker of its group was lost, and it did not notice")
 
 
+def _commands(plugin: Plugin, cluster: Cluster) -> tuple[str, ...]:
+    if plugin.bootstrap is None:
+        return ()
+    try:
+        commands = plugin.bootstrap(cluster)
+        return checks.texts(plugin, "bootstrap", commands)
+    except Exception as problem:
+        raise PluginError(
+            f"plugin {plugin.name!r}: its bootstrap failed: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
 def _encoded(given: list[Hooks]) -> bytes:
     useful = [h for h in given if h.around is not None or h.decorate is not None or h.commands]
+    for each in useful:
+        try:
+            hooks.encode([each])
+        except SerializationError as problem:
+            raise PluginError(f"plugin {each.plugin!r} cannot be sent: {problem}") from problem
     return hooks.encode(useful) if useful else b""

@@ -79,7 +79,7 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
 
 def settle() -> None:
     """Wait until what was issued on borrowed GPU memory is done."""
-    for ordinal in {borrowed.ordinal for borrowed in _borrowed}:
+    for ordinal in {borrowed.ordinal for borrowed in _borrowed.copy()}:
         import torch
 
         torch.cuda.synchronize(ordinal)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -358,7 +359,10 @@ class Agent:
             lifeline.cut(child.process.pid)
         for child in children:
             child.process.wait()
-        self._hooks.leave()
+        try:
+            self._hooks.leave()
+        except Exception:
+            traceback.print_exc()
         with self._lock:
             channel = self._channel
         if channel is not None:

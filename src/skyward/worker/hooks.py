@@ -15,6 +15,7 @@ from skyward.context import InstanceInfo
 from skyward.errors import PluginError
 from skyward.plugins.plugin import Around, Decorate, entered
 from skyward.wire import objects
+from skyward.worker import lifeline
 
 COMMAND_SECONDS = 1800.0
 """How long one bootstrap command may take."""
@@ -53,6 +54,8 @@ class Entered:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
+        self._command: subprocess.Popen[str] | None = None
+        self._ending = False
         self._decorators: list[tuple[str, Decorate]] = []
 
     def enter(self, data: bytes, info: InstanceInfo) -> None:
@@ -63,7 +66,7 @@ class Entered:
                 plugin = hooks.plugin
                 hook = "bootstrap"
                 for command in hooks.commands:
-                    _run(command)
+                    self._run(command)
                 hook = "around hook"
                 if hooks.around is not None:
                     self._stack.enter_context(entered(hooks.around, info))
@@ -78,8 +81,35 @@ class Entered:
             raise PluginError(_told(plugin, hook, problem)) from problem
 
     def leave(self) -> None:
-        """Leave what was entered, in reverse."""
+        """End the command that runs, and leave what was entered, in reverse."""
+        self._ending = True
+        if self._command is not None:
+            lifeline.cut(self._command.pid)
         self._stack.close()
+
+    def _run(self, command: str) -> None:
+        process = self._command = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            if self._ending:
+                raise InterruptedError("the node is ending")
+            said, _ = process.communicate(timeout=COMMAND_SECONDS)
+        finally:
+            # Whatever it has left running, too.
+            lifeline.cut(process.pid)
+            process.wait()
+            self._command = None
+        if process.returncode:
+            raise RuntimeError(
+                f"`{command}` ended with exit status {process.returncode}:\n{said[-4000:]}"
+            )
 
     def decorated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as the plugins want it called; the first plugin's wrapper is outermost."""
@@ -89,23 +119,6 @@ class Entered:
             except Exception as problem:
                 raise PluginError(_told(plugin, "decorate", problem)) from problem
         return function
-
-
-def _run(command: str) -> None:
-    done = subprocess.run(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=COMMAND_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"`{command}` ended with exit status {done.returncode}:\n{done.stdout[-4000:]}"
-        )
 
 
 def _told(plugin: str, hook: str, problem: BaseException) -> str:

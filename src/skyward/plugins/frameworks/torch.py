@@ -111,7 +111,9 @@ def _share_processors(info: InstanceInfo) -> None:
     mine = next((peer.address for peer in info.peers if peer.node == info.node), "")
     here = sum(peer.address == mine for peer in info.peers) * info.workers_per_node
     if here > 1:
-        threads = max(1, len(os.sched_getaffinity(0)) // here)
+        mine_to_use = getattr(os, "sched_getaffinity", None)  # not on every system
+        processors = len(mine_to_use(0)) if mine_to_use is not None else os.cpu_count() or 1
+        threads = max(1, processors // here)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 

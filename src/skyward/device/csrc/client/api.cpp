@@ -48,7 +48,7 @@ int sky_open(int index, int ops, int bulk, int shares_memory, int on_cpu) {
 }
 
 int sky_close(int index, const char* why) {
-  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).close(why); });
+  return sky::guarded([&] { sky::close_session(index, why); });
 }
 
 int sky_stats(int index, uint64_t* out) {

@@ -14,10 +14,13 @@ Bulk::Bulk(int socket, bool shares_memory) : socket_(socket) {
   if (shares_memory) rings_ = SharedRings::make(socket);
 }
 
-Bulk::~Bulk() {
+Bulk::~Bulk() { retire(); }
+
+void Bulk::retire() {
   close();
   if (sender_.joinable()) sender_.join();
   if (receiver_.joinable()) receiver_.join();
+  rings_.reset();
 }
 
 void Bulk::close() noexcept {
@@ -108,7 +111,8 @@ void Bulk::receive_queued() {
   for (;;) {
     changed_.wait(lock, [&] { return !landings_.empty() || ending_; });
     if (ending_) return;
-    auto landing = landings_.front();
+    // Its place stays taken. Letting go of it may want Python's lock, so not with ours held.
+    auto landing = std::move(landings_.front());
     lock.unlock();
     std::unique_ptr<Complaint> complaint;
     std::string problem;

@@ -37,6 +37,7 @@ class Bulk {
   bool is_idle();
 
   void close() noexcept;
+  void retire();  // ends its threads and gives its memory back; nothing may be sent any more
 
  private:
   struct Parcel {

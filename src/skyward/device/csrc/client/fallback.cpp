@@ -147,10 +147,6 @@ const OpInfo& info_of(const c10::OperatorHandle& op) {
 
 uint8_t bits_of(const at::Tensor& t) { return (t.is_conj() ? kConjugated : 0) | (t.is_neg() ? kNegated : 0); }
 
-bool is_sky(const at::Tensor& t) {
-  return t.unsafeGetTensorImpl()->key_set().has_backend(c10::BackendComponent::PrivateUse1Bit);
-}
-
 void join(Key& key, Session& session) {
   if (!key.session) key.session = &session;
   TORCH_CHECK(key.session == &session, "Expected all tensors to be on the same device, but found sky:",

@@ -71,8 +71,6 @@ at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout lay
   return at::zeros(sizes, dtype, layout, device, pin);
 }
 
-bool is_sky(const at::Tensor& t) { return t.device().type() == kSky; }
-
 // Elements of a dense tensor lie in its storage without gaps, in order.
 void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
   auto& session = Session::of(to.unsafeGetTensorImpl());

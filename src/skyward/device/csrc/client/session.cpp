@@ -18,7 +18,6 @@ constexpr auto kFlushAfter = std::chrono::microseconds(100);
 constexpr auto kSleepAfter = std::chrono::milliseconds(5);
 // Small uploads ride in the op stream; the copy there is their snapshot.
 constexpr uint64_t kInlineUpload = 64 << 10;
-constexpr uint64_t kInlineFetch = 64 << 10;
 // A training step is forty operations at the very least: three waits in it are one every dozen.
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
@@ -76,10 +75,24 @@ Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_
     sessions.reserve(4096);
     pthread_atfork(nullptr, nullptr, disown_all);
   }
+  TORCH_CHECK(sessions.size() < sessions.capacity(), "this process has opened ", sessions.size(),
+              " sky devices, which is the most; start another");
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
   sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, shares_memory, on_cpu));
   by_index[index] = sessions.back().get();
   return *sessions.back();
+}
+
+void close_session(int index, const std::string& why) {
+  Session* found = nullptr;
+  {
+    std::lock_guard lock(registry_mutex);
+    for (auto each = sessions.rbegin(); each != sessions.rend() && !found; ++each)
+      if ((*each)->index == index) found = each->get();
+  }
+  if (!found || found->is_disowned()) return;
+  found->close(why);
+  found->retire();
 }
 
 int open_count() {
@@ -118,10 +131,19 @@ Session::Session(int index, uint32_t serial, int ops, int bulk, bool shares_memo
   flusher_ = std::thread([this] { flush_later(); });
 }
 
-Session::~Session() {
-  ending_ = true;
+Session::~Session() { retire(); }
+
+void Session::retire() {
+  {
+    std::lock_guard lock(wake_mutex_);
+    ending_ = true;
+  }
   wake_.notify_all();
   if (flusher_.joinable()) flusher_.join();
+  std::lock_guard lock(mutex);
+  bulk_.retire();
+  templates.clear();
+  last = nullptr;
 }
 
 c10::Storage Session::new_storage(uint64_t bytes, bool tell) {

@@ -94,6 +94,7 @@ class Session {
   std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
   std::string exported(const std::vector<uint32_t>& slots);
   void close(const std::string& why);
+  void retire();  // after closing: its threads end, and what it held is given back
   void check_open() const;
   void disown();  // in a forked child: the connection is the parent's
   bool is_disowned() const { return is_disowned_; }
@@ -133,10 +134,15 @@ class Session {
   std::thread flusher_;
 };
 
+inline bool is_sky(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->key_set().has_backend(c10::BackendComponent::PrivateUse1Bit);
+}
+
 // The session behind a device index; throws if there is none.
 Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
 Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu);
+void close_session(int index, const std::string& why);  // the last one that had this index
 int open_count();
 bool in_bad_fork();  // all there are were opened before this process was forked
 bool synchronous();

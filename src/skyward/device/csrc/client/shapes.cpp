@@ -165,8 +165,6 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-bool is_sky(const Tensor& t) { return t.device().type() == kSky; }
-
 // A tensor like this one without memory; none if it cannot stand for it.
 std::optional<Tensor> shadow(const Tensor& t) {
   if (!t.defined() || !is_sky(t)) return t;

@@ -34,6 +34,9 @@ enum Record : uint32_t {
 };
 constexpr uint32_t kFree = 0x80000000u;
 
+// What is fetched comes in the reply up to this size, and above it the way of uploads.
+constexpr uint64_t kInlineFetch = 64 << 10;
+
 // How an argument is written in a template.
 enum Argument : uint8_t {
   kNone,

@@ -8,7 +8,6 @@
 namespace sky {
 namespace {
 
-constexpr size_t kInlineFetch = 64 << 10;
 constexpr size_t kStage = 8 << 20;
 
 at::Tensor host_view(const char* at, size_t bytes) {
