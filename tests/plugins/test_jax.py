@@ -11,7 +11,7 @@ import pytest
 
 import skyward as sky
 from skyward.context import InstanceInfo
-from skyward.errors import ConfigurationError, PluginError
+from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.jax import variables
 
 pytest.importorskip("jax", reason="jax is not installed")
@@ -157,14 +157,6 @@ def test_a_word_that_is_no_extra_is_refused() -> None:
 def test_standalone_workers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'jax' needs one"):
         sky.Compute(nodes=2, plugins=[sky.plugins.jax()], options=sky.Options(cluster=False))
-
-
-def test_two_plugins_that_want_the_port_are_told_so() -> None:
-    """Slow: torch and JAX are imported."""
-    plugins = [sky.plugins.jax(), sky.plugins.torch()]
-    with pytest.raises(PluginError, match=r"plugins\.torch\(\) or sky\.plugins\.jax\(\)"):
-        with sky.Compute(nodes=2, plugins=plugins, options=QUIET):
-            pass
 
 
 def test_workers_of_a_node_divide_its_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ class Agent:
     def _let_leave(children: list[Child]) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS
         for child in children:
-            child.process.terminate()
+            child.process.send_signal(lifeline.LEAVE)
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline - time.monotonic()))

@@ -275,7 +275,7 @@ class Executor:
     def serve(self) -> None:
         """Run tasks until the process is ended from outside."""
         signal.signal(signal.SIGINT, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_leave)
+        signal.signal(lifeline.LEAVE, self._on_leave)
         try:
             self._connected.wait()
             self._serve()
@@ -302,7 +302,7 @@ class Executor:
             self._read_one()
 
     def _on_leave(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(lifeline.LEAVE, signal.SIG_IGN)
         raise Leave
 
     def _prepare(self, prepare: Prepare) -> None:

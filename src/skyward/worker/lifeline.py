@@ -9,6 +9,9 @@ import signal
 import sys
 import threading
 
+LEAVE = signal.SIGUSR2
+"""Asks an executor to end in good order; SIGTERM stays what it is to the code that runs there."""
+
 
 def hold(descriptor: int) -> None:
     """End this process and its children when the pipe's other end, or the parent, is gone."""
