@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -87,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     name: str
     version: Annotated[int, msgspec.Meta(ge=1)]
-    created: str
+    created: datetime
     skyward: str
     torch: str
     class_path: str | None

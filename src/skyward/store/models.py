@@ -205,7 +205,7 @@ def _version(manifest: Manifest) -> ModelVersion:
     return ModelVersion(
         name=manifest.name,
         version=manifest.version,
-        created=datetime.fromisoformat(manifest.created),
+        created=manifest.created,
         size=sum(region.size for region in manifest.regions),
         added=manifest.added,
         tensors=len(manifest.tensors),

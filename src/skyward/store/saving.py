@@ -167,7 +167,7 @@ class Saving:
                 format=FORMAT,
                 name=self._name,
                 version=version,
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                created=datetime.now(UTC),
                 skyward=__version__,
                 torch=str(torch_version),
                 class_path=class_path,

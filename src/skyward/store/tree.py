@@ -145,7 +145,7 @@ def _decode(node: Any, tensor: Callable[[int], Any], depth: int) -> Any:
     if not isinstance(node, dict) or not node:
         raise _MalformedError("an entry that is no value")
     kind, content = next(iter(node.items()))
-    if len(node) != (2 if kind == "state" else 1):
+    if list(node) != (["state", "about"] if kind == "state" else [kind]):
         raise _MalformedError("an entry of two kinds")
     if kind == "tensor" and type(content) is int:
         return tensor(content)
