@@ -16,7 +16,7 @@ from skyward.store.files import Entry, Part
 _BLOCK = 16 << 20
 """A write is cut into parts of this size, of which each transfer keeps about two in memory."""
 
-_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "memory"})
+_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci"})
 """Where an upload appears at once and only when it is complete; elsewhere it is renamed."""
 
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
@@ -41,7 +41,7 @@ class FsspecFiles:
                 return bytes(self._fs.cat_file(self._path(path), start=start, end=start + length))
             except Exception:
                 # Object stores refuse a range that begins at or behind the end of the file.
-                if start and start >= self._fs.size(self._path(path)):
+                if start >= self._fs.size(self._path(path)):
                     return b""
                 raise
 
