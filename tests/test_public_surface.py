@@ -45,6 +45,9 @@ PUBLIC = [
     "silent",
     "redirect_output",
     "Output",
+    # models at rest
+    "ModelStore",
+    "ModelVersion",
     # what can go wrong
     "SkywardError",
     "ConfigurationError",
@@ -53,6 +56,11 @@ PUBLIC = [
     "ImageError",
     "SerializationError",
     "BlobStoreFullError",
+    "StoreError",
+    "StoreDamagedError",
+    "StoreFullError",
+    "ModelNotFoundError",
+    "ModelMismatchError",
     "PoolError",
     "PoolStartError",
     "Plugin",

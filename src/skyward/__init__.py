@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import ConfigurationError as ConfigurationError
     from skyward.errors import ImageError as ImageError
+    from skyward.errors import ModelMismatchError as ModelMismatchError
+    from skyward.errors import ModelNotFoundError as ModelNotFoundError
     from skyward.errors import NodeLostError as NodeLostError
     from skyward.errors import Outcome as Outcome
     from skyward.errors import PluginError as PluginError
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from skyward.errors import RemoteError as RemoteError
     from skyward.errors import SerializationError as SerializationError
     from skyward.errors import SkywardError as SkywardError
+    from skyward.errors import StoreDamagedError as StoreDamagedError
+    from skyward.errors import StoreError as StoreError
+    from skyward.errors import StoreFullError as StoreFullError
     from skyward.errors import TaskCancelledError as TaskCancelledError
     from skyward.errors import TaskError as TaskError
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
@@ -60,6 +65,8 @@ if TYPE_CHECKING:
     from skyward.spec import PipIndex as PipIndex
     from skyward.spec import Volume as Volume
     from skyward.spec import Worker as Worker
+    from skyward.store.models import ModelStore as ModelStore
+    from skyward.store.models import ModelVersion as ModelVersion
 
 __version__ = "0.1.0"
 
@@ -82,6 +89,8 @@ _HOMES = {
         "BroadcastError",
         "ConfigurationError",
         "ImageError",
+        "ModelMismatchError",
+        "ModelNotFoundError",
         "NodeLostError",
         "Outcome",
         "PluginError",
@@ -92,6 +101,9 @@ _HOMES = {
         "RemoteError",
         "SerializationError",
         "SkywardError",
+        "StoreDamagedError",
+        "StoreError",
+        "StoreFullError",
         "TaskCancelledError",
         "TaskError",
         "TaskTimeoutError",
@@ -114,6 +126,7 @@ _HOMES = {
     "providers.local": ("Local",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
+    "store.models": ("ModelStore", "ModelVersion"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -27,6 +27,26 @@ class BlobStoreFullError(SkywardError, OSError):
     """There is no room left where large values are staged for the workers."""
 
 
+class StoreError(SkywardError):
+    """The model store cannot do what was asked; the message names the file and the next step."""
+
+
+class StoreDamagedError(StoreError):
+    """A file of the store is not what was written; nothing of it was used."""
+
+
+class StoreFullError(StoreError, OSError):
+    """There is no room left where the store keeps its files; nothing was published."""
+
+
+class ModelNotFoundError(StoreError, LookupError):
+    """The store has no model of that name, or not that version of it."""
+
+
+class ModelMismatchError(StoreError, ValueError):
+    """What is stored does not fit the model; the message lists every difference."""
+
+
 class PoolError(SkywardError):
     """The pool as a whole cannot do what was asked."""
 

@@ -1,0 +1,1 @@
+"""Models at rest: weights saved as content-addressed safetensors, published version by version."""

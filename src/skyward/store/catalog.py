@@ -1,0 +1,139 @@
+"""The catalog: which versions there are, and the only way to publish or withdraw one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from skyward.errors import ConfigurationError, ModelNotFoundError, StoreDamagedError, StoreError
+from skyward.store import manifest as manifests
+from skyward.store.files import Files
+from skyward.store.manifest import MANIFEST_LIMIT, Manifest
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
+_VERSION = re.compile(r"models/(.+)/([1-9][0-9]{0,8})\.(json|gone)")
+_LONGEST = 200
+
+
+def check_name(name: object) -> str:
+    """A model's name: segments of a path, none of which leads anywhere else."""
+    if not isinstance(name, str):
+        raise ConfigurationError(f"name={name!r}: a model's name must be a str; pass a str")
+    segments = name.split("/")
+    if (
+        len(name) > _LONGEST
+        or not all(_SEGMENT.fullmatch(segment) for segment in segments)
+        or any(_RESERVED.fullmatch(segment) for segment in segments)
+    ):
+        raise ConfigurationError(
+            f"name={name[:_LONGEST]!r}: not a model's name; use up to {_LONGEST} letters, digits, "
+            "'.', '_' and '-', with '/' between parts, none of which may begin with '.' or '-' "
+            "or end in '.json' or '.gone'"
+        )
+    return name
+
+
+class Catalog:
+    """The manifests of a store.
+
+    A version's number is used once: deleting the newest leaves a marker, so that a name and a
+    number mean the same bytes for ever.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._read: dict[str, Manifest] = {}
+
+    def numbers(self, name: str | None = None) -> dict[str, list[int]]:
+        """The versions there are, oldest first, of every model or of one."""
+        found: dict[str, list[int]] = {}
+        for owner, number, gone in self._listed(name):
+            if not gone:
+                found.setdefault(owner, []).append(number)
+        return {owner: sorted(found[owner]) for owner in sorted(found)}
+
+    def resolve(self, name: str, version: int | None) -> int:
+        """The version asked for, or the newest."""
+        there = self.numbers(name).get(name, [])
+        if not there:
+            names = ", ".join(self.numbers()) or "none yet"
+            raise ModelNotFoundError(
+                f"{self._files.url} has no model {name!r}; it has: {names[:500]}"
+            )
+        if version is None:
+            return there[-1]
+        if version not in there:
+            shown = ", ".join(str(number) for number in there[-20:])
+            raise ModelNotFoundError(
+                f"{self._files.url} has no version {version!r} of {name!r}; it has: {shown}"
+            )
+        return version
+
+    def read(self, name: str, version: int) -> Manifest:
+        """One version's manifest, checked."""
+        path = f"models/{name}/{version}.json"
+        where = f"{self._files.url}/{path}"
+        try:
+            data = self._files.read(path, 0, MANIFEST_LIMIT + 1)
+        except FileNotFoundError:
+            raise ModelNotFoundError(f"{where} is gone: the version was deleted") from None
+        if len(data) > MANIFEST_LIMIT:
+            raise StoreDamagedError(
+                f"{where}: longer than the {MANIFEST_LIMIT >> 20} MiB a manifest may have; "
+                "delete this version and save the model again"
+            )
+        manifest = manifests.decode(data, where)
+        if (manifest.name, manifest.version) != (name, version):
+            raise StoreDamagedError(
+                f"{where}: holds version {manifest.version} of {manifest.name!r}; on a filesystem "
+                "that ignores case, names must differ in more than that: use another name"
+            )
+        return manifest
+
+    def remember(self, name: str, version: int) -> Manifest:
+        """The same, read once and kept for the next save."""
+        path = f"models/{name}/{version}.json"
+        if path not in self._read:
+            self._read[path] = self.read(name, version)
+        return self._read[path]
+
+    def has(self, name: str, version: int) -> bool:
+        """Whether a version is still there."""
+        return self._files.size(f"models/{name}/{version}.json") is not None
+
+    def publish(self, drafts: Iterable[Manifest], name: str) -> Manifest:
+        """Publish the first draft whose number is free; drafts are numbered upwards."""
+        for draft in drafts:
+            path = f"models/{name}/{draft.version}.json"
+            if self._files.create(path, manifests.encode(draft)):
+                return draft
+        raise StoreError(
+            f"{self._files.url}: no version number of {name!r} could be had, because others "
+            "publish it all the time; save again, or under another name"
+        )
+
+    def last_number(self, name: str) -> int:
+        """The highest number ever used."""
+        return max((number for _, number, _ in self._listed(name)), default=0)
+
+    def withdraw(self, name: str, versions: list[int]) -> None:
+        """Delete versions; their bytes stay until the garbage collector comes."""
+        last = self.last_number(name)
+        if last in versions:
+            self._files.write(f"models/{name}/{last}.gone", [b"{}\n"])
+        for number in versions:
+            self._files.delete(f"models/{name}/{number}.json")
+            self._read.pop(f"models/{name}/{number}.json", None)
+        for owner, number, gone in self._listed(name):
+            if owner == name and gone and number < last:
+                self._files.delete(f"models/{name}/{number}.gone")
+
+    def _listed(self, name: str | None) -> list[tuple[str, int, bool]]:
+        folder = "models" if name is None else f"models/{name}"
+        found = []
+        for entry in self._files.list(folder):
+            match = _VERSION.fullmatch(entry.path)
+            if match and name in (None, match[1]):
+                found.append((match[1], int(match[2]), match[3] == "gone"))
+        return found

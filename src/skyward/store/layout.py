@@ -1,0 +1,189 @@
+"""Tensors as runs of bytes: what overlaps in memory is one region, and is so again when loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyward.errors import SerializationError
+from skyward.store.manifest import ITEM_SIZES, RANK_LIMIT, View, contiguous
+
+if TYPE_CHECKING:
+    import torch
+
+# What safetensors calls them; the others are stored as plain bytes.
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The bytes of one region as they lie in memory, to be read when their turn comes."""
+
+    tensor: torch.Tensor
+    first: int
+    last: int
+    packed: bool
+    """The tensor's elements alone are stored, in order; the bytes between them are not."""
+    dtype: str
+    shape: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """How many bytes are stored."""
+        return self.last - self.first
+
+    @property
+    def copied(self) -> bool:
+        """Whether `read` makes a copy, which nobody else can change."""
+        return self.packed or self.tensor.device.type != "cpu"
+
+    def read(self) -> memoryview:
+        """The bytes: the tensor's own memory on the CPU, a copy from anywhere else."""
+        import torch
+
+        if self.packed:
+            storage = self.tensor.contiguous().cpu().untyped_storage()
+        else:
+            storage = self.tensor.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat = whole[self.first : self.last].cpu()
+        block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+        block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
+        return memoryview(block).cast("B")
+
+
+@dataclass(slots=True)
+class _Placed:
+    index: int
+    tensor: torch.Tensor
+    first: int
+    last: int
+
+
+def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Span], list[View]]:
+    """The regions that hold these tensors, in order of first use, and a view for each tensor."""
+    storages: dict[int, list[_Placed]] = {}
+    plain = [_plain(path, tensor) for path, tensor in tensors]
+    views: list[View | None] = [None] * len(plain)
+    for index, tensor in enumerate(plain):
+        if tensor.numel() == 0:
+            views[index] = View(dtype=_name(tensor), shape=list(tensor.shape))
+            continue
+        item = tensor.element_size()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        first = int(tensor.storage_offset()) * item
+        reach = sum((extent - 1) * step for extent, step in steps)
+        last = first + (reach + 1) * item
+        placed = _Placed(index, tensor, first, last)
+        storages.setdefault(tensor.untyped_storage()._cdata, []).append(placed)
+    groups = [group for placed in storages.values() for group in _overlapping(placed)]
+    groups.sort(key=lambda group: min(placed.index for placed in group))
+    spans = []
+    for region, group in enumerate(groups):
+        span = _span(group)
+        spans.append(span)
+        for placed in group:
+            views[placed.index] = _view(placed, region, span)
+    return spans, [view for view in views if view is not None]
+
+
+def _overlapping(placed: list[_Placed]) -> list[list[_Placed]]:
+    """Parts of one storage that do not overlap come apart: saving a slice saves the slice."""
+    groups: list[list[_Placed]] = []
+    end = -1
+    for each in sorted(placed, key=lambda placed: placed.first):
+        if each.first < end:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+        end = max(end, each.last)
+    return groups
+
+
+def _span(group: list[_Placed]) -> Span:
+    lead = min(group, key=lambda placed: placed.index)
+    dtype, item = _name(lead.tensor), lead.tensor.element_size()
+    first, last = group[0].first, max(placed.last for placed in group)
+    payload = lead.tensor.numel() * item
+    if len(group) == 1 and last - first > 2 * payload:
+        # Mostly holes, such as one column of a matrix: worth more than its strides.
+        return Span(lead.tensor, 0, payload, True, dtype, list(lead.tensor.shape))
+    if any(placed.tensor.dtype != lead.tensor.dtype for placed in group):
+        return Span(lead.tensor, first, last, False, "uint8", [last - first])
+    whole = lead.tensor.is_contiguous() and payload == last - first
+    shape = list(lead.tensor.shape) if whole else [(last - first) // item]
+    return Span(lead.tensor, first, last, False, dtype, shape)
+
+
+def _view(placed: _Placed, region: int, span: Span) -> View:
+    tensor = placed.tensor
+    shape = list(tensor.shape)
+    strides = list(tensor.stride())
+    default = span.packed or all(
+        extent == 1 or step == expected
+        for extent, step, expected in zip(shape, strides, contiguous(shape), strict=True)
+    )
+    return View(
+        dtype=_name(tensor),
+        shape=shape,
+        region=region,
+        offset=0 if span.packed else placed.first - span.first,
+        strides=None if default else strides,
+    )
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    def refused(what: str, advice: str) -> SerializationError:
+        return SerializationError(f"{path}: {what} cannot be stored; {advice}")
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise refused(f"a {type(tensor).__qualname__}", "turn it into a plain tensor first")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise refused(f"a tensor of layout {tensor.layout}", "turn it into a dense tensor first")
+    if tensor.device.type == "meta":
+        raise refused("a tensor on the meta device has no values and", "give it values first")
+    if _name(tensor) not in ITEM_SIZES:
+        raise refused(f"a tensor of dtype {tensor.dtype}", "convert it first")
+    if tensor.dim() > RANK_LIMIT:
+        raise refused(f"a tensor of {tensor.dim()} dimensions", "reshape it first")
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain
+
+
+def tensor_at(view: View, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor that a checked view shows of its region's bytes."""
+    import torch
+
+    dtype = getattr(torch, view.dtype)
+    empty = torch.empty(0, dtype=dtype, device=flat.device)
+    if view.region is None:
+        return torch.empty(view.shape, dtype=dtype, device=flat.device)
+    item = ITEM_SIZES[view.dtype]
+    with torch.no_grad():
+        return empty.set_(flat.untyped_storage(), view.offset // item, view.shape, view.steps)

@@ -1,0 +1,155 @@
+"""Loading: read the regions a model needs, object by object, and let nothing through unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from skyward.errors import StoreDamagedError
+from skyward.store import objects
+from skyward.store.files import Files
+from skyward.store.layout import tensor_at
+from skyward.store.manifest import Manifest, Region, StoredObject, object_path
+from skyward.wire import memory
+
+if TYPE_CHECKING:
+    import torch
+
+_PART = 8 << 20
+"""A remote read is cut into ranges of this size, several of which travel at once."""
+_TOGETHER = 128 << 20
+"""Objects up to this size are read in one go when most of them is needed."""
+_STREAMS = 8
+
+
+class Loading:
+    """The regions of one version, read and verified."""
+
+    def __init__(self, files: Files, manifest: Manifest) -> None:
+        self._files = files
+        self._manifest = manifest
+
+    def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each region as flat bytes of its own; at most one object is held here at a time."""
+        by_object: dict[int, list[int]] = {}
+        for index in sorted(set(wanted)):
+            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
+        for number, indices in by_object.items():
+            yield from self._read(self._manifest.objects[number], indices)
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """Every tensor of the version, on a device."""
+        import torch
+
+        views = self._manifest.tensors
+        wanted = [view.region for view in views if view.region is not None]
+        flats = {index: flat.to(device) for index, flat in self.regions(wanted)}
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        return [
+            tensor_at(view, nothing if view.region is None else flats[view.region])
+            for view in views
+        ]
+
+    def _read(self, stored: StoredObject, indices: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        path = object_path(stored.name)
+        regions = [self._manifest.regions[index] for index in indices]
+        try:
+            view = self._files.view(path)
+            if view is not None:
+                self._check_header(stored, regions, bytes(view[: self._head_end(view, path)]))
+                blocks = [view[region.start : region.start + region.size] for region in regions]
+            else:
+                self._check_header(stored, regions, self._head(path))
+                blocks = self._fetched(stored, regions)
+        except FileNotFoundError:
+            raise self._damaged(path, "the file is missing") from None
+        if any(len(block) != each.size for each, block in zip(regions, blocks, strict=True)):
+            raise self._damaged(path, "the file is too short")
+        digests = memory.digests(blocks)
+        for region, digest in zip(regions, digests, strict=True):
+            if digest.hex() != region.digest:
+                raise self._damaged(
+                    path, f"the bytes from {region.start} on are not what was saved"
+                )
+        yield from zip(indices, _flats(regions, blocks), strict=True)
+
+    def _head(self, path: str) -> bytes:
+        start = self._files.read(path, 0, 64 << 10)
+        end = self._head_end(memoryview(start), path)
+        return start[:end] if end <= len(start) else self._files.read(path, 0, end)
+
+    def _head_end(self, start: memoryview, path: str) -> int:
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > objects.HEADER_LIMIT:
+            raise self._damaged(path, "it does not begin with a header")
+        return 8 + length
+
+    def _check_header(self, stored: StoredObject, regions: list[Region], head: bytes) -> None:
+        path = object_path(stored.name)
+        if objects.identity(head) != stored.name[:32]:
+            raise self._damaged(path, "its header is not what was saved")
+        try:
+            table = msgspec.json.decode(head[8:], type=dict[str, dict[str, Any]])
+            for region in regions:
+                first, last = table[region.digest]["data_offsets"]
+                if (len(head) + first, last - first) != (region.start, region.size):
+                    raise self._damaged(path, "its header and the manifest disagree")
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError):
+            raise self._damaged(path, "its header and the manifest disagree") from None
+
+    def _fetched(self, stored: StoredObject, regions: list[Region]) -> list[memoryview]:
+        path = object_path(stored.name)
+        first = min(region.start for region in regions)
+        last = max(region.start + region.size for region in regions)
+        needed = sum(region.size for region in regions)
+        if last - first <= _TOGETHER and len(regions) > 1 and 2 * needed >= last - first:
+            whole = memory.fresh(last - first)
+            self._fill(path, [(first, whole)])
+            return [whole[each.start - first : each.start - first + each.size] for each in regions]
+        blocks = [memory.fresh(region.size) for region in regions]
+        self._fill(path, [(each.start, block) for each, block in zip(regions, blocks, strict=True)])
+        return blocks
+
+    def _fill(self, path: str, targets: list[tuple[int, memoryview]]) -> None:
+        parts = [
+            (start + at, block[at : at + _PART])
+            for start, block in targets
+            for at in range(0, len(block), _PART)
+        ]
+        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="skyward-store") as pool:
+            counts = pool.map(lambda part: self._files.read_into(path, *part), parts)
+            for (_, block), count in zip(parts, counts, strict=True):
+                if count != len(block):
+                    raise self._damaged(path, "the file is too short")
+
+    def _damaged(self, path: str, what: str) -> StoreDamagedError:
+        name, version = self._manifest.name, self._manifest.version
+        return StoreDamagedError(
+            f"{self._files.url}/{path}, part of {name!r} version {version}: {what}; load another "
+            "version, or delete the versions that use the file and save the model again"
+        )
+
+
+def manifest_place(files: Files, manifest: Manifest) -> str:
+    """What messages call a manifest."""
+    return f"{files.url}/models/{manifest.name}/{manifest.version}.json"
+
+
+def _flats(regions: list[Region], blocks: list[memoryview]) -> Iterator[torch.Tensor]:
+    """A storage for each region, over the memory that was read where that is safe."""
+    import torch
+
+    taken: set[int] = set()
+    for region, block in zip(regions, blocks, strict=True):
+        flat = torch.frombuffer(block, dtype=torch.uint8)
+        # Equal tensors are stored once and yet are not one tensor; and kernels take addresses
+        # that fit the element for granted.
+        shared = region.start in taken
+        taken.add(region.start)
+        small = region.size < memory.CHUNK  # would keep the whole object in memory
+        if shared or small or flat.data_ptr() % objects.ALIGNMENT:
+            flat = flat.clone()
+        yield flat

@@ -1,0 +1,150 @@
+"""A store in a folder of this machine: mapped to read, renamed into place to write."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import mmap
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from skyward.errors import StoreError, StoreFullError
+from skyward.store.files import Entry, Part
+
+_WRITE = 64 << 20
+"""One system call moves at most 2 GiB; at this size the calls no longer show."""
+
+
+class LocalFiles:
+    """The files of one folder.
+
+    With `durable`, a written file has reached the disk when `write` returns; without it, the
+    operating system has it, and a power failure may still take it.
+    """
+
+    transfers = 1
+
+    def __init__(self, root: Path, *, durable: bool = False) -> None:
+        self.url = str(root)
+        self._root = root
+        self._durable = durable
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        with self._reported("reading", path), self._path(path).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from `start` on."""
+        done = 0
+        with self._reported("reading", path), self._path(path).open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+        return done
+
+    def view(self, path: str) -> memoryview | None:
+        """The file, mapped copy-on-write; it stays readable after the file is removed."""
+        with self._reported("reading", path), self._path(path).open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(bytearray())
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def size(self, path: str) -> int | None:
+        """How long the file is."""
+        try:
+            with self._reported("reading", path):
+                return self._path(path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, path: str, parts: Sequence[Part]) -> None:
+        """Write to a file aside, then rename it."""
+        with self._reported("writing", path), self._aside(parts) as aside:
+            target = self._path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside.replace(target)
+            self._settle(target.parent)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write to a file aside, then link it, which fails where a file is."""
+        with self._reported("writing", path), self._aside([data]) as aside:
+            target = self._path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(aside, target)
+            except FileExistsError:
+                return False
+            self._settle(target.parent)
+            return True
+
+    def list(self, folder: str) -> builtins.list[Entry]:
+        """Every file below a folder."""
+        found = []
+        with self._reported("listing", folder):
+            for place, _, names in os.walk(self._path(folder)):
+                for name in names:
+                    file = Path(place, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        about = file.stat()
+                        path = file.relative_to(self._root).as_posix()
+                        found.append(Entry(path, about.st_size, about.st_mtime))
+        return found
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        with self._reported("deleting", path):
+            self._path(path).unlink(missing_ok=True)
+
+    def _path(self, path: str) -> Path:
+        return self._root.joinpath(*path.split("/"))
+
+    @contextlib.contextmanager
+    def _aside(self, parts: Sequence[Part]) -> Iterator[Path]:
+        folder = self._root / "tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / uuid.uuid4().hex
+        try:
+            with aside.open("xb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), memoryview(part))
+                if self._durable:
+                    os.fsync(file.fileno())
+            yield aside
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _settle(self, folder: Path) -> None:
+        if self._durable:
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def _reported(self, doing: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as problem:
+            where = f"{self.url}/{path}: {doing} failed: {problem.strerror or problem}"
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFullError(
+                    f"{where}; make room, or delete versions and call gc(), then save again: "
+                    "what has been written is not written twice"
+                ) from problem
+            raise StoreError(
+                f"{where}; check that the folder is there and that you may use it"
+            ) from problem
+
+
+def _write_all(handle: int, part: memoryview) -> None:
+    done = 0
+    while done < len(part):
+        done += os.write(handle, part[done : done + _WRITE])

@@ -1,0 +1,175 @@
+"""A store behind any fsspec filesystem: S3, Google Cloud Storage, SFTP and the rest."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from skyward.errors import StoreError, StoreFullError
+from skyward.store.files import Entry, Part
+
+_BLOCK = 16 << 20
+"""A write is cut into parts of this size, of which each transfer keeps about two in memory."""
+
+_WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci"})
+"""Where an upload appears at once and only when it is complete; elsewhere it is renamed."""
+
+_TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
+
+
+class FsspecFiles:
+    """The files below one path of an fsspec filesystem."""
+
+    transfers = 4
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs = fs
+        self._root = root.rstrip("/")
+        protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
+        self._appears_whole = bool(_WHOLE & set(protocols))
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        with self._reported("reading", path):
+            try:
+                return bytes(self._fs.cat_file(self._path(path), start=start, end=start + length))
+            except Exception:
+                # Object stores refuse a range that begins at or behind the end of the file.
+                if start >= self._fs.size(self._path(path)):
+                    return b""
+                raise
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from `start` on."""
+        data = self.read(path, start, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def view(self, path: str) -> memoryview | None:
+        """Nothing remote is in reach without a copy."""
+        return None
+
+    def size(self, path: str) -> int | None:
+        """How long the file is."""
+        with self._reported("reading", path):
+            self._fs.invalidate_cache()
+            try:
+                about = self._fs.info(self._path(path))
+            except FileNotFoundError:
+                return None
+            return None if about["type"] == "directory" else int(about["size"])
+
+    def write(self, path: str, parts: Sequence[Part]) -> None:
+        """Upload a file whole."""
+        with self._reported("writing", path):
+            if self._appears_whole:
+                self._upload(self._path(path), parts)
+                return
+            aside = self._path(f"tmp/{uuid.uuid4().hex}")
+            try:
+                self._upload(aside, parts)
+                self._make_folder(path)
+                self._fs.mv(aside, self._path(path))
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(aside)
+                raise
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Upload a file unless one is there.
+
+        S3 and its like decide who was first. A filesystem that cannot is asked afterwards whose
+        file it kept. The same question tells a request that was repeated after its answer got
+        lost from one that came second.
+        """
+        with self._reported("writing", path):
+            self._make_folder(path)
+            try:
+                self._fs.pipe_file(self._path(path), data, mode="create")
+            except FileExistsError:
+                pass
+            except OSError as problem:
+                if "recondition" not in str(problem) and "already exists" not in str(problem):
+                    raise
+            return self.read(path, 0, len(data) + 1) == data
+
+    def list(self, folder: str) -> builtins.list[Entry]:
+        """Every file below a folder."""
+        with self._reported("listing", folder):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return []
+        base = len(self._root) + 1
+        return [
+            Entry(name[base:], int(about.get("size") or 0), _modified(about))
+            for name, about in found.items()
+            if about.get("type") != "directory"
+        ]
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        with self._reported("deleting", path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(path))
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _make_folder(self, path: str) -> None:
+        if not self._appears_whole:
+            self._fs.makedirs(self._path(path).rpartition("/")[0], exist_ok=True)
+
+    def _upload(self, target: str, parts: Sequence[Part]) -> None:
+        if not self._appears_whole:
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        if sum(len(part) for part in parts) <= _BLOCK:
+            self._fs.pipe_file(target, b"".join(parts))
+            return
+        file = self._fs.open(target, "wb", block_size=_BLOCK)
+        try:
+            for part in parts:
+                view = memoryview(part)
+                for at in range(0, len(view), _BLOCK):
+                    file.write(view[at : at + _BLOCK])
+        except BaseException:
+            # Closing would publish the part that was written.
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
+
+    @contextlib.contextmanager
+    def _reported(self, doing: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, StoreError):
+            raise
+        except Exception as problem:
+            # Each filesystem has exceptions of its own, few of them an OSError.
+            where = f"{self.url}/{path}: {doing} failed: {type(problem).__name__}: {problem}"
+            if getattr(problem, "errno", None) == 28:
+                raise StoreFullError(
+                    f"{where}; make room, or delete versions and call gc(), then save again"
+                ) from problem
+            raise StoreError(
+                f"{where}; check the address, the network and your credentials"
+            ) from problem
+
+
+def _modified(about: dict[str, Any]) -> float:
+    for key in _TIMES:
+        moment = about.get(key)
+        if isinstance(moment, datetime):
+            return moment.timestamp()
+        if isinstance(moment, int | float):
+            return float(moment)
+    # Nobody knows: count it as new, so that it is never collected by mistake.
+    return time.time()

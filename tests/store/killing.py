@@ -1,0 +1,85 @@
+"""Run as a script: kill a saving process at random moments, and check the store after each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import skyward as sky
+
+READY = os.pipe()
+"""Where the saving process says that it has saved once."""
+
+
+def base() -> dict[str, torch.Tensor]:
+    """What must survive everything."""
+    return {f"layer{i}": torch.full((500,), float(i)) for i in range(4)}
+
+
+def save_for_ever(folder: str) -> NoReturn:
+    store = sky.ModelStore(folder)
+    for step in count():
+        store.save_model(base() | {"step": torch.full((4000,), step), "n": step}, "m")
+        if step == 0:
+            os.write(READY[1], b"!")
+    raise AssertionError
+
+
+def check(folder: str) -> None:
+    store = sky.ModelStore(folder)
+    assert all(torch.equal(store.load_model("base")[name], base()[name]) for name in base())
+    there = {each.version for each in store.versions("m")} if len(store.list()) > 1 else set()
+    for version in sorted(there)[-3:]:
+        found = store.load_model("m", version=version)
+        assert (found["step"] == found["n"]).all(), version
+    saved = store.save_model(base() | {"step": torch.tensor([-1]), "n": -1}, "m")
+    assert saved.version > max(there, default=0)
+    store.gc(older_than=0)
+    assert store.load_model("m")["n"] == -1
+    assert torch.equal(store.load_model("base")["layer3"], base()["layer3"])
+    for version in sorted(there)[:-3]:
+        store.delete("m", version=version)
+    assert list(Path(folder, "tmp").iterdir()) == []
+
+
+def forked(action: Callable[[str], None], folder: str) -> int:
+    """A fork starts in a millisecond, where a new interpreter with torch takes seconds."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        action(folder)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main(folder: str, times: int) -> None:
+    assert os.waitpid(forked(lambda at: sky.ModelStore(at).save_model(base(), "base"), folder), 0)
+    chance = random.Random(7)
+    for attempt in range(times):
+        child = forked(save_for_ever, folder)
+        os.read(READY[0], 1)
+        time.sleep(chance.uniform(0, 0.02))  # the moment of the kill is what is being varied
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        _, status = os.waitpid(forked(check, folder), 0)
+        if status:
+            sys.exit(f"the check after kill {attempt} failed")
+    versions = sky.ModelStore(folder).versions("m")
+    print(f"{times} kills, version {versions[-1].version}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,146 @@
+"""Kills, full disks and little memory: what was published stays, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyward as sky
+from skyward.store import local
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
+    """A hundred kills, each at a random moment of a save, each followed by a full check."""
+    script = Path(__file__).with_name("killing.py")
+
+    done = subprocess.run(
+        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=100
+    )
+
+    assert done.returncode == 0, done.stderr
+    kills, _, version = done.stdout.strip().rpartition(" ")
+    assert kills == "100 kills, version"
+    assert int(version) > 100, "the kills came before anything was saved"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small filesystem needs root and a kernel that lets it")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
+    store = sky.ModelStore(small_disk)
+    store.save_model({"x": torch.randn(100_000)}, "m")
+
+    with pytest.raises(sky.StoreFullError, match=r"No space left.*make room.*save again"):
+        store.save_model({"x": torch.randn(2_000_000)}, "m")
+
+    assert [each.version for each in store.versions("m")] == [1]
+    assert list((small_disk / "tmp").iterdir()) == []
+    store.save_model({"x": torch.randn(100_000)}, "m")
+    assert store.load_model("m", version=1)["x"].shape == (100_000,)
+
+
+@pytest.mark.parametrize("budget", [0, 1000, 45_000, 45_500])
+def test_wherever_the_room_ends_the_old_version_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    store = sky.ModelStore(folder)
+    store.save_model({"x": torch.ones(3)}, "m")
+    left = budget
+
+    def write(handle: int, part: memoryview) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= len(part[: max(left, 1)])
+        return len(part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "write", write)
+        with pytest.raises(sky.StoreFullError, match="make room"):
+            while True:
+                store.save_model({"x": torch.randn(10_000)}, "m")
+                store = sky.ModelStore(folder)
+                left = 0
+
+    assert torch.equal(store.load_model("m", version=1)["x"], torch.ones(3))
+    assert list((folder / "tmp").iterdir()) == []
+
+
+def test_a_folder_one_may_not_use_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = sky.ModelStore(tmp_path / "file" / "store")
+
+    with pytest.raises(sky.StoreError, match=r"file/store/.* failed: Not a directory; check"):
+        store.save_model({"x": torch.ones(1)}, "m")
+
+
+MEASURED = """
+import resource, sys, torch
+import skyward as sky
+
+MIB = 1 << 20
+store = sky.ModelStore(sys.argv[1])
+model = torch.nn.ParameterList([torch.zeros(2 * MIB) for _ in range(64)])
+action = sys.argv[2]
+if action == "save":
+    for index, parameter in enumerate(model):
+        parameter.data.fill_(index)
+elif action == "load":
+    del model
+elif action == "fill":
+    for parameter in model:
+        parameter.data.fill_(-1)
+store.list()
+
+def peak():
+    unit = 1 << 10 if sys.platform == "linux" else MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+
+before = peak()
+if action == "save":
+    store.save_model(model, "m")
+elif action == "load":
+    kept = store.load_model("m")
+elif action == "fill":
+    store.load_model("m", into=model)
+    assert all((parameter == index).all() for index, parameter in enumerate(model))
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_close_to_the_size_of_the_model(folder: Path) -> None:
+    """Half a GiB goes to the disk and comes back twice, in a new process each time."""
+
+    def measured(action: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, folder, action],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert measured("save") < 300
+    assert measured("load") < 512 + 300
+    assert measured("fill") < 300

@@ -1,0 +1,216 @@
+"""Every kind of place passes the same tests: a folder, fsspec's memory, and S3 over HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import skyward as sky
+from skyward.store.files import Files, open_files
+
+PLACES = ["folder", "file URL", "memory", "renaming", "s3"]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The address of an S3 server of our own, with a bucket."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward[s3]'")
+    server_of = pytest.importorskip(
+        "moto.server", reason="moto is not installed: pip install 'moto[server,s3]'"
+    )
+    import boto3
+
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="models")
+        yield "s3://models"
+    server.stop()
+
+
+@pytest.fixture(params=PLACES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind."""
+    if request.param == "folder":
+        return str(tmp_path / "store")
+    if request.param == "file URL":
+        return (tmp_path / "with space").as_uri()
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
+    if request.param == "renaming":
+        return f"dir::file://{tmp_path}/renamed"
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def place(url: str) -> Files:
+    """The files there."""
+    return open_files(url, None, durable=False)
+
+
+def test_what_is_written_is_read(place: Files) -> None:
+    place.write("a/b/file", [b"hello ", memoryview(b"world")])
+
+    buffer = memoryview(bytearray(5))
+    assert place.read("a/b/file", 0, 100) == b"hello world"
+    assert place.read("a/b/file", 6, 3) == b"wor"
+    assert place.read_into("a/b/file", 6, buffer) == 5
+    assert bytes(buffer) == b"world"
+    assert place.size("a/b/file") == 11
+    view = place.view("a/b/file")
+    assert view is None or bytes(view) == b"hello world"
+
+
+def test_reading_past_the_end_gives_less(place: Files) -> None:
+    place.write("file", [b"abc"])
+
+    assert place.read("file", 2, 10) == b"c"
+    assert place.read("file", 3, 10) == b""
+    assert place.read_into("file", 1, memoryview(bytearray(8))) == 2
+
+
+def test_a_file_that_is_not_there(place: Files) -> None:
+    with pytest.raises(FileNotFoundError):
+        place.read("nothing", 0, 1)
+    assert place.size("nothing") is None
+    assert place.list("nothing") == []
+    place.delete("nothing")
+
+
+def test_large_files_are_written_whole(place: Files) -> None:
+    data = os.urandom(20 << 20)
+
+    place.write("large", [data[:100], memoryview(data)[100:]])
+
+    assert place.size("large") == len(data)
+    assert place.read("large", 0, len(data)) == data
+
+
+def test_a_failed_write_leaves_nothing(place: Files) -> None:
+    place.write("file", [b"old"])
+    with pytest.raises((sky.StoreError, TypeError)):
+        place.write("file", [os.urandom(17 << 20), "no bytes"])  # type: ignore[list-item]
+
+    assert place.read("file", 0, 10) == b"old"
+
+
+def test_a_listing_shows_files_with_sizes_and_times(place: Files) -> None:
+    place.write("d/one", [b"1"])
+    place.write("d/e/two", [b"22"])
+    place.write("other", [b"333"])
+
+    found = sorted(place.list("d"), key=lambda entry: entry.path)
+
+    assert [(entry.path, entry.size) for entry in found] == [("d/e/two", 2), ("d/one", 1)]
+    assert all(entry.modified > 1_600_000_000 for entry in found)
+    place.delete("d/one")
+    assert [entry.path for entry in place.list("d")] == ["d/e/two"]
+
+
+def test_only_one_of_two_creates_a_file(place: Files) -> None:
+    assert place.create("d/file", b"first")
+    assert not place.create("d/file", b"second")
+    assert place.read("d/file", 0, 10) == b"first"
+
+
+def test_a_store_works_there(url: str) -> None:
+    store = sky.ModelStore(url)
+    base = {f"layer{i}": torch.randn(300) for i in range(10)} | {"large": torch.randn(5_000_000)}
+
+    store.save_model(base, "base", metadata={"a": 1})
+    tuned = sky.ModelStore(url).save_model(base | {"layer1": torch.zeros(300)}, "tuned")
+    loaded = sky.ModelStore(url).load_model("tuned")
+
+    assert tuned.added == 1200
+    assert torch.equal(loaded["large"], base["large"])
+    assert torch.equal(loaded["layer0"], base["layer0"])
+    assert (loaded["layer1"] == 0).all()
+    assert [each.name for each in store.list()] == ["base", "tuned"]
+    store.delete("base")
+    store.gc(older_than=-60)
+    assert torch.equal(store.load_model("tuned")["large"], base["large"])
+    store.delete("tuned")
+    store.gc(older_than=-60)
+    assert open_files(url, None, durable=False).list("objects") == []
+
+
+def test_concurrent_writers_get_versions_of_their_own(url: str) -> None:
+    if url.startswith("dir::"):
+        pytest.skip("a filesystem that can only rename cannot decide who came first")
+    versions = []
+
+    def save(value: int) -> None:
+        versions.append(sky.ModelStore(url).save_model({"x": value}, "m").version)
+
+    threads = [threading.Thread(target=save, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(versions) == [1, 2, 3, 4]
+    found = {sky.ModelStore(url).load_model("m", version=v)["x"] for v in versions}
+    assert found == {0, 1, 2, 3}
+
+
+def test_damage_is_noticed_there(url: str) -> None:
+    store = sky.ModelStore(url)
+    store.save_model({"x": torch.randn(100), "y": torch.randn(50)}, "m")
+    place = open_files(url, None, durable=False)
+    (entry,) = place.list("objects")
+    whole = place.read(entry.path, 0, entry.size)
+
+    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
+    for damaged in (whole[:-1], whole[:4], b"", flipped):
+        place.write(entry.path, [damaged])
+        with pytest.raises(sky.StoreDamagedError, match="objects/"):
+            store.load_model("m")
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "message"),
+    [
+        ("", None, "not a place for models"),
+        ("nonsense://x", None, "Protocol not known: nonsense"),
+        ("/some/folder", "secret", "a folder takes no token"),
+        ("s3://bucket", "secret", "s3 takes no token"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(url: str, token: str | None, message: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=message) as caught:
+        sky.ModelStore(url, token)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("fsspec.core", reason="fsspec is not installed")
+
+    def missing(*_: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "url_to_fs", missing)
+        with pytest.raises(
+            sky.ConfigurationError, match=r"s3:// is missing; install skyward\[s3\]"
+        ):
+            sky.ModelStore("s3://bucket/models")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(sky.ConfigurationError, match=r"needs fsspec; install skyward\[store\]"):
+        sky.ModelStore("memory://x")

@@ -1,0 +1,249 @@
+"""Versions: numbered once, listed, deleted; unchanged tensors shared, unnamed ones collected."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import skyward as sky
+from skyward.store.catalog import Catalog
+from skyward.store.local import LocalFiles
+from skyward.store.saving import Saving
+
+
+def objects(folder: Path) -> set[str]:
+    return {file.name for file in folder.glob("objects/*/*")}
+
+
+def layers(count: int = 20, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {f"layer{i}": torch.randn(size) for i in range(count)}
+
+
+def test_versions_count_up_and_the_newest_is_loaded(store: sky.ModelStore) -> None:
+    for value in (10, 20, 30):
+        store.save_model({"x": torch.tensor(value)}, "m", metadata={"value": value})
+
+    assert [each.version for each in store.versions("m")] == [1, 2, 3]
+    assert [each.metadata["value"] for each in store.versions("m")] == [10, 20, 30]
+    assert store.load_model("m")["x"] == 30
+    assert store.load_model("m", version=1)["x"] == 10
+
+
+def test_a_version_tells_what_it_is(store: sky.ModelStore) -> None:
+    saved = store.save_model(nn.Linear(3, 2), "org/model", metadata={"accuracy": 0.5, "tags": [1]})
+
+    assert store.list() == (saved,)
+    assert (saved.name, saved.version, saved.tensors, saved.size) == ("org/model", 1, 2, 32)
+    assert saved.class_path == "torch.nn.modules.linear.Linear"
+    assert saved.torch == torch.__version__
+    assert saved.skyward == sky.__version__
+    assert saved.metadata == {"accuracy": 0.5, "tags": [1]}
+
+
+def test_only_what_changed_is_added(store: sky.ModelStore, folder: Path) -> None:
+    base = layers()
+    store.save_model(base, "base")
+    tuned = base | {"layer3": torch.randn(1000), "head": torch.randn(10)}
+
+    version = store.save_model(tuned, "tuned")
+    again = store.save_model(tuned, "tuned")
+
+    assert version.added == 4000 + 40
+    assert again.added == 0
+    assert all(torch.equal(store.load_model("tuned")[name], tuned[name]) for name in tuned)
+    assert len(objects(folder)) == 2
+
+
+def test_deleting_a_model_spares_what_others_share(store: sky.ModelStore, folder: Path) -> None:
+    base = layers()
+    store.save_model(base, "base")
+    store.save_model(base | {"head": torch.randn(10)}, "tuned")
+    store.save_model({"alone": torch.randn(10)}, "alone")
+
+    store.delete("base")
+    store.delete("alone")
+    freed = store.gc(older_than=0)
+
+    assert freed >= 40
+    assert len(objects(folder)) == 2
+    assert torch.equal(store.load_model("tuned")["layer7"], base["layer7"])
+    assert [each.name for each in store.list()] == ["tuned"]
+    store.delete("tuned")
+    store.gc(older_than=0)
+    assert objects(folder) == set()
+
+
+def test_the_collector_leaves_young_files_alone(store: sky.ModelStore, folder: Path) -> None:
+    store.save_model(layers(), "m")
+    store.delete("m")
+
+    assert store.gc() == 0
+    assert len(objects(folder)) == 1
+
+
+def test_a_version_number_is_never_used_again(store: sky.ModelStore) -> None:
+    for value in (1, 2, 3):
+        store.save_model({"x": torch.tensor(value)}, "m")
+
+    store.delete("m", version=3)
+    assert store.load_model("m")["x"] == 2
+    assert store.save_model({"x": torch.tensor(4)}, "m").version == 4
+    store.delete("m")
+    assert store.save_model({"x": torch.tensor(5)}, "m").version == 5
+    assert [each.version for each in store.versions("m")] == [5]
+
+
+def test_what_is_not_there_is_named_with_what_is(store: sky.ModelStore) -> None:
+    store.save_model({}, "mnist")
+
+    with pytest.raises(sky.ModelNotFoundError, match="no model 'minst'; it has: mnist"):
+        store.load_model("minst")
+    with pytest.raises(sky.ModelNotFoundError, match="no version 7 of 'mnist'; it has: 1"):
+        store.load_model("mnist", version=7)
+    with pytest.raises(sky.ModelNotFoundError, match="no model 'x'"):
+        store.delete("x")
+    with pytest.raises(sky.ModelNotFoundError, match="no model 'x'"):
+        store.versions("x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "..", "../x", "a/../../x", "/etc/passwd", "a//b", "a/", "a/./b", ".hidden", "-rf"),
+        *("a\\b", "a b", "a\0", "a\n", "ä", "1.json", "a/3.json", "m/2.GONE", "x" * 201),
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(
+    store: sky.ModelStore, folder: Path, name: str
+) -> None:
+    for action in (
+        lambda: store.save_model({}, name),
+        lambda: store.load_model(name),
+        lambda: store.delete(name),
+        lambda: store.versions(name),
+    ):
+        with pytest.raises(sky.ConfigurationError, match="not a model's name; use up to"):
+            action()
+    assert not folder.exists()
+
+
+def test_a_name_may_lie_below_another(store: sky.ModelStore) -> None:
+    store.save_model({"x": 1}, "a")
+    store.save_model({"x": 2}, "a/b")
+    store.save_model({"x": 3}, "a/1")
+
+    assert [each.name for each in store.list()] == ["a", "a/1", "a/b"]
+    assert [each.version for each in store.versions("a")] == [1]
+    store.delete("a")
+    assert store.load_model("a/1") == {"x": 3}
+
+
+def test_names_that_differ_only_in_case_are_told_apart(store: sky.ModelStore, folder: Path) -> None:
+    store.save_model({"x": 1}, "model")
+    # What a filesystem that ignores case shows of the other name.
+    (folder / "models" / "Model").symlink_to(folder / "models" / "model")
+
+    with pytest.raises(sky.StoreDamagedError, match=r"holds version 1 of 'model'.*another name"):
+        Catalog(LocalFiles(folder)).read("Model", 1)
+
+
+@pytest.mark.parametrize("metadata", [{1: 2}, "text", ["list"]])
+def test_metadata_must_be_a_mapping(store: sky.ModelStore, metadata: object) -> None:
+    with pytest.raises(sky.ConfigurationError, match="must be a mapping with text for keys"):
+        store.save_model({}, "m", metadata=metadata)  # type: ignore[arg-type]
+
+
+def test_metadata_must_be_json(store: sky.ModelStore) -> None:
+    with pytest.raises(sky.SerializationError, match="metadata cannot be written as JSON"):
+        store.save_model({}, "m", metadata={"when": object()})
+
+
+def test_concurrent_writers_get_versions_of_their_own(folder: Path) -> None:
+    base = layers()
+    results: list[sky.ModelVersion] = []
+
+    def save(value: int) -> None:
+        store = sky.ModelStore(folder)
+        results.extend(
+            store.save_model(base | {"x": torch.tensor([value, step])}, "m") for step in range(5)
+        )
+
+    threads = [threading.Thread(target=save, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    store = sky.ModelStore(folder)
+    assert sorted(each.version for each in results) == list(range(1, 21))
+    seen = {tuple(store.load_model("m", version=v)["x"].tolist()) for v in range(1, 21)}
+    assert len(seen) == 20
+
+
+def test_a_save_that_loses_a_reused_version_stores_its_tensors_itself(folder: Path) -> None:
+    store = sky.ModelStore(folder)
+    base = layers()
+    store.save_model(base, "base")
+    files = LocalFiles(folder)
+    saving = Saving(files, Catalog(files), "tuned")
+
+    store.delete("base")
+    store.gc(older_than=0)
+    manifest = saving.save(base, {}, None)
+
+    assert manifest.added == 20 * 4000
+    assert torch.equal(store.load_model("tuned")["layer0"], base["layer0"])
+    assert list(folder.glob("saves/*")) == []
+
+
+def test_a_lease_keeps_objects_until_its_save_is_done(folder: Path) -> None:
+    store = sky.ModelStore(folder)
+    store.save_model(layers(), "m")
+    (name,) = objects(folder)
+    store.delete("m")
+    (folder / "saves").mkdir(exist_ok=True)
+    (folder / "saves" / "running.json").write_text(f'{{"objects": ["{name}"]}}')
+
+    assert store.gc(older_than=0) == 0
+    (folder / "saves" / "running.json").unlink()
+    assert store.gc(older_than=0) > 80_000
+    assert objects(folder) == set()
+
+
+def test_an_interrupted_save_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = sky.ModelStore(folder)
+    value = {f"large{i}": torch.randn(4_500_000) for i in range(3)} | layers()
+
+    def killed(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFiles, "create", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save_model(value, "m")
+    uploaded = objects(folder)
+    store.save_model(value, "m")
+
+    assert len(uploaded) == 4
+    assert objects(folder) == uploaded
+
+
+def test_a_change_during_the_save_is_noticed(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"x": torch.zeros(1000)}
+    write = LocalFiles.write
+
+    def meddled(self: LocalFiles, path: str, parts: list[bytes]) -> None:
+        value["x"].add_(1)
+        write(self, path, parts)
+
+    monkeypatch.setattr(LocalFiles, "write", meddled)
+    with pytest.raises(sky.StoreError, match=r"shape \[1000\] changed while it was being saved"):
+        store.save_model(value, "m")
+    assert objects(folder) == set()
+    assert store.list() == ()
