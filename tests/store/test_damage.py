@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 import skyward as sky
-from skyward.store.manifest import FORMAT, SIZE_LIMIT
+from skyward.store.files import open_files
+from skyward.store.manifest import FORMAT, SIZE_LIMIT, object_path
 
 VALUE = {
     "a": torch.arange(20, dtype=torch.float32),
@@ -100,18 +101,30 @@ def test_a_damaged_manifest_stops_the_collector_and_not_a_save(
     store.load_model("m")
 
 
-def test_damage_to_one_object_is_said_to_have_loaded_the_others(folder: Path) -> None:
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_a_model_is_left_alone_by_a_damaged_version_or_told_about(folder: Path, place: str) -> None:
+    """A folder is checked before anything is copied; remote bytes are not downloaded twice."""
+    if place == "memory":
+        pytest.importorskip("fsspec", reason="fsspec is not installed")
+    url = str(folder) if place == "folder" else f"memory://{folder.parent.name}"
+    files = open_files(url, None, durable=False)
     model = torch.nn.Sequential(torch.nn.Linear(2100, 2100), torch.nn.Linear(2100, 2100))
-    store = sky.ModelStore(folder)
+    store = sky.ModelStore(url)
     store.save_model(model, "m")
-    manifest = msgspec.json.decode((folder / "models" / "m" / "1.json").read_bytes())["manifest"]
-    last = folder / "objects" / manifest["objects"][-1]["name"][:2]
-    file = last / manifest["objects"][-1]["name"]
-    file.write_bytes(file.read_bytes()[:-1])
+    manifest = msgspec.json.decode(files.read("models/m/1.json", 0, 1 << 20))["manifest"]
+    path = object_path(manifest["objects"][-1]["name"])
+    files.write(path, [files.read(path, 0, 1 << 30)[:-1]])
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()
 
     with pytest.raises(sky.StoreDamagedError, match="too short") as caught:
         store.load_model("m", into=model)
-    assert any("load another version before" in note for note in caught.value.__notes__)
+
+    changed = any(bool(parameter.any()) for parameter in model.parameters())
+    notes = getattr(caught.value, "__notes__", [])
+    assert changed == (place == "memory")
+    assert changed == any("load another version before" in note for note in notes)
 
 
 def forge(folder: Path, **changes: Any) -> None:

@@ -23,7 +23,7 @@ def s3() -> Iterator[str]:
     """The address of an S3 server of our own, with a bucket."""
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward[s3]'")
     server_of = pytest.importorskip(
-        "moto.server", reason="moto is not installed: pip install 'moto[server,s3]'"
+        "moto.server", reason="moto is not installed: pip install 'moto[s3]' flask flask-cors"
     )
     import boto3
 
@@ -109,6 +109,20 @@ def test_a_failed_write_leaves_nothing(place: Files) -> None:
         place.write("file", [os.urandom(17 << 20), "no bytes"])  # type: ignore[list-item]
 
     assert place.read("file", 0, 10) == b"old"
+
+
+def test_a_durable_folder_has_the_file_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    names = lambda: sorted(file.name for file in (tmp_path / "d").glob("*"))
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(names()))
+    place = open_files(tmp_path, None, durable=True)
+
+    place.write("d/file", [b"1"])
+    assert seen == [[], ["file"]]
+    assert place.create("d/other", b"2")
+    assert seen[2:] == [["file"], ["file", "other"]]
 
 
 def test_a_listing_shows_files_with_sizes_and_times(place: Files) -> None:

@@ -97,9 +97,11 @@ def _copy(
             by_region.setdefault(view.region, []).append(name)
         elif target.device.type == "meta":
             slots.give(name, torch.empty(view.shape, dtype=target.dtype, device=device))
+    loading = Loading(files, manifest)
+    loading.verify(by_region)
     done = 0
     try:
-        for region, flat in Loading(files, manifest).regions(by_region):
+        for region, flat in loading.regions(by_region):
             names = by_region[region]
             made = [name for name in names if pairs[name][1].device.type == "meta"]
             moved = flat.to(device) if made else flat

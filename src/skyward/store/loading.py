@@ -31,14 +31,28 @@ class Loading:
     def __init__(self, files: Files, manifest: Manifest) -> None:
         self._files = files
         self._manifest = manifest
+        self._verified: set[int] = set()
+
+    def verify(self, wanted: Iterable[int]) -> None:
+        """Check regions ahead of `regions`, where that costs no second download."""
+        for stored, indices in self._by_object(wanted):
+            regions = [self._manifest.regions[index] for index in indices]
+            blocks = self._mapped(stored, regions)
+            if blocks is None:
+                return
+            self._check_blocks(stored, regions, blocks)
+            self._verified.update(indices)
 
     def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Each region as flat bytes of its own; at most one object is held here at a time."""
-        by_object: dict[int, list[int]] = {}
-        for index in sorted(set(wanted)):
-            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
-        for number, indices in by_object.items():
-            yield from self._read(self._manifest.objects[number], indices)
+        for stored, indices in self._by_object(wanted):
+            regions = [self._manifest.regions[index] for index in indices]
+            blocks = self._mapped(stored, regions)
+            if blocks is None:
+                blocks = self._fetched(stored, regions)
+            if not self._verified.issuperset(indices):
+                self._check_blocks(stored, regions, blocks)
+            yield from zip(indices, _flats(regions, blocks), strict=True)
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """Every tensor of the version, on a device."""
@@ -53,28 +67,41 @@ class Loading:
             for view in views
         ]
 
-    def _read(self, stored: StoredObject, indices: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _by_object(self, wanted: Iterable[int]) -> list[tuple[StoredObject, list[int]]]:
+        found: dict[int, list[int]] = {}
+        for index in sorted(set(wanted)):
+            found.setdefault(self._manifest.regions[index].object, []).append(index)
+        return [(self._manifest.objects[number], indices) for number, indices in found.items()]
+
+    def _mapped(self, stored: StoredObject, regions: list[Region]) -> list[memoryview] | None:
         path = object_path(stored.name)
-        regions = [self._manifest.regions[index] for index in indices]
         try:
             view = self._files.view(path)
-            if view is not None:
-                self._check_header(stored, regions, bytes(view[: self._head_end(view, path)]))
-                blocks = [view[region.start : region.start + region.size] for region in regions]
-            else:
-                self._check_header(stored, regions, self._head(path))
-                blocks = self._fetched(stored, regions)
         except FileNotFoundError:
             raise self._damaged(path, "the file is missing") from None
+        if view is None:
+            return None
+        self._check_header(stored, regions, bytes(view[: self._head_end(view, path)]))
+        return [view[region.start : region.start + region.size] for region in regions]
+
+    def _fetched(self, stored: StoredObject, regions: list[Region]) -> list[memoryview]:
+        path = object_path(stored.name)
+        try:
+            self._check_header(stored, regions, self._head(path))
+            return self._downloaded(path, regions)
+        except FileNotFoundError:
+            raise self._damaged(path, "the file is missing") from None
+
+    def _check_blocks(
+        self, stored: StoredObject, regions: list[Region], blocks: list[memoryview]
+    ) -> None:
+        path = object_path(stored.name)
         if any(len(block) != each.size for each, block in zip(regions, blocks, strict=True)):
             raise self._damaged(path, "the file is too short")
-        digests = memory.digests(blocks)
-        for region, digest in zip(regions, digests, strict=True):
+        for region, digest in zip(regions, memory.digests(blocks), strict=True):
             if digest.hex() != region.digest:
-                raise self._damaged(
-                    path, f"the bytes from {region.start} on are not what was saved"
-                )
-        yield from zip(indices, _flats(regions, blocks), strict=True)
+                at = f"the bytes from {region.start} on"
+                raise self._damaged(path, f"{at} are not what was saved")
 
     def _head(self, path: str) -> bytes:
         start = self._files.read(path, 0, 64 << 10)
@@ -100,8 +127,7 @@ class Loading:
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError):
             raise self._damaged(path, "its header and the manifest disagree") from None
 
-    def _fetched(self, stored: StoredObject, regions: list[Region]) -> list[memoryview]:
-        path = object_path(stored.name)
+    def _downloaded(self, path: str, regions: list[Region]) -> list[memoryview]:
         first = min(region.start for region in regions)
         last = max(region.start + region.size for region in regions)
         needed = sum(region.size for region in regions)
