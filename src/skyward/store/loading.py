@@ -23,6 +23,10 @@ _PART = 8 << 20
 _TOGETHER = 128 << 20
 """Objects up to this size are read in one go when most of them is needed."""
 _STREAMS = 8
+_SMALL_FETCHED = 1 << 20
+_SMALL_MAPPED = 1 << 16
+"""Tensors below this are copied, because each would keep all of its object in memory; what is
+mapped is the page cache's, and goes when memory is short."""
 
 
 class Loading:
@@ -47,12 +51,12 @@ class Loading:
         """Each region as flat bytes of its own; at most one object is held here at a time."""
         for stored, indices in self._by_object(wanted):
             regions = [self._manifest.regions[index] for index in indices]
-            blocks = self._mapped(stored, regions)
-            if blocks is None:
-                blocks = self._fetched(stored, regions)
+            mapped = self._mapped(stored, regions)
+            blocks = self._fetched(stored, regions) if mapped is None else mapped
             if not self._verified.issuperset(indices):
                 self._check_blocks(stored, regions, blocks)
-            yield from zip(indices, _flats(regions, blocks), strict=True)
+            small = _SMALL_FETCHED if mapped is None else _SMALL_MAPPED
+            yield from zip(indices, _flats(regions, blocks, small), strict=True)
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """Every tensor of the version, on a device."""
@@ -164,7 +168,7 @@ def manifest_place(files: Files, manifest: Manifest) -> str:
     return f"{files.url}/models/{manifest.name}/{manifest.version}.json"
 
 
-def _flats(regions: list[Region], blocks: list[memoryview]) -> Iterator[torch.Tensor]:
+def _flats(regions: list[Region], blocks: list[memoryview], small: int) -> Iterator[torch.Tensor]:
     """A storage for each region, over the memory that was read where that is safe."""
     import torch
 
@@ -175,7 +179,6 @@ def _flats(regions: list[Region], blocks: list[memoryview]) -> Iterator[torch.Te
         # that fit the element for granted.
         shared = region.start in taken
         taken.add(region.start)
-        small = region.size < memory.CHUNK  # would keep the whole object in memory
-        if shared or small or flat.data_ptr() % objects.ALIGNMENT:
+        if shared or region.size < small or flat.data_ptr() % objects.ALIGNMENT:
             flat = flat.clone()
         yield flat

@@ -25,7 +25,7 @@ class LocalFiles:
     operating system has it, and a power failure may still take it.
     """
 
-    transfers = 1
+    transfers = 2
 
     def __init__(self, root: Path, *, durable: bool = False) -> None:
         self.url = str(root)
