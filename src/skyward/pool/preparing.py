@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyward import checks
 from skyward.errors import PluginError, SerializationError
@@ -31,10 +31,13 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Preparations:
-    """What plugins do on nodes and in worker processes, encoded to be sent."""
+    """What plugins do on nodes and in worker processes, encoded to be sent.
 
-    for_nodes: bytes
-    for_processes: bytes
+    The bytes may carry a plugin's token, so they are shown nowhere.
+    """
+
+    for_nodes: bytes = field(repr=False)
+    for_processes: bytes = field(repr=False)
     together: bool
     """Whether no worker is of use without the others."""
 
