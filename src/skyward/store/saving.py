@@ -63,7 +63,7 @@ class Saving:
         """The sizes of objects that no manifest seen here names, once they were looked up."""
         self._added = 0
         for owner, numbers in catalog.numbers().items():
-            for number in numbers[-(_RECENT if owner == name else 1) :]:
+            for number in reversed(numbers[-(_RECENT if owner == name else 1) :]):
                 self._learn(owner, number)
 
     def _learn(self, name: str, version: int) -> None:
@@ -74,10 +74,11 @@ class Saving:
             _log.warning("not reusing tensors of %r version %d: %s", name, version, problem)
             return
         for region in manifest.regions:
-            stored = manifest.objects[region.object]
-            place = _Place(stored, region.start, region.size, (name, version))
-            self._known[region.digest] = place
-            self._sizes.add(region.size)
+            if region.digest not in self._known:
+                stored = manifest.objects[region.object]
+                place = _Place(stored, region.start, region.size, (name, version))
+                self._known[region.digest] = place
+                self._sizes.add(region.size)
 
     def save(self, value: object, metadata: dict[str, Any], class_path: str | None) -> Manifest:
         """Store a value as the next version."""
@@ -121,14 +122,16 @@ class Saving:
 
     def _lost(self, reused: dict[StoredObject, tuple[str, int]]) -> set[StoredObject]:
         gone = {source for source in set(reused.values()) if not self._catalog.has(*source)}
+        streams = self._files.transfers
+
+        def changed(some: list[StoredObject]) -> list[StoredObject]:
+            return [each for each in some if self._files.size(object_path(each.name)) != each.size]
+
         stored = list(reused)
-        with ThreadPoolExecutor(max(self._files.transfers, 1)) as pool:
-            sizes = list(pool.map(self._files.size, [object_path(each.name) for each in stored]))
-        return {
-            each
-            for each, size in zip(stored, sizes, strict=True)
-            if size != each.size or reused[each] in gone
-        }
+        with ThreadPoolExecutor(streams) as pool:
+            found = pool.map(changed, [stored[each::streams] for each in range(streams)])
+            lost = {each for some in found for each in some}
+        return lost | {each for each in stored if reused[each] in gone}
 
     def _stored(self, spans: Sequence[Span]) -> list[tuple[str, _Place]]:
         digests: dict[Span, str] = {}
