@@ -47,7 +47,7 @@ from skyward.pool.parcels import blob_room
 from skyward.pool.pool import Pool
 from skyward.pool.preparing import Preparations
 from skyward.pool.task import Task
-from skyward.providers import Provider, Wish
+from skyward.providers import Hosting, Provider, Wish
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
 
@@ -86,7 +86,7 @@ class Compute:
 
     def __init__(
         self,
-        provider: Provider | None = None,
+        provider: Provider | Hosting | None = None,
         *,
         nodes: int | tuple[int, int] | Nodes = 1,
         accelerator: Accelerator | None = None,
@@ -100,7 +100,7 @@ class Compute:
         name: str | None = None,
     ) -> None:
         provider = Local() if provider is None else provider
-        _require(provider, Provider, "provider", "sky.Local()")
+        _require(provider, (Provider, Hosting), "provider", "sky.Local()")
         _require(accelerator, Accelerator, "accelerator", "sky.accelerators.A100()", optional=True)
         _require(image, Image, "image", "sky.Image(...)", optional=True)
         _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)

@@ -30,7 +30,7 @@ from skyward.pool.node import PING_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
-from skyward.providers import Provider, Wish
+from skyward.providers import Host, Hosting, Provider, Wish
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import messages
 from skyward.wire.blobs import Mapped
@@ -68,7 +68,7 @@ LAST_RESULTS_SECONDS = 1.0
 class PoolSpec:
     """What a pool is to be."""
 
-    provider: Provider
+    provider: Provider | Hosting
     nodes: Nodes
     accelerator: Accelerator | None
     worker: Worker
@@ -93,7 +93,7 @@ class Fleet:
         self._console = console
         self._lock = threading.RLock()
         self._versions = my_versions()
-        self._authority = Authority(pool_id) if spec.provider.encrypted else None
+        self._authority = Authority(pool_id) if _encrypted(spec.provider) else None
         self._credentials = self._authority.issue("client") if self._authority else None
         self._head_port = _free_port()
         self._resizing = threading.Lock()
@@ -124,12 +124,17 @@ class Fleet:
         first = len(self.nodes)
         added = []
         for index in range(first, first + count):
-            machine = self._spec.provider.machine(index, self._id, self._spec.wish)
-            added.append(Node(index, machine))
+            added.append(Node(index, self._host(index)))
         self.nodes.extend(added)
         for node in added:
             self._launch(node)
         return added
+
+    def _host(self, index: int) -> Host:
+        provider = self._spec.provider
+        if isinstance(provider, Hosting):
+            return provider.machine(index, self._id, self._spec.wish)
+        raise NotImplementedError
 
     def _await_ready(self, nodes: list[Node]) -> None:
         seconds = READY_SECONDS + (PREPARE_SECONDS if self._spec.preparations else 0.0)
@@ -577,7 +582,7 @@ class Fleet:
             # Who ends the node now has seen the old machine only.
             if self.closed or node.state == "stopped":
                 return
-            node.machine = self._spec.provider.machine(node.index, self._id, self._spec.wish)
+            node.machine = self._host(node.index)
             node.prepared = False
             node.state = "starting"
             node.ready.clear()
@@ -629,6 +634,10 @@ class Fleet:
                 )
                 for node in self.nodes
             ]
+
+
+def _encrypted(provider: Provider | Hosting) -> bool:
+    return provider.encrypted if isinstance(provider, Hosting) else True
 
 
 def _free_port() -> int:

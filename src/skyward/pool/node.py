@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyward.pool.lane import Lane
-from skyward.providers import Machine
+from skyward.providers import Host
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Kill, Message, Ping
 
@@ -25,7 +25,7 @@ LOST_SECONDS = 20.0
 class Node:
     """One node of a pool."""
 
-    def __init__(self, index: int, machine: Machine) -> None:
+    def __init__(self, index: int, machine: Host) -> None:
         self.index = index
         self.machine = machine
         self.state: State = "starting"

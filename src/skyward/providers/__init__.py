@@ -1,13 +1,23 @@
-"""Where machines come from: one module a provider, all behind one small protocol."""
+"""Where machines come from: one module a provider, all behind one small protocol.
+
+A provider makes machines and destroys them. What a machine must offer is small: run a command, and
+carry bytes to a socket there. Everything else, from installing Python to starting the agent, is
+done with these two. docs/providers.md shows how to write one, and `skyward.testing` has the tests
+that every provider passes.
+"""
 
 from __future__ import annotations
 
+import importlib
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from importlib import metadata
+from typing import Any, Protocol, runtime_checkable
 
 from skyward.accelerators import Accelerator
+from skyward.errors import ConfigurationError
 from skyward.spec import Image, Volume
-from skyward.wire.identity import Credentials
 from skyward.worker.config import AgentConfig
 
 
@@ -22,8 +32,90 @@ class Wish:
     volumes: tuple[Volume, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One machine to be made, for one node of one pool."""
+
+    pool: str
+    """Unique; what is made must carry it, so that it can be found after a crash."""
+    node: int
+    wish: Wish
+
+
 class Machine(Protocol):
-    """One machine with an agent on it."""
+    """A machine that a provider made, or found."""
+
+    @property
+    def id(self) -> str:
+        """What the provider calls it; enough to destroy it later."""
+
+    @property
+    def node(self) -> int:
+        """Which node of its pool it was made for."""
+
+    @property
+    def address(self) -> str:
+        """How other machines of the pool reach this one."""
+
+    @property
+    def direct(self) -> str | None:
+        """Where this process may try to connect to it; None when only `dial` leads there."""
+
+    @property
+    def python(self) -> str | None:
+        """A Python that has skyward and all the image asks for; None where one is to be made."""
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Run a command with its standard input, and return its exit status.
+
+        What it writes, to either stream, goes to `output` as it comes. Cancelling ends it.
+        """
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """A blocking socket that carries bytes to "unix:PATH" or "tcp:127.0.0.1:PORT" there.
+
+        The way is private: nobody else can read it, and only this user can open it.
+        """
+
+    async def alive(self) -> bool:
+        """Whether the machine is there and running, as far as the provider can tell."""
+
+    async def destroy(self) -> None:
+        """Remove it, whatever runs on it; returns when it is gone, and is fine if it was."""
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """A source of machines. A value: it holds no connection and makes nothing until asked."""
+
+    @property
+    def name(self) -> str:
+        """What people call it; also its name in the registry."""
+
+    def check(self, wish: Wish) -> None:
+        """Refuse, with a `ConfigurationError`, what this provider can never give."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Its arguments as JSON, without secrets: `sky down` makes it anew from them."""
+
+    def price(self, wish: Wish) -> float | None:
+        """What a machine costs an hour, in US dollars; None when nobody knows."""
+
+    async def create(self, order: Order) -> Machine:
+        """Make a machine; raises `PoolStartError`, and then leaves nothing behind."""
+
+    async def find(self, pool: str) -> Sequence[Machine]:
+        """Every machine of a pool that is still there, also one whose `create` was cut short."""
+
+
+class Host(Protocol):
+    """A machine with an agent on it, as a pool uses it."""
 
     endpoint: str
     """Where the agent listens."""
@@ -43,18 +135,38 @@ class Machine(Protocol):
 
 
 @runtime_checkable
-class Provider(Protocol):
-    """A source of machines. A value: it holds no connection and makes nothing until asked."""
+class Hosting(Protocol):
+    """A provider that brings agents up by itself, without machines in between."""
 
     @property
     def encrypted(self) -> bool:
-        """Whether the way to the machine is a network, so that channels need credentials."""
+        """Whether the way to the agent is a network, so that channels need credentials."""
 
     def check(self, wish: Wish) -> None:
         """Refuse, with a `ConfigurationError`, what this provider can never give."""
 
-    def machine(self, node: int, pool: str, wish: Wish) -> Machine:
-        """A machine for one node; nothing is created before its `start`."""
+    def machine(self, node: int, pool: str, wish: Wish) -> Host:
+        """A host for one node; nothing is created before its `start`."""
 
 
-__all__ = ["Credentials", "Machine", "Provider", "Wish"]
+BUILT_IN = {
+    "local": ("skyward.providers.local:Local", ""),
+    "container": ("skyward.providers.container:Container", "container"),
+    "ssh": ("skyward.providers.ssh:SSH", "ssh"),
+}
+"""Where each provider is, and the extra that installs what it needs."""
+
+
+def find_provider(name: str) -> type[Any]:
+    """The class of a provider, by name: one of ours, or one that a package registered."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name][0].partition(":")
+        found: type[Any] = getattr(importlib.import_module(module), attribute)
+        return found
+    for entry in metadata.entry_points(group="skyward.providers", name=name):
+        loaded: type[Any] = entry.load()
+        return loaded
+    names = sorted({*BUILT_IN, *(e.name for e in metadata.entry_points(group="skyward.providers"))})
+    raise ConfigurationError(
+        f"no provider is called {name!r}; there are {', '.join(names)}, and packages may add more"
+    )

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from skyward.errors import ConfigurationError, ImageError, PoolStartError
-from skyward.providers import Wish
+from skyward.providers import Order, Wish
 from skyward.spec import Image
+from skyward.worker import lifeline
 from skyward.worker.config import AgentConfig
 
 START_SECONDS = 60.0
@@ -49,10 +53,28 @@ class Local:
                 f"Local(transport={self.transport!r}): choose 'auto', 'unix' or 'tcp'"
             )
 
+    name = "local"
+
     @property
     def encrypted(self) -> bool:
         """Only TCP needs credentials."""
         return self.transport == "tcp"
+
+    def describe(self) -> dict[str, Any]:
+        """What made it."""
+        return {"transport": self.transport}
+
+    def price(self, wish: Wish) -> float | None:
+        """This machine is paid for."""
+        return 0.0
+
+    async def create(self, order: Order) -> LocalMachine:
+        """A folder on this machine, in which commands run."""
+        return LocalMachine.made(order)
+
+    async def find(self, pool: str) -> list[LocalMachine]:
+        """The folders of a pool."""
+        return LocalMachine.of(pool)
 
     def check(self, wish: Wish) -> None:
         """What this machine does not have cannot be asked for."""
@@ -72,12 +94,12 @@ class Local:
                     "existing path without a different target, or use a provider with containers"
                 )
 
-    def machine(self, node: int, pool: str, wish: Wish) -> LocalMachine:
+    def machine(self, node: int, pool: str, wish: Wish) -> LocalHost:
         """A process on this machine."""
-        return LocalMachine(self, node, pool, wish)
+        return LocalHost(self, node, pool, wish)
 
 
-class LocalMachine:
+class LocalHost:
     """An agent process on this machine."""
 
     def __init__(self, provider: Local, node: int, pool: str, wish: Wish) -> None:
@@ -181,6 +203,91 @@ class LocalMachine:
             process.wait(2)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+class LocalMachine:
+    """This machine, as a provider's: commands run in a folder, and end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.id = str(folder)
+        self.node = int(folder.name.rpartition("-")[2])
+        self.address = "127.0.0.1"
+        self.direct: str | None = "127.0.0.1"
+        self.python: str | None = sys.executable
+
+    @classmethod
+    def made(cls, order: Order) -> LocalMachine:
+        """A new one."""
+        folder = Path(tempfile.gettempdir(), f"sky-{order.pool}-{order.node}")
+        folder.mkdir(mode=0o700)
+        return cls(folder)
+
+    @classmethod
+    def of(cls, pool: str) -> list[LocalMachine]:
+        """Those that a pool left."""
+        return [cls(found) for found in sorted(Path(tempfile.gettempdir()).glob(f"sky-{pool}-*"))]
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """A child process that leads a process group of its own."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=self._folder,
+            env=_environment(),
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        leader = self._folder / f"{process.pid}.group"
+        leader.touch()
+        try:
+            feeding = asyncio.create_task(_feed(process.stdin, input))
+            while data := await process.stdout.read(1 << 16):
+                if output is not None:
+                    output(data)
+            await feeding
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                lifeline.cut(process.pid)
+                await process.wait()
+            leader.unlink(missing_ok=True)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Straight there."""
+        family, _, place = endpoint.partition(":")
+        if family == "unix":
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            end.connect(place)
+            return end
+        host, _, port = place.rpartition(":")
+        return socket.create_connection((host, int(port)))
+
+    async def alive(self) -> bool:
+        """Whether its folder is there."""
+        return self._folder.exists()
+
+    async def destroy(self) -> None:
+        """End its commands and remove the folder."""
+        for leader in self._folder.glob("*.group"):
+            lifeline.cut(int(leader.stem))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
 
 
 def _environment() -> dict[str, str]:
