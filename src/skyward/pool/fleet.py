@@ -30,7 +30,7 @@ from skyward.pool.node import PING_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
-from skyward.providers import Host, Hosting, Provider, Wish
+from skyward.providers import Host, Hosting, Provider, Wish, crosses_a_network
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import messages
 from skyward.wire.blobs import Mapped
@@ -93,7 +93,7 @@ class Fleet:
         self._console = console
         self._lock = threading.RLock()
         self._versions = my_versions()
-        self._authority = Authority(pool_id) if _encrypted(spec.provider) else None
+        self._authority = Authority(pool_id) if crosses_a_network(spec.provider) else None
         self._credentials = self._authority.issue("client") if self._authority else None
         self._head_port = _free_port()
         self._resizing = threading.Lock()
@@ -634,10 +634,6 @@ class Fleet:
                 )
                 for node in self.nodes
             ]
-
-
-def _encrypted(provider: Provider | Hosting) -> bool:
-    return provider.encrypted if isinstance(provider, Hosting) else True
 
 
 def _free_port() -> int:

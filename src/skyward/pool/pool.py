@@ -20,6 +20,7 @@ from skyward.pool.node import Node, NodeView
 from skyward.pool.parcels import Packer
 from skyward.pool.references import References
 from skyward.pool.task import Task
+from skyward.providers import crosses_a_network
 
 
 class Pool:
@@ -32,7 +33,7 @@ class Pool:
         self._loop = Loop()
         self._dispatcher = Dispatcher(self._loop, console)
         self._packer = self._dispatcher.packer = Packer(
-            encrypted=spec.provider.encrypted, stale=self._dispatcher.tell_stale
+            encrypted=crosses_a_network(spec.provider), stale=self._dispatcher.tell_stale
         )
         self._fleet = Fleet(self.id, spec, self._loop, self._dispatcher, console)
         self._ids = itertools.count(1)

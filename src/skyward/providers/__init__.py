@@ -149,6 +149,11 @@ class Hosting(Protocol):
         """A host for one node; nothing is created before its `start`."""
 
 
+def crosses_a_network(provider: Provider | Hosting) -> bool:
+    """Whether channels to its nodes need credentials."""
+    return provider.encrypted if isinstance(provider, Hosting) else True
+
+
 BUILT_IN = {
     "local": ("skyward.providers.local:Local", ""),
     "container": ("skyward.providers.container:Container", "container"),

@@ -1,0 +1,53 @@
+"""Cleaning: removing the machines of pools that nobody takes down any more."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from skyward.errors import PoolError
+from skyward.pool.journal import Journal, PoolRecord
+from skyward.providers import Machine, Provider, find_provider
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What became of one pool's machines."""
+
+    pool: PoolRecord
+    removed: tuple[str, ...]
+    failures: tuple[str, ...]
+    """Why something is left; then the pool stays on record."""
+
+
+def clean(journal: Journal, pool: PoolRecord) -> Cleaned:
+    """Remove every machine of a pool, also those whose making was cut short."""
+    return asyncio.run(_clean(journal, pool))
+
+
+async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
+    provider: Provider = find_provider(pool.provider)(**pool.arguments)
+    try:
+        found = await provider.find(pool.id)
+    except Exception as problem:
+        return Cleaned(pool, (), (f"its machines cannot be looked up: {problem}",))
+    outcomes = await asyncio.gather(*(_destroyed(machine) for machine in found))
+    failures = tuple(outcome for outcome in outcomes if outcome is not None)
+    if not failures:
+        for record in pool.machines:
+            journal.gone(pool.id, record.node)
+        journal.close_pool(pool.id)
+    return Cleaned(pool, tuple(machine.id for machine in found), failures)
+
+
+async def _destroyed(machine: Machine) -> str | None:
+    try:
+        await machine.destroy()
+    except (PoolError, OSError) as problem:
+        return f"{machine.id}: {problem}"
+    return None
+
+
+def matching(pools: list[PoolRecord], name: str) -> list[PoolRecord]:
+    """The pools of a name, or whose identifier begins with it."""
+    return [pool for pool in pools if pool.name == name or pool.id.startswith(name)]

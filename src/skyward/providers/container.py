@@ -1,0 +1,437 @@
+"""Container: nodes in Docker or Podman containers, through the socket that either serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import socket
+import struct
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyward import checks
+from skyward.errors import ConfigurationError, PoolStartError
+from skyward.providers import Order, Wish
+from skyward.spec import Volume
+
+POOL, NODE = "skyward.pool", "skyward.node"
+"""The labels by which a pool's containers are found."""
+IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
+BOOTSTRAP_SECONDS = 1800
+AGENTLESS_SECONDS = 30
+"""A container ends by itself when no agent came up in it for so long, or none is left."""
+_TIMEOUT = 120
+_HEADER = struct.Struct(">BxxxL")
+"""Before each piece of a command's output: the stream it belongs to, and its length."""
+
+_MAIN = f"""\
+left={BOOTSTRAP_SECONDS}
+while [ "$left" -gt 0 ]; do
+    if grep -q -s skyward.worker.agen[t] /proc/[0-9]*/cmdline; then
+        left={AGENTLESS_SECONDS}
+    fi
+    left=$((left - 5))
+    sleep 5
+done
+"""
+
+_RELAY = """\
+import os, socket, sys, threading
+family, _, place = sys.argv[1].partition(":")
+if family == "unix":
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(place)
+else:
+    host, _, port = place.rpartition(":")
+    end = socket.create_connection((host, int(port)))
+def out():
+    while data := end.recv(1 << 18):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(1, view):]
+    os.close(1)
+sender = threading.Thread(target=out)
+sender.start()
+while data := os.read(0, 1 << 18):
+    end.sendall(data)
+end.shutdown(socket.SHUT_WR)
+sender.join()
+"""
+
+
+@dataclass(frozen=True)
+class Container:
+    """Nodes in containers on this machine, or wherever `DOCKER_HOST` points.
+
+    `image` is the container image; without it, `SKYWARD_CONTAINER_IMAGE` or an official Python.
+    `python` names an interpreter in it that has skyward and all that is needed, so that nothing is
+    installed. `mounts` are folders of the host that every node sees, besides the pool's volumes.
+
+    >>> with sky.Compute(sky.Container("python:3.11-slim"), nodes=2, memory_gb=2) as compute: ...
+    """
+
+    image: str | None = None
+    mounts: Sequence[Volume] = ()
+    python: str | None = None
+    host: str | None = None
+    """The address of the Docker or Podman service; found by itself when left out."""
+    name: str = field(default="container", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for what in ("image", "python", "host"):
+            value = getattr(self, what)
+            if value is not None:
+                checks.text(self, what, value)
+        mounts = self.mounts if isinstance(self.mounts, Sequence) else None
+        if mounts is None or not all(isinstance(each, Volume) for each in mounts):
+            raise checks.refused(self, {"mounts": self.mounts}, "give a list of sky.Volume(...)")
+        checks.store(self, mounts=tuple(mounts))
+
+    def check(self, wish: Wish) -> None:
+        """Nothing here is known before the service is asked."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Where its containers are; that is all it takes to find and remove them."""
+        return {"host": self.host or os.environ.get("DOCKER_HOST")}
+
+    def price(self, wish: Wish) -> float | None:
+        """Whoever runs the service has paid for its machine."""
+        return None
+
+    async def create(self, order: Order) -> ContainerMachine:
+        """Run a container with the pool's labels, in the pool's own network."""
+        return await asyncio.to_thread(self._create, order)
+
+    async def find(self, pool: str) -> Sequence[ContainerMachine]:
+        """Containers with the pool's label; a network that none of them uses any more goes."""
+        return await asyncio.to_thread(self._find, pool)
+
+    def _create(self, order: Order) -> ContainerMachine:
+        docker = self._client()
+        try:
+            return self._run(docker, order)
+        except BaseException as problem:
+            with contextlib.suppress(Exception):
+                docker.containers.get(_name(order.pool, order.node)).remove(force=True, v=True)
+            _remove_unused_network(docker, order.pool)
+            if isinstance(problem, (PoolStartError, ConfigurationError)):
+                raise
+            if isinstance(problem, Exception):
+                raise PoolStartError(
+                    f"node {order.node}: the container did not start: {_said(problem)}"
+                ) from problem
+            raise
+
+    def _run(self, docker: Any, order: Order) -> ContainerMachine:
+        wish = order.wish
+        image = self.image or os.environ.get(IMAGE) or _official_python(wish)
+        _have_image(docker, image)
+        network = _network(docker, order.pool)
+        options: dict[str, Any] = {}
+        if wish.vcpus:
+            options["nano_cpus"] = int(wish.vcpus * 1e9)
+        if wish.memory_gb:
+            options["mem_limit"] = int(wish.memory_gb * 2**30)
+        if wish.accelerator is not None:
+            options["device_requests"] = [_gpus(wish.accelerator.count)]
+        # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
+        options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
+        container = docker.containers.run(
+            image,
+            ["sh", "-c", _MAIN],
+            name=_name(order.pool, order.node),
+            hostname=f"node-{order.node}",
+            labels={POOL: order.pool, NODE: str(order.node)},
+            network=network,
+            mounts=[_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)],
+            init=True,
+            auto_remove=True,
+            detach=True,
+            **options,
+        )
+        return ContainerMachine(docker, container, self.python)
+
+    def _find(self, pool: str) -> list[ContainerMachine]:
+        docker = self._client()
+        found = docker.containers.list(all=True, filters={"label": f"{POOL}={pool}"})
+        if not found:
+            _remove_unused_network(docker, pool)
+        return [ContainerMachine(docker, container, self.python) for container in found]
+
+    def _client(self) -> Any:
+        try:
+            import docker
+        except ImportError:
+            raise ConfigurationError(
+                "Container(): the docker package is missing; install skyward[container]"
+            ) from None
+        tried = []
+        for address in _addresses(self.host):
+            try:
+                client = docker.DockerClient(base_url=address, timeout=_TIMEOUT)
+                client.ping()
+            except Exception as problem:
+                tried.append(f"{address} ({_said(problem)})")
+                continue
+            return client
+        raise ConfigurationError(
+            f"Container(): no Docker or Podman answers at {'; '.join(tried)}; start one "
+            "(`systemctl start docker`, or `podman system service --time=0`), or set DOCKER_HOST"
+        )
+
+
+class ContainerMachine:
+    """One container."""
+
+    def __init__(self, docker: Any, container: Any, python: str | None) -> None:
+        self._docker = docker
+        self._container = container
+        self.id = str(container.name)
+        self.python = python
+        self.node = int(container.labels.get(NODE, 0))
+        self._pool = str(container.labels.get(POOL, ""))
+        container.reload()
+        networks = container.attrs["NetworkSettings"]["Networks"].values()
+        self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
+
+    @property
+    def direct(self) -> str | None:
+        """On the same kernel, a container's address can be reached from the host."""
+        local = self._docker.api.base_url.startswith("http+docker")
+        return self.address if local and sys.platform == "linux" and self.address else None
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """A process in the container."""
+        mark = f"/tmp/.skyward-{uuid.uuid4().hex}"
+        script = f'echo "$$" >{mark}; trap "rm -f {mark}" EXIT; "$@"'
+        work = asyncio.create_task(
+            asyncio.to_thread(self._run, ["sh", "-c", script, "sh", *command], input, output)
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._end, mark)
+            with contextlib.suppress(Exception):
+                await work
+            raise
+
+    def _run(
+        self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
+    ) -> int:
+        with self._executing(command) as (process, stream):
+            feeder = threading.Thread(target=_feed, args=(stream, input), daemon=True)
+            feeder.start()
+            for data in _output(stream):
+                if output is not None:
+                    output(data)
+            feeder.join()
+        return int(self._docker.api.exec_inspect(process)["ExitCode"])
+
+    def _end(self, mark: str) -> None:
+        """Kill a command and its children; their shell left its process id behind."""
+        kill = (
+            f'pid=$(cat {mark}) || exit 0; pids=$pid; next=$pid; while [ -n "$next" ]; do '
+            "found=; for one in $next; do for stat in /proc/[0-9]*/stat; do "
+            'read -r line <"$stat" 2>/dev/null || continue; rest=${line##*) }; set -- $rest; '
+            '[ "$2" = "$one" ] && found="$found ${line%% *}"; done; done; '
+            f'pids="$pids $found"; next=$found; done; kill -9 $pids; rm -f {mark}'
+        )
+        with contextlib.suppress(Exception):
+            self._run(["sh", "-c", kill], b"", None)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Through a process in the container that copies its streams to the socket."""
+        return await asyncio.to_thread(self._dial, endpoint)
+
+    def _dial(self, endpoint: str) -> socket.socket:
+        command = [self.python or "python3", "-c", _RELAY, endpoint]
+        executing = self._executing(command)
+        _, stream = executing.__enter__()
+        near, far = socket.socketpair()
+
+        def upward() -> None:
+            with contextlib.suppress(OSError):
+                while data := far.recv(1 << 18):
+                    stream.sendall(data)
+                stream.shutdown(socket.SHUT_WR)
+
+        def downward() -> None:
+            try:
+                with contextlib.suppress(OSError):
+                    for data in _output(stream, errors=False):
+                        far.sendall(data)
+                    far.shutdown(socket.SHUT_WR)
+                sender.join()
+            finally:
+                far.close()
+                executing.__exit__(None, None, None)
+
+        sender = threading.Thread(target=upward, name="skyward-dial", daemon=True)
+        sender.start()
+        threading.Thread(target=downward, name="skyward-dial", daemon=True).start()
+        return near
+
+    @contextlib.contextmanager
+    def _executing(self, command: Sequence[str]) -> Iterator[tuple[str, socket.socket]]:
+        api = self._docker.api
+        try:
+            process = api.exec_create(self.id, list(command), stdin=True)["Id"]
+            raw = api.exec_start(process, socket=True)
+        except Exception as problem:
+            raise PoolStartError(
+                f"node {self.node}: `{shlex.join(command)[:80]}` could not be run in container "
+                f"{self.id}: {_said(problem)}"
+            ) from problem
+        try:
+            yield process, getattr(raw, "_sock", raw)
+        finally:
+            raw.close()
+
+    async def alive(self) -> bool:
+        """Whether the container runs."""
+        return await asyncio.to_thread(self._alive)
+
+    def _alive(self) -> bool:
+        try:
+            self._container.reload()
+        except Exception:
+            return False
+        return bool(self._container.status == "running")
+
+    async def destroy(self) -> None:
+        """Remove the container, and with the last one the pool's network."""
+        await asyncio.to_thread(self._destroy)
+
+    def _destroy(self) -> None:
+        import docker.errors
+
+        try:
+            self._container.remove(force=True, v=True)
+        except docker.errors.NotFound:
+            pass
+        except docker.errors.APIError as problem:
+            # It is on its way out by itself: wait until it has gone.
+            if problem.status_code != 409:
+                raise
+            with contextlib.suppress(docker.errors.NotFound):
+                self._container.wait(condition="removed", timeout=_TIMEOUT)
+        _remove_unused_network(self._docker, self._pool)
+
+
+def _addresses(host: str | None) -> list[str]:
+    """Where a service may answer, best first."""
+    if host or os.environ.get("DOCKER_HOST"):
+        return [host or os.environ["DOCKER_HOST"]]
+    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    sockets = [
+        Path("/var/run/docker.sock"),
+        Path.home() / ".docker" / "run" / "docker.sock",
+        Path(runtime, "podman", "podman.sock"),
+        Path("/run/podman/podman.sock"),
+    ]
+    return [f"unix://{each}" for each in sockets if each.exists()] or [f"unix://{sockets[0]}"]
+
+
+def _usual_mounts() -> list[Volume]:
+    """Those that the environment asks for in every container, read-only."""
+    pairs = [each.partition(":") for each in os.environ.get(MOUNTS, "").split(",") if each]
+    return [Volume(source, target or source, read_only=True) for source, _, target in pairs]
+
+
+def _official_python(wish: Wish) -> str:
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"python:{mine if wish.image.python == 'auto' else wish.image.python}-slim"
+
+
+def _have_image(docker: Any, image: str) -> None:
+    import docker.errors as errors
+
+    try:
+        docker.images.get(image)
+    except errors.ImageNotFound:
+        try:
+            docker.images.pull(image)
+        except errors.APIError as problem:
+            raise PoolStartError(
+                f"the image {image!r} is not here and cannot be pulled: {_said(problem)}; name "
+                f"another with Container(image=...) or {IMAGE}"
+            ) from problem
+
+
+def _network(docker: Any, pool: str) -> str:
+    import docker.errors as errors
+
+    name = f"sky-{pool}"
+    if not docker.networks.list(names=[name]):
+        try:
+            docker.networks.create(name, labels={POOL: pool}, check_duplicate=True)
+        except errors.APIError as problem:
+            # Another node of the pool was quicker.
+            if problem.status_code != 409 and "already" not in str(problem):
+                raise
+    return name
+
+
+def _remove_unused_network(docker: Any, pool: str) -> None:
+    with contextlib.suppress(Exception):
+        for network in docker.networks.list(filters={"label": f"{POOL}={pool}"}):
+            network.remove()
+
+
+def _mount(volume: Volume) -> Any:
+    from docker.types import Mount
+
+    return Mount(volume.target, volume.source, type="bind", read_only=volume.read_only)
+
+
+def _gpus(count: int) -> Any:
+    from docker.types import DeviceRequest
+
+    return DeviceRequest(count=count, capabilities=[["gpu"]])
+
+
+def _name(pool: str, node: int) -> str:
+    return f"sky-{pool}-{node}"
+
+
+def _feed(stream: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        stream.sendall(data)
+        stream.shutdown(socket.SHUT_WR)
+
+
+def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
+    """What a command writes, piece by piece."""
+    buffer = b""
+    left, wanted = 0, False
+    while data := stream.recv(1 << 18):
+        buffer += data
+        while buffer:
+            if not left:
+                if len(buffer) < _HEADER.size:
+                    break
+                kind, left = _HEADER.unpack_from(buffer)
+                wanted = errors or kind == 1
+                buffer = buffer[_HEADER.size :]
+                continue
+            piece, buffer = buffer[:left], buffer[left:]
+            left -= len(piece)
+            if wanted:
+                yield piece
+
+
+def _said(problem: Exception) -> str:
+    return str(getattr(problem, "explanation", None) or problem)[:500]
