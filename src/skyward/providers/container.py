@@ -107,7 +107,14 @@ class Container:
 
     async def create(self, order: Order) -> ContainerMachine:
         """Run a container with the pool's labels, in the pool's own network."""
-        return await asyncio.to_thread(self._create, order)
+        making = asyncio.create_task(asyncio.to_thread(self._create, order))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: what it makes is taken back.
+            with contextlib.suppress(Exception):
+                await (await making).destroy()
+            raise
 
     async def find(self, pool: str) -> Sequence[ContainerMachine]:
         """Containers with the pool's label; a network that none of them uses any more goes."""

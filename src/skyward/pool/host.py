@@ -1,0 +1,195 @@
+"""A host: a provider's machine, made, given its environment and an agent, and destroyed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from skyward.errors import PoolStartError
+from skyward.pool.journal import Journal
+from skyward.providers import Machine, Order, Provider, bootstrap, loop
+from skyward.providers.bootstrap import Prepared
+from skyward.wire.identity import direct
+from skyward.worker.config import AgentConfig
+
+DIRECT_SECONDS = 1.5
+"""How long a straight connection is tried before the provider's own way is taken."""
+DESTROY_SECONDS = 60.0
+ALIVE_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class RemoteHost:
+    """One node's machine, from a provider."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        order: Order,
+        journal: Journal,
+        phase: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self.endpoint = ""
+        self.address = ""
+        self.accelerators = 0
+        self.accelerator: str | None = None
+        self._provider = provider
+        self._order = order
+        self._journal = journal
+        self._phase, self._note = phase, note
+        self._machine: Machine | None = None
+        self._prepared: Prepared | None = None
+        self._is_direct = False
+        self._seems_alive = True
+        self._looking: concurrent.futures.Future[bool] | None = None
+        self._work: concurrent.futures.Future[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """The work itself: it ends later than the future that was cancelled."""
+        self._stopped = False
+        self._intended = False
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+
+    # Coming up.
+
+    def prepare(self) -> None:
+        """Make the machine and its environment."""
+        self._do(self._prepare())
+
+    def start(self, config: AgentConfig) -> None:
+        """Start the agent, and find the way to it."""
+        self._do(self._launch(config))
+
+    async def _prepare(self) -> None:
+        order = self._order
+        self._phase("creating")
+        await asyncio.to_thread(self._journal.intend, order.pool, order.node)
+        self._intended = True
+        machine = self._machine = await self._provider.create(order)
+        await asyncio.to_thread(
+            self._journal.made, order.pool, order.node, machine.id, machine.address
+        )
+        self.address = machine.address
+        prepared = await bootstrap.prepare(
+            machine, order.pool, order.node, order.wish.image, self._phase, self._note
+        )
+        self._prepared = prepared
+        self.accelerators, self.accelerator = prepared.accelerators, prepared.accelerator
+
+    async def _launch(self, config: AgentConfig) -> None:
+        assert self._machine is not None
+        assert self._prepared is not None
+        config.folder = config.working_directory = self._prepared.folder
+        config.search_path = [self._prepared.folder]
+        config.direct = self._machine.direct or ""
+        self._phase("starting the agent")
+        announced = await bootstrap.launch(self._machine, self._prepared, config)
+        self._is_direct = await asyncio.to_thread(self._can_go_straight, announced.endpoint)
+        self.endpoint = announced.endpoint
+
+    def _can_go_straight(self, endpoints: str) -> bool:
+        try:
+            direct(self._straight(endpoints), DIRECT_SECONDS).close()
+        except (OSError, LookupError):
+            return False
+        return True
+
+    def _straight(self, endpoints: str) -> str:
+        found = [each for each in endpoints.split() if each.startswith("tcp:")]
+        if not found or self._machine is None or self._machine.direct is None:
+            raise LookupError(endpoints)
+        return f"tcp:{self._machine.direct}:{found[0].rpartition(':')[2]}"
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise PoolStartError(f"node {self._order.node} was stopped while it started")
+            future = self._work = loop.submit(self._noted(work))
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise PoolStartError(
+                f"node {self._order.node} was stopped while it started"
+            ) from None
+
+    async def _noted(self, work: Coroutine[Any, Any, T]) -> T:
+        self._task = asyncio.current_task()
+        return await work
+
+    # Being there.
+
+    def route(self, endpoints: str) -> str:
+        """Of the places where something listens, the one that is used from here."""
+        if self._is_direct:
+            return self._straight(endpoints)
+        return next(each for each in endpoints.split() if each.startswith("unix:"))
+
+    def dial(self, endpoint: str, seconds: float) -> socket.socket:
+        """A connection to one of those places."""
+        if endpoint.startswith("tcp:"):
+            return direct(endpoint, seconds)
+        assert self._machine is not None
+        try:
+            return loop.submit(self._machine.dial(endpoint)).result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
+
+    def looks_dead(self) -> bool:
+        """What the provider said when it was last asked; this asks again, without waiting."""
+        machine = self._machine
+        if machine is not None and (self._looking is None or self._looking.done()):
+            self._looking = loop.submit(self._look(machine))
+        return not self._seems_alive
+
+    async def _look(self, machine: Machine) -> bool:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ALIVE_SECONDS):
+                self._seems_alive = await machine.alive()
+        return self._seems_alive
+
+    # Going.
+
+    def stop(self, seconds: float) -> None:
+        """Give the agent time to end by itself, then destroy the machine."""
+        with self._lock:
+            self._stopped = True
+            work = self._work
+        if work is not None and not work.done():
+            work.cancel()
+        with self._ending:
+            if self._intended:
+                loop.submit(self._destroy(seconds)).result()
+
+    async def _destroy(self, seconds: float) -> None:
+        order = self._order
+        try:
+            async with asyncio.timeout(DESTROY_SECONDS):
+                if self._task is not None:
+                    await asyncio.wait([self._task])
+                machines = [self._machine] if self._machine is not None else []
+                # Whether a machine was made is not known when its making was cut short.
+                for machine in machines or await self._provider.find(order.pool):
+                    if machine is not None and machine.node == order.node:
+                        await self._remove(machine, seconds)
+        except Exception as problem:
+            self._note(
+                f"node {order.node}: its machine could not be removed: "
+                f"{problem or type(problem).__name__}; `sky down` tries again"
+            )
+            return
+        self._intended = False
+        await asyncio.to_thread(self._journal.gone, order.pool, order.node)
+
+    async def _remove(self, machine: Machine, seconds: float) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(seconds + ALIVE_SECONDS):
+                await bootstrap.remove(machine, self._order.pool, self._order.node)
+        await machine.destroy()

@@ -1,0 +1,35 @@
+"""The loop on which providers work: one thread of this process, for all pools."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_loop: asyncio.AbstractEventLoop | None = None
+_lock = threading.Lock()
+
+
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin to run a coroutine there; cancelling the future cancels it."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=_loop.run_forever, name="skyward-providers", daemon=True
+            ).start()
+        return asyncio.run_coroutine_threadsafe(work, _loop)
+
+
+def _forget() -> None:
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
