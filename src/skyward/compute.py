@@ -507,6 +507,37 @@ class Compute:
         return f"<sky.Compute {self.name}: {state}>"
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a sky device is: a node, and the worker on it if no other can reach the device."""
+
+    compute: Compute
+    node: int
+    worker: int | None
+
+    def __str__(self) -> str:
+        return f"node {self.node} of {self.compute.name}"
+
+    def run(self, pending: Pending[T]) -> T:
+        """Run a call there and wait, in turn with the other calls of that node."""
+        pool = self.compute._open_pool
+        alone = None if self.worker is None else (self.node, self.worker)
+        task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
+        result: T = self.compute._await(task)
+        return result
+
+
+def home_of(device: torch.device) -> Home | None:
+    """Where a sky device is; None if it belongs to no pool that is open here."""
+    for compute in list(_entered):
+        pool = compute._pool
+        if pool is not None and not pool.closed:
+            holder = pool.device_holder(device.index)
+            if holder is not None:
+                return Home(compute, *holder)
+    return None
+
+
 def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
     if future.cancelled():
         return

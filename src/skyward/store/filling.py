@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,17 @@ _log = logging.getLogger("skyward.store")
 
 
 def fill(
-    module: torch.nn.Module, files: Files, manifest: Manifest, device: torch.device, strict: bool
+    module: torch.nn.Module,
+    loading_for: Callable[[torch.device], Loading],
+    files: Files,
+    manifest: Manifest,
+    device: torch.device,
+    strict: bool,
 ) -> torch.nn.Module:
-    """Load a version into a module; parameters on the meta device are made on `device`."""
+    """Load a version into a module; parameters on the meta device are made on `device`.
+
+    `loading_for` says who reads what a device gets.
+    """
     import torch
 
     stored, extra = _state(files, manifest)
@@ -38,7 +47,7 @@ def fill(
             )
         _log.warning("%s\nthe rest was loaded", told)
     pairs = {name: (stored[name], model[name]) for name in found.fits}
-    _copy(_Slots(module), pairs, files, manifest, device)
+    _copy(_Slots(module), pairs, loading_for, device)
     extra = {name: value for name, value in extra.items() if name in state}
     if extra:
         module.load_state_dict(extra, strict=False)
@@ -85,33 +94,29 @@ def _holds_tensors(value: object) -> bool:
 def _copy(
     slots: _Slots,
     pairs: dict[str, tuple[View, torch.Tensor]],
-    files: Files,
-    manifest: Manifest,
+    loading_for: Callable[[torch.device], Loading],
     device: torch.device,
 ) -> None:
     import torch
 
-    by_region: dict[int, list[str]] = {}
+    here = torch.device("cpu")
+    by_place: dict[torch.device, dict[int, list[str]]] = {}
     for name, (view, target) in pairs.items():
+        place = device if target.device.type == "meta" else target.device
         if view.region is not None:
+            by_region = by_place.setdefault(place if place.type == "sky" else here, {})
             by_region.setdefault(view.region, []).append(name)
         elif target.device.type == "meta":
             slots.give(name, torch.empty(view.shape, dtype=target.dtype, device=device))
-    loading = Loading(files, manifest)
-    loading.verify(by_region)
+    loadings = {place: loading_for(place) for place in by_place}
+    for place, loading in loadings.items():
+        loading.verify(by_place[place])
     done = 0
     try:
-        for region, flat in loading.regions(by_region):
-            names = by_region[region]
-            made = [name for name in names if pairs[name][1].device.type == "meta"]
-            moved = flat.to(device) if made else flat
-            for name in names:
-                view, target = pairs[name]
-                if name in made:
-                    slots.give(name, tensor_at(view, moved).to(target.dtype))
-                else:
-                    target.copy_(tensor_at(view, flat))
-            done += len(names)
+        for place, by_region in by_place.items():
+            for region, flat in loadings[place].regions(by_region):
+                _copy_region(slots, {name: pairs[name] for name in by_region[region]}, flat, device)
+                done += len(by_region[region])
     except StoreError as problem:
         if done:
             problem.add_note(
@@ -119,6 +124,21 @@ def _copy(
                 "load another version before you use the model"
             )
         raise
+
+
+def _copy_region(
+    slots: _Slots,
+    pairs: dict[str, tuple[View, torch.Tensor]],
+    flat: torch.Tensor,
+    device: torch.device,
+) -> None:
+    made = [name for name, (_, target) in pairs.items() if target.device.type == "meta"]
+    moved = flat.to(device) if made else flat
+    for name, (view, target) in pairs.items():
+        if name in made:
+            slots.give(name, tensor_at(view, moved).to(target.dtype))
+        else:
+            target.copy_(tensor_at(view, flat))
 
 
 class _Slots:

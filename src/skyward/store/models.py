@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -13,10 +14,12 @@ from skyward.errors import ConfigurationError, SerializationError, StoreError
 from skyward.store import tree
 from skyward.store.catalog import Catalog, check_name
 from skyward.store.collecting import collect
-from skyward.store.files import Files, open_files
+from skyward.store.files import Files, address_of, open_files
 from skyward.store.filling import fill
-from skyward.store.loading import Loading, manifest_place
+from skyward.store.lifting import Title, save_from_device
+from skyward.store.loading import manifest_place
 from skyward.store.manifest import Manifest
+from skyward.store.placing import loading_on
 from skyward.store.saving import GRACE, Saving
 
 if TYPE_CHECKING:
@@ -62,10 +65,16 @@ class ModelStore:
         self, url: str | os.PathLike[str], token: str | None = None, *, durable: bool = False
     ) -> None:
         self._files: Files = open_files(url, token, durable)
+        self._address = address_of(self._files, url, token, durable)
         self._catalog = Catalog(self._files)
 
     def __repr__(self) -> str:
         return f"ModelStore({self._files.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It travels as its address, token included: other processes open the same place."""
+        where = self._address
+        return functools.partial(type(self), durable=where.durable), (where.url, where.token)
 
     def save_model(
         self,
@@ -76,7 +85,8 @@ class ModelStore:
         """Store a module, a state dict, or any nesting of tensors and plain values, as a version.
 
         Returns once the version can be loaded. A save that was interrupted can be repeated: what
-        had been uploaded is not uploaded again.
+        had been uploaded is not uploaded again. Tensors on a device of `compute.device()` are
+        saved by its node, where that reaches the store.
         """
         import torch
 
@@ -88,8 +98,13 @@ class ModelStore:
             kind = type(model)
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             value = model.state_dict()
-        saving = Saving(self._files, self._catalog, name)
-        return _version(saving.save(value, facts, class_path))
+        shape, tensors = tree.encode(value)
+        title = Title(name, facts, class_path)
+        saved = save_from_device(self._address, self._files, title, shape, tensors)
+        if saved is None:
+            saving = Saving(self._files, self._catalog, name)
+            saved = saving.save_tree(shape, tensors, facts, class_path)
+        return _version(saved)
 
     def load_model(
         self,
@@ -105,15 +120,16 @@ class ModelStore:
         it, fills that module where it is and returns it; names, shapes and dtypes must be the
         same, or nothing is changed and the error lists every difference. `strict=False` loads
         what fits, converting dtypes, and logs the rest. Parameters on the meta device are made
-        on `device`.
+        on `device`. What goes to a device of `compute.device()` is read by its node, not here.
         """
         import torch
 
         check_name(name)
         manifest = self._catalog.read(name, self._catalog.resolve(name, version))
         place = torch.device(device)
+        loading_for = functools.partial(loading_on, self._address, self._files, manifest)
         if into is None:
-            tensors = Loading(self._files, manifest).tensors(place)
+            tensors = loading_for(place).tensors(place)
             return tree.decode(
                 manifest.tree, _numbered(tensors), manifest_place(self._files, manifest)
             )
@@ -122,7 +138,7 @@ class ModelStore:
                 f"load_model({name!r}, into={type(into).__name__}): into takes a torch.nn.Module; "
                 "leave it out to get what was saved, and load that yourself"
             )
-        return fill(into, self._files, manifest, place, strict)
+        return fill(into, loading_for, self._files, manifest, place, strict)
 
     def list(self) -> tuple[ModelVersion, ...]:
         """The newest version of every model, by name."""

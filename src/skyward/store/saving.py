@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from skyward.store.layout import Span, lay_out
 from skyward.store.manifest import FORMAT, Manifest, Region, StoredObject, View, object_path
 from skyward.store.objects import Piece
 from skyward.wire import memory
+
+if TYPE_CHECKING:
+    import torch
 
 PACK = 64 << 20
 """Tensors are hashed, and small ones stored together, in batches of about this size."""
@@ -73,9 +76,19 @@ class Saving:
 
     def save(self, value: object, metadata: dict[str, Any], class_path: str | None) -> Manifest:
         """Store a value as the next version."""
+        shape, tensors = tree.encode(value)
+        return self.save_tree(shape, tensors, metadata, class_path)
+
+    def save_tree(
+        self,
+        shape: Any,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        metadata: dict[str, Any],
+        class_path: str | None,
+    ) -> Manifest:
+        """Store a value that was taken apart, its tensors by number and each with its path."""
         import torch
 
-        shape, tensors = tree.encode(value)
         spans, views = lay_out(tensors)
         lease = f"saves/{uuid.uuid4().hex}.json"
         try:
