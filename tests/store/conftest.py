@@ -25,7 +25,7 @@ def store(folder: Path) -> sky.ModelStore:
     return sky.ModelStore(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The address of an S3 server of our own, with a bucket."""
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward[s3]'")

@@ -491,3 +491,33 @@ def test_a_token_is_shown_nowhere() -> None:
 
     address = Address("https://user:hidden@host/models", "hidden", durable=False)
     assert "hidden" not in repr(address)
+
+
+# On a GPU.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_the_node_loads_and_saves_too(store, compute) -> None:
+    device = compute.device("cuda")
+    torch.manual_seed(0)
+    right = {"large": torch.randn(LARGE), "turned": torch.randn(30, 50).t(), "one": torch.ones(())}
+    store.save_model(right, "m")
+    model = nn.Linear(64, 64).to(device)
+    store.save_model(nn.Linear(64, 64), "linear")
+    before = sky.device_stats(device)
+
+    state = store.load_model("m", device=device)
+    store.load_model("linear", into=model)
+    again = store.save_model(state, "again")
+    after = sky.device_stats(device)
+
+    assert (after.bytes_uploaded, after.bytes_fetched) == (
+        before.bytes_uploaded,
+        before.bytes_fetched,
+    )
+    assert again.added == 0
+    assert {tensor.device for tensor in state.values()} == {device}
+    assert state["turned"].stride() == (1, 50)
+    assert all(torch.equal(tensor, right[name]) for name, tensor in here(state).items())
+    assert torch.equal(model.weight.detach().cpu(), store.load_model("linear")["weight"])
+    model(torch.ones(2, 64, device=device)).sum().backward()
