@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 On = int | Literal["head"] | None
 
+NOTICE_SECONDS = 5.0
+"""How long work for a device waits for a worker before that is said."""
+
+_log = logging.getLogger("skyward")
 _names = itertools.count(1)
 _entered: weakref.WeakSet[Compute] = weakref.WeakSet()
 
@@ -523,8 +528,30 @@ class Home:
         pool = self.compute._open_pool
         alone = None if self.worker is None else (self.node, self.worker)
         task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
-        result: T = self.compute._await(task)
-        return result
+        notice = threading.Timer(NOTICE_SECONDS, self._tell_waiting, (task,))
+        notice.daemon = True
+        notice.start()
+        try:
+            result: T = self.compute._await(task)
+            return result
+        finally:
+            notice.cancel()
+
+    def _tell_waiting(self, task: Task) -> None:
+        if task.lane is None and not task.done:
+            running = [
+                name
+                for view in self.compute.nodes
+                if view.node == self.node
+                for name in view.running
+            ]
+            _log.warning(
+                "%s waits for a free worker on %s, which runs %s; give the node more with "
+                "sky.Worker(concurrency=...)",
+                task.name,
+                self,
+                ", ".join(running) or "nothing",
+            )
 
 
 def home_of(device: torch.device) -> Home | None:

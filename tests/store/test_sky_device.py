@@ -8,6 +8,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,30 @@ def test_damage_is_found_by_the_node(anywhere, device) -> None:
         assert model.x.abs().sum().item() == model.y.abs().sum().item() == 0
 
 
+def test_a_busy_node_loads_when_it_is_free_and_says_that_it_waits(
+    store, compute, device, tmp_path: Path, eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    @sky.function
+    def hold(flag: str) -> None:
+        import time
+
+        while not os.path.exists(flag):
+            time.sleep(0.01)
+
+    store.save_model({"x": torch.ones(3)}, "m")
+    held = hold(str(tmp_path / "flag")) > compute
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr("skyward.compute.NOTICE_SECONDS", 0.05)
+        loading = thread.submit(store.load_model, "m", device=device)
+        eventually(lambda: "waits for a free worker" in caplog.text)
+        assert not loading.done()
+        (tmp_path / "flag").touch()
+        assert loading.result(30)["x"].tolist() == [1.0] * 3
+    held.result(30)
+    assert "load_model waits for a free worker on node 0 of compute-" in caplog.text
+    assert "hold" in caplog.text
+
+
 # Saving.
 
 
@@ -314,6 +339,24 @@ def test_a_trained_model_and_its_optimizer_come_back(store, device) -> None:
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(store.load_model("run", device=device)["optimizer"])
     assert again.state_dict()["state"][0]["step"].item() == 1
+
+
+def test_large_tensors_alone_are_saved_by_the_node(store, device, moved) -> None:
+    x = torch.arange(1 << 20, device=device)
+    moved()
+
+    assert store.save_model(x, "m").added == 8 << 20
+
+    assert moved() < LITTLE
+    assert torch.equal(store.load_model("m"), torch.arange(1 << 20))
+
+
+def test_many_tensors_of_this_machine_are_saved_from_here(store, device) -> None:
+    value = {"far": torch.ones(3, device=device), "near": torch.arange(3 << 20)}
+    store.save_model(value, "m")
+
+    assert torch.equal(store.load_model("m")["near"], value["near"])
+    assert store.load_model("m")["far"].tolist() == [1.0] * 3
 
 
 def test_tensors_of_two_nodes_are_saved_from_here(store, other, device) -> None:

@@ -55,17 +55,15 @@ def save_from_device(
     tensors: Sequence[tuple[str, torch.Tensor]],
 ) -> Manifest | None:
     """Let the node save what is on its device; None: that has to be done from here."""
-    devices = {tensor.device for _, tensor in tensors if tensor.numel()}
-    far = [device for device in devices if device.type == "sky"]
-    plain = [(path, plain_tensor(path, tensor)) for path, tensor in tensors] if far else []
-    near = {tensor.untyped_storage() for _, tensor in plain if tensor.device.type != "sky"}
-    if (
-        len(far) != 1
-        or any(device.type not in ("sky", "cpu") for device in devices)
-        or sum(storage.nbytes() for storage in near) > _ALONG
-    ):
+    far = {tensor.device for _, tensor in tensors if tensor.device.type == "sky" and tensor.numel()}
+    if len(far) != 1:
         return None
-    errands = Errands(address, files, far[0])
+    plain = [(path, plain_tensor(path, tensor)) for path, tensor in tensors]
+    near = [tensor.untyped_storage() for _, tensor in plain if tensor.device.type != "sky"]
+    along = {storage._cdata: storage.nbytes() for storage in near}
+    if any(storage.device.type != "cpu" for storage in near) or sum(along.values()) > _ALONG:
+        return None
+    errands = Errands(address, files, far.pop())
     if not errands.possible:
         return None
     pieces = _Pieces()
@@ -78,12 +76,12 @@ def save_from_device(
     if memory is None:
         return None
     # A file that only we know of: who finds it is at the same place, not one of the same name.
-    token = f"tmp/{uuid.uuid4().hex}"
-    files.write(token, [b"is the store of this name the same one?\n"])
+    mark = f"tmp/{uuid.uuid4().hex}"
+    files.write(mark, [b"is the store of this name the same one?\n"])
     try:
-        saved = errands.run(_save(address, token, title, shape, parts, memory))
+        saved = errands.run(_save(address, mark, title, shape, parts, memory))
     finally:
-        files.delete(token)
+        files.delete(mark)
     return None if isinstance(saved, Refusal) else saved
 
 
@@ -134,7 +132,7 @@ class _Pieces:
 @function(name="save_model")
 def _save(
     address: Address,
-    token: str,
+    mark: str,
     title: Title,
     shape: Any,
     parts: list[tuple[str, Part | torch.Tensor]],
@@ -144,7 +142,7 @@ def _save(
 
     try:
         files = address.open()
-        if files.size(token) is None:
+        if files.size(mark) is None:
             return Refusal("store", "a file written there is not here")
     except (StoreError, ConfigurationError, ImportError) as problem:
         return Refusal("store", f"{type(problem).__name__}: {problem}")
