@@ -96,9 +96,13 @@ class Placing(Loading):
         torch.accelerator.synchronize(self._errands.device)
 
     def _batches(self, wanted: Iterable[int]) -> Iterator[list[int]]:
+        """What is asked for at once: whole objects, so that none is read twice."""
+        by_object: dict[int, list[int]] = {}
+        for index in sorted(set(wanted)):
+            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
         batch: list[int] = []
         size = 0
-        for _, indices in self._by_object(wanted):
+        for indices in by_object.values():
             batch += indices
             size += sum(self._manifest.regions[index].size for index in indices)
             if size >= _TOGETHER:
