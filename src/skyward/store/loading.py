@@ -13,6 +13,7 @@ from skyward.store import objects
 from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.manifest import Manifest, Region, StoredObject, object_path
+from skyward.store.progress import UNWATCHED, Progress
 from skyward.wire import memory
 
 if TYPE_CHECKING:
@@ -32,10 +33,15 @@ mapped is the page cache's, and goes when memory is short."""
 class Loading:
     """The regions of one version, read and verified."""
 
-    def __init__(self, files: Files, manifest: Manifest) -> None:
+    def __init__(self, files: Files, manifest: Manifest, progress: Progress = UNWATCHED) -> None:
         self._files = files
         self._manifest = manifest
+        self._progress = progress
         self._verified: set[int] = set()
+
+    def begin(self, wanted: Iterable[int]) -> None:
+        """Tell the progress how much there is."""
+        self._progress.begin(sum(self._manifest.regions[index].size for index in set(wanted)))
 
     def verify(self, wanted: Iterable[int]) -> None:
         """Check regions ahead of `regions`, where that costs no second download."""
@@ -46,6 +52,7 @@ class Loading:
                 return
             self._check_blocks(stored, regions, blocks)
             self._verified.update(indices)
+            self._progress.advance(sum(region.size for region in regions))
 
     def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Each region as flat bytes of its own; at most one object is held here at a time."""
@@ -55,6 +62,8 @@ class Loading:
             blocks = self._fetched(stored, regions) if mapped is None else mapped
             if not self._verified.issuperset(indices):
                 self._check_blocks(stored, regions, blocks)
+                if mapped is not None:
+                    self._progress.advance(sum(region.size for region in regions))
             small = _SMALL_FETCHED if mapped is None else _SMALL_MAPPED
             yield from zip(indices, _flats(regions, blocks, small), strict=True)
 
@@ -64,6 +73,7 @@ class Loading:
 
         views = self._manifest.tensors
         wanted = [view.region for view in views if view.region is not None]
+        self.begin(wanted)
         flats = {index: flat.to(device) for index, flat in self.regions(wanted)}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         return [
@@ -137,13 +147,14 @@ class Loading:
         needed = sum(region.size for region in regions)
         if last - first <= _TOGETHER and len(regions) > 1 and 2 * needed >= last - first:
             whole = memory.fresh(last - first)
-            self._fill(path, [(first, whole)])
+            self._fill(path, [(first, whole)], needed)
             return [whole[each.start - first : each.start - first + each.size] for each in regions]
         blocks = [memory.fresh(region.size) for region in regions]
-        self._fill(path, [(each.start, block) for each, block in zip(regions, blocks, strict=True)])
+        targets = [(each.start, block) for each, block in zip(regions, blocks, strict=True)]
+        self._fill(path, targets, needed)
         return blocks
 
-    def _fill(self, path: str, targets: list[tuple[int, memoryview]]) -> None:
+    def _fill(self, path: str, targets: list[tuple[int, memoryview]], needed: int) -> None:
         parts = [
             (start + at, block[at : at + _PART])
             for start, block in targets
@@ -154,6 +165,8 @@ class Loading:
             for (_, block), count in zip(parts, counts, strict=True):
                 if count != len(block):
                     raise self._damaged(path, "the file is too short")
+                self._progress.advance(min(count, needed))
+                needed -= min(count, needed)
 
     def _damaged(self, path: str, what: str) -> StoreDamagedError:
         name, version = self._manifest.name, self._manifest.version

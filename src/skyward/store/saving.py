@@ -22,6 +22,7 @@ from skyward.store.files import Files
 from skyward.store.layout import Span, lay_out
 from skyward.store.manifest import FORMAT, Manifest, Region, StoredObject, View, object_path
 from skyward.store.objects import Piece
+from skyward.store.progress import UNWATCHED, Progress
 from skyward.wire import memory
 
 PACK = 64 << 20
@@ -49,10 +50,13 @@ class _Place:
 class Saving:
     """One save: what it knows the store to have, and what it has added."""
 
-    def __init__(self, files: Files, catalog: Catalog, name: str) -> None:
+    def __init__(
+        self, files: Files, catalog: Catalog, name: str, progress: Progress = UNWATCHED
+    ) -> None:
         self._files = files
         self._catalog = catalog
         self._name = name
+        self._progress = progress
         self._known: dict[str, _Place] = {}
         self._added = 0
         for owner, numbers in catalog.numbers().items():
@@ -122,13 +126,15 @@ class Saving:
         digests: list[str] = []
         pack: list[Piece] = []
         packed: set[str] = set()
-        with _Uploads(self._files) as uploads:
+        self._progress.begin(sum(span.size for span in spans))
+        with _Uploads(self._files, self._progress) as uploads:
             for batch in _batches(spans):
                 data = [span.read() for span in batch]
                 names = [digest.hex() for digest in memory.digests(data)]
                 digests += names
                 for name, span, view in zip(names, batch, data, strict=True):
                     if name in self._known or name in packed:
+                        self._progress.reused(span.size)
                         continue
                     packed.add(name)
                     piece = Piece(name, span, view)
@@ -196,8 +202,9 @@ def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class _Uploads:
     """Objects being written behind the hashing's back, a bounded number at a time."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, progress: Progress) -> None:
         self._files = files
+        self._progress = progress
         self._pool = ThreadPoolExecutor(files.transfers, thread_name_prefix="skyward-store")
         self._running: collections.deque[Future[list[tuple[str, _Place]]]] = collections.deque()
         self._done: list[tuple[str, _Place]] = []
@@ -226,10 +233,13 @@ class _Uploads:
         identity = objects.identity(head)
         size = len(head) + sum(len(piece.data) for piece in pieces)
         name = self._left_over(identity, size, pieces, starts)
-        if name is None:
+        if name is not None:
+            self._progress.reused(size - len(head))
+        else:
             name = objects.new_name(identity)
             self._files.write(object_path(name), [head, *(piece.data for piece in pieces)])
             self._check_unchanged(pieces, name)
+            self._progress.advance(size - len(head))
         stored = StoredObject(name, size)
         return [
             (piece.digest, _Place(stored, start, len(piece.data), None))
