@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyward.errors import ModelMismatchError, StoreError
@@ -13,6 +12,7 @@ from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.loading import Loading, manifest_place
 from skyward.store.manifest import Manifest, View
+from skyward.store.progress import UNWATCHED, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ def fill(
     manifest: Manifest,
     device: torch.device,
     strict: bool,
+    progress: Progress = UNWATCHED,
 ) -> torch.nn.Module:
     """Load a version into a module; parameters on the meta device are made on `device`.
 
@@ -47,30 +48,17 @@ def fill(
             )
         _log.warning("%s\nthe rest was loaded", told)
     pairs = {name: (stored[name], model[name]) for name in found.fits}
-    _copy(_Slots(module), pairs, loading_for, device)
+    _copy(_Slots(module), pairs, loading_for, device, progress)
     extra = {name: value for name, value in extra.items() if name in state}
     if extra:
         module.load_state_dict(extra, strict=False)
     return module
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Stands for a tensor that has not been read."""
-
-    index: int
-
-
 def _state(files: Files, manifest: Manifest) -> tuple[dict[str, View], dict[str, Any]]:
     """The names in a stored state dict: those of tensors, and those of other values."""
     views = manifest.tensors
-
-    def take(index: int) -> _Number:
-        if not 0 <= index < len(views):
-            raise ValueError(f"tensor {index} of {len(views)}")
-        return _Number(index)
-
-    value = tree.decode(manifest.tree, take, manifest_place(files, manifest))
+    value = tree.outline(manifest.tree, len(views), manifest_place(files, manifest))
     nested = isinstance(value, dict) and any(_holds_tensors(each) for each in value.values())
     if not isinstance(value, dict) or nested:
         names = f"a dict of {', '.join(map(str, value))[:200]}" if nested else ""
@@ -79,7 +67,9 @@ def _state(files: Files, manifest: Manifest) -> tuple[dict[str, View], dict[str,
             f"{names or type(value).__name__}; "
             "load it without into=, and give the part you want to module.load_state_dict"
         )
-    tensors = {name: views[each.index] for name, each in value.items() if isinstance(each, _Number)}
+    tensors = {
+        name: views[each.index] for name, each in value.items() if isinstance(each, tree.Number)
+    }
     return tensors, {name: each for name, each in value.items() if name not in tensors}
 
 
@@ -87,7 +77,7 @@ def _holds_tensors(value: object) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, list | tuple) and any(
-        isinstance(each, _Number) or _holds_tensors(each) for each in value
+        isinstance(each, tree.Number) or _holds_tensors(each) for each in value
     )
 
 
@@ -96,6 +86,7 @@ def _copy(
     pairs: dict[str, tuple[View, torch.Tensor]],
     loading_for: Callable[[torch.device], Loading],
     device: torch.device,
+    progress: Progress,
 ) -> None:
     import torch
 
@@ -109,6 +100,7 @@ def _copy(
         elif target.device.type == "meta":
             slots.give(name, torch.empty(view.shape, dtype=target.dtype, device=device))
     loadings = {place: loading_for(place) for place in by_place}
+    progress.begin(sum(loadings[place].size(wanted) for place, wanted in by_place.items()))
     for place, loading in loadings.items():
         loading.verify(by_place[place])
     done = 0

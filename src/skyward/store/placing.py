@@ -18,6 +18,7 @@ from skyward.store.errands import Errands, Refusal
 from skyward.store.files import Address, Files
 from skyward.store.loading import Loading
 from skyward.store.manifest import Manifest
+from skyward.store.progress import Progress
 from skyward.wire import references
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ piece that another process opens costs a descriptor and whole pages."""
 _ALIGNMENT = 64
 
 
-def loading_on(address: Address, files: Files, manifest: Manifest, device: torch.device) -> Loading:
+def loading_on(
+    address: Address, files: Files, manifest: Manifest, progress: Progress, device: torch.device
+) -> Loading:
     """Who reads what a device gets: this process, or the node of a sky device."""
     if device.type != "sky":
-        return Loading(files, manifest)
-    return Placing(address, files, manifest, device)
+        return Loading(files, manifest, progress)
+    return Placing(address, files, manifest, progress, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,14 @@ class Placing(Loading):
     """
 
     def __init__(
-        self, address: Address, files: Files, manifest: Manifest, device: torch.device
+        self,
+        address: Address,
+        files: Files,
+        manifest: Manifest,
+        progress: Progress,
+        device: torch.device,
     ) -> None:
-        super().__init__(files, manifest)
+        super().__init__(files, manifest, progress)
         self._errands = Errands(address, files, device)
         self._order = Order(
             uuid.uuid4().hex, address, manifest.name, manifest.version, _identity(manifest)
@@ -91,6 +99,7 @@ class Placing(Loading):
             if placed is None:
                 yield from super().regions(index for late in batches[number:] for index in late)
                 return
+            self._progress.advance(self.size(batch))
             yield from placed
         # A device that died meanwhile is noticed here, and not by whoever uses the model first.
         torch.accelerator.synchronize(self._errands.device)
