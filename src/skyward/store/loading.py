@@ -14,6 +14,7 @@ from skyward.store import objects, untouched
 from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.manifest import Manifest, Region, StoredObject, object_path
+from skyward.store.progress import UNWATCHED, Progress
 from skyward.wire import memory
 
 if TYPE_CHECKING:
@@ -50,10 +51,19 @@ class _Read:
 class Loading:
     """The regions of one version, read and verified."""
 
-    def __init__(self, files: Files, manifest: Manifest) -> None:
+    def __init__(self, files: Files, manifest: Manifest, progress: Progress = UNWATCHED) -> None:
         self._files = files
         self._manifest = manifest
+        self._progress = progress
         self._verified: set[int] = set()
+
+    def begin(self, wanted: Iterable[int]) -> None:
+        """Tell the progress how much there is."""
+        self._progress.begin(self.size(wanted))
+
+    def size(self, wanted: Iterable[int]) -> int:
+        """How many bytes regions have."""
+        return sum(self._manifest.regions[index].size for index in set(wanted))
 
     def verify(self, wanted: Iterable[int]) -> None:
         """Check regions ahead of `regions`, where that costs no second download."""
@@ -73,6 +83,7 @@ class Loading:
 
         views = self._manifest.tensors
         wanted = [view.region for view in views if view.region is not None]
+        self.begin(wanted)
         flats = {index: flat.to(device) for index, flat in self.regions(wanted)}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         return [
@@ -139,6 +150,8 @@ class Loading:
                     path = object_path(read.stored.name)
                     raise self._damaged(path, f"{at} are not what was saved")
             self._verified.update(read.indices)
+            if read.mapped:
+                self._progress.advance(read.size)
 
     def _head(self, path: str) -> bytes:
         start = self._files.read(path, 0, 64 << 10)
@@ -170,13 +183,14 @@ class Loading:
         needed = sum(region.size for region in regions)
         if last - first <= _TOGETHER and len(regions) > 1 and 2 * needed >= last - first:
             whole = memory.fresh(last - first)
-            self._fill(path, [(first, whole)])
+            self._fill(path, [(first, whole)], needed)
             return [whole[each.start - first : each.start - first + each.size] for each in regions]
         blocks = [memory.fresh(region.size) for region in regions]
-        self._fill(path, [(each.start, block) for each, block in zip(regions, blocks, strict=True)])
+        targets = [(each.start, block) for each, block in zip(regions, blocks, strict=True)]
+        self._fill(path, targets, needed)
         return blocks
 
-    def _fill(self, path: str, targets: list[tuple[int, memoryview]]) -> None:
+    def _fill(self, path: str, targets: list[tuple[int, memoryview]], needed: int) -> None:
         parts = [
             (start + at, block[at : at + _PART])
             for start, block in targets
@@ -187,6 +201,8 @@ class Loading:
             for (_, block), count in zip(parts, counts, strict=True):
                 if count != len(block):
                     raise self._damaged(path, "the file is too short")
+                self._progress.advance(min(count, needed))
+                needed -= min(count, needed)
 
     def _damaged(self, path: str, what: str) -> StoreDamagedError:
         name, version = self._manifest.name, self._manifest.version
