@@ -13,6 +13,8 @@ from skyward import __version__
 from skyward.cli.commands import INTERRUPTED, Group, reported
 
 COMMANDS = {
+    "ps": "List the pools that have machines.",
+    "down": "Remove the machines of pools that were left behind.",
     "models": "Keep models by name and version: push, pull, list, serve.",
 }
 """Each is `skyward.cli.<name>:<name>`; its line is here so that `--help` imports none of them."""

@@ -116,9 +116,7 @@ class RemoteHost:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise PoolStartError(
-                f"node {self._order.node} was stopped while it started"
-            ) from None
+            raise PoolStartError(f"node {self._order.node} was stopped while it started") from None
 
     async def _noted(self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()

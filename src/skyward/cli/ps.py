@@ -1,0 +1,58 @@
+"""`sky ps`: the pools that have machines somewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from skyward.cli import output
+from skyward.cli.commands import Command
+
+if TYPE_CHECKING:
+    from skyward.pool.journal import PoolRecord
+
+_STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from another host"}
+
+
+@click.command(cls=Command)
+def ps() -> None:
+    """List pools that have machines: containers, hosts, clouds.
+
+    A pool whose process has ended is left behind; `sky down` removes it. Pools of plain workers on
+    this machine end with their process and are not listed.
+    """
+    from skyward.pool.journal import Journal
+
+    pools = Journal().pools()
+    if output.wants_json():
+        output.as_json([_document(pool) for pool in pools])
+        return
+    if not pools:
+        click.echo("no pool has machines")
+        return
+    heads = ("pool", "name", "provider", "machines", "state", "made", "cost")
+    output.table(heads, [_row(pool) for pool in pools], right=("machines", "cost"))
+
+
+def _row(pool: PoolRecord) -> tuple[object, ...]:
+    made = output.moment(datetime.fromtimestamp(pool.created, UTC))
+    cost = "" if pool.cost is None else f"${pool.cost:.2f}"
+    state = _STATES[pool.client]
+    return pool.id, pool.name, pool.provider, len(pool.machines), state, made, cost
+
+
+def _document(pool: PoolRecord) -> dict[str, object]:
+    return {
+        "id": pool.id,
+        "name": pool.name,
+        "provider": pool.provider,
+        "state": pool.client,
+        "host": pool.host,
+        "pid": pool.pid,
+        "created": datetime.fromtimestamp(pool.created, UTC),
+        "cost": pool.cost,
+        "machines": [asdict(machine) for machine in pool.machines],
+    }
