@@ -1,0 +1,160 @@
+"""The journal: written before a machine is made, and enough to remove it after any crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.pool.cleaning import clean
+from skyward.pool.journal import Journal
+from skyward.providers import Order, Wish
+
+WISH = Wish(None, None, None, sky.Image(), ())
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    return Journal()
+
+
+def opened(journal: Journal, name: str = "mine") -> str:
+    pool = uuid.uuid4().hex[:12]
+    journal.open_pool(pool, name, "local", {"transport": "unix"}, 0.5)
+    return pool
+
+
+def made(journal: Journal, pool: str, node: int) -> Path:
+    journal.intend(pool, node)
+    machine = asyncio.run(sky.Local().create(Order(pool, node, WISH)))
+    journal.made(pool, node, machine.id, machine.address)
+    return Path(machine.id)
+
+
+def test_a_pool_and_its_machines_are_on_record(journal: Journal) -> None:
+    pool = opened(journal)
+    journal.intend(pool, 0)
+    journal.intend(pool, 1)
+    journal.made(pool, 1, "m-1", "10.0.0.1")
+
+    (record,) = journal.pools()
+
+    assert (record.id, record.name, record.provider) == (pool, "mine", "local")
+    assert [(each.node, each.id, each.address) for each in record.machines] == [
+        (0, None, None),
+        (1, "m-1", "10.0.0.1"),
+    ]
+    assert record.client == "running"
+    assert record.cost is not None
+    assert 0 <= record.cost < 0.01
+
+
+def test_a_pool_with_machines_left_stays_on_record(journal: Journal) -> None:
+    pool = opened(journal)
+    journal.intend(pool, 0)
+
+    journal.close_pool(pool)
+    assert [record.id for record in journal.pools()] == [pool]
+
+    journal.gone(pool, 0)
+    journal.close_pool(pool)
+    assert journal.pools() == []
+
+
+def test_a_process_number_used_again_is_not_the_client(journal: Journal) -> None:
+    script = (
+        "from skyward.pool.journal import Journal; import os, signal\n"
+        "Journal().open_pool('p', 'n', 'local', {}, None)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script])
+
+    assert done.returncode == -signal.SIGKILL
+    (record,) = journal.pools()
+    assert record.client == "gone"
+    assert record.cost is None
+
+
+def test_many_writers_share_it(journal: Journal) -> None:
+    pool = opened(journal)
+    threads = [threading.Thread(target=journal.intend, args=(pool, node)) for node in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [each.node for each in journal.pools()[0].machines] == list(range(20))
+
+
+def test_a_journal_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+
+    with pytest.raises(sky.PoolStartError, match=r"journal .* cannot be used.*SKYWARD_STATE"):
+        opened(Journal(tmp_path / "state" / "journal.sqlite"))
+
+
+def test_cleaning_removes_machines_also_those_nobody_heard_of(journal: Journal) -> None:
+    pool = opened(journal)
+    folders = [made(journal, pool, 0), made(journal, pool, 1)]
+    journal.intend(pool, 1)  # as if the process had ended before it heard of it
+
+    cleaned = clean(journal, journal.pools()[0])
+
+    assert set(cleaned.removed) == {str(folder) for folder in folders}
+    assert cleaned.failures == ()
+    assert not any(folder.exists() for folder in folders)
+    assert journal.pools() == []
+
+
+class TestCommands:
+    def test_nothing_to_show(self, journal: Journal) -> None:
+        assert "no pool has machines" in CliRunner().invoke(command, ["ps"]).output
+        assert "nothing was left behind" in CliRunner().invoke(command, ["down"]).output
+
+    def test_ps_tells_pools_in_use_from_those_left_behind(self, journal: Journal) -> None:
+        opened(journal)
+
+        shown = CliRunner().invoke(command, ["ps"])
+        (document,) = json.loads(CliRunner().invoke(command, ["ps", "--json"]).output)
+
+        assert "in use" in shown.output
+        assert (document["state"], document["pid"]) == ("running", os.getpid())
+
+    def test_down_leaves_pools_in_use_alone(self, journal: Journal) -> None:
+        pool = opened(journal)
+        folder = made(journal, pool, 0)
+
+        spared = CliRunner().invoke(command, ["down"])
+        assert "nothing was left behind" in spared.output
+        assert folder.exists()
+
+        refused = CliRunner().invoke(command, ["down", "mine"])
+        assert refused.exit_code == 2
+        assert "pass --yes" in refused.output
+
+        done = CliRunner().invoke(command, ["down", pool[:6], "--yes"])
+        assert "1 machines removed" in done.output
+        assert not folder.exists()
+
+    def test_a_name_nobody_has(self, journal: Journal) -> None:
+        opened(journal)
+
+        done = CliRunner().invoke(command, ["down", "yours"])
+
+        assert done.exit_code == 1
+        assert "no pool is called 'yours'; on record: mine" in done.output
+
+    def test_a_name_and_all_is_refused(self, journal: Journal) -> None:
+        assert CliRunner().invoke(command, ["down", "mine", "--all"]).exit_code == 2
