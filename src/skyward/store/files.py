@@ -84,6 +84,10 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
 
         path = unquote(urlsplit(text).path) if text.startswith("file://") else text
         return LocalFiles(Path(path).expanduser().absolute(), durable=durable)
+    if text.startswith(("http://", "https://")):
+        from skyward.store.http import HttpFiles
+
+        return HttpFiles(text, token)
     return _open_remote(text, token)
 
 
