@@ -51,7 +51,7 @@ def test_wherever_the_room_ends_the_old_version_stays(
     store.save_model({"x": torch.ones(3)}, "m")
     left = budget
 
-    def write(handle: int, part: memoryview) -> int:
+    def write(handle: int, part: memoryview, at: int) -> int:
         nonlocal left
         if left <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -59,7 +59,7 @@ def test_wherever_the_room_ends_the_old_version_stays(
         return len(part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.os, "write", write)
+        patch.setattr(local.memory.os, "pwrite", write)
         with pytest.raises(sky.StoreFullError, match="make room"):
             while True:
                 store.save_model({"x": torch.randn(10_000)}, "m")

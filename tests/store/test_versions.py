@@ -11,8 +11,10 @@ from torch import nn
 
 import skyward as sky
 from skyward.store.catalog import Catalog
+from skyward.store.layout import Span
 from skyward.store.local import LocalFiles
 from skyward.store.saving import Saving
+from skyward.wire import memory
 
 
 def objects(folder: Path) -> set[str]:
@@ -233,17 +235,39 @@ def test_an_interrupted_save_is_resumed(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_change_during_the_save_is_noticed(
-    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = {"x": torch.zeros(1000)}
-    write = LocalFiles.write
 
-    def meddled(self: LocalFiles, path: str, parts: list[bytes]) -> None:
+    placed = Saving._placed
+
+    def meddled(saving: Saving, spans: list[Span], lease: str) -> object:
         value["x"].add_(1)
-        write(self, path, parts)
+        return placed(saving, spans, lease)
 
-    monkeypatch.setattr(LocalFiles, "write", meddled)
-    with pytest.raises(sky.StoreError, match=r"shape \[1000\] changed while it was being saved"):
+    monkeypatch.setattr(Saving, "_placed", meddled)
+    with pytest.raises(sky.StoreError, match=r"x changed while it was being saved"):
         store.save_model(value, "m")
-    assert objects(folder) == set()
     assert store.list() == ()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20], ids=["small", "large"])
+def test_what_is_stored_has_the_name_of_what_was_written(
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    value = {"x": torch.zeros(size)}
+    hidden = value["x"].numpy()
+    write = memory.write_named
+
+    def meddled(descriptor: int, start: int, buffer: memoryview) -> bytes:
+        hidden[:] += 1
+        return write(descriptor, start, buffer)
+
+    monkeypatch.setattr(memory, "write_named", meddled)
+    if size < LocalFiles.whole // 4:
+        with pytest.raises(sky.StoreError, match=r"shape \[1000\] changed while it was being"):
+            store.save_model(value, "m")
+        assert store.list() == ()
+    else:
+        store.save_model(value, "m")
+        assert torch.equal(store.load_model("m")["x"], torch.ones(size))

@@ -92,14 +92,12 @@ class Catalog:
                 f"{where}: holds version {manifest.version} of {manifest.name!r}; on a filesystem "
                 "that ignores case, names must differ in more than that: use another name"
             )
+        self._read[path] = manifest
         return manifest
 
     def remember(self, name: str, version: int) -> Manifest:
-        """The same, read once and kept for the next save."""
-        path = f"models/{name}/{version}.json"
-        if path not in self._read:
-            self._read[path] = self.read(name, version)
-        return self._read[path]
+        """The same, as it was when it was last read or published here."""
+        return self._read.get(f"models/{name}/{version}.json") or self.read(name, version)
 
     def has(self, name: str, version: int) -> bool:
         """Whether a version is still there."""
@@ -110,6 +108,7 @@ class Catalog:
         for draft in drafts:
             path = f"models/{name}/{draft.version}.json"
             if self._files.create(path, manifests.encode(draft)):
+                self._read[path] = draft
                 return draft
         raise StoreError(
             f"{self._files.url}: no version number of {name!r} could be had, because others "

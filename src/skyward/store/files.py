@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,16 @@ class Entry:
     modified: float
 
 
+class Draft(Protocol):
+    """A file being written; it is gone on leaving unless it was published."""
+
+    def write(self, start: int, data: memoryview) -> bytes:
+        """Write from `start` on, and return the digest of what was written."""
+
+    def publish(self, path: str, head: bytes) -> None:
+        """Write the beginning, and let the file appear whole."""
+
+
 class Files(Protocol):
     """Files below one root, named by paths with forward slashes.
 
@@ -41,6 +52,9 @@ class Files(Protocol):
 
     transfers: int
     """How many reads or writes at a time pay off here."""
+
+    whole: int
+    """From this size on, a tensor is a file of its own here."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on; fewer than `length` only where the file ends."""
@@ -56,6 +70,9 @@ class Files(Protocol):
 
     def write(self, path: str, parts: Sequence[Part]) -> None:
         """Write a file whole: a reader sees what was there before or all of this."""
+
+    def draft(self) -> AbstractContextManager[Draft] | None:
+        """A file to be written before its name is known, where the place can do that."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a file whole unless one is there already, and say whether it is this one now."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from skyward.errors import StoreDamagedError
-from skyward.store import objects
+from skyward.store import objects, untouched
 from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.manifest import Manifest, Region, StoredObject, object_path
@@ -23,10 +24,27 @@ _PART = 8 << 20
 _TOGETHER = 128 << 20
 """Objects up to this size are read in one go when most of them is needed."""
 _STREAMS = 8
+_HASHED = 64 << 20
+"""Mapped objects are verified together up to this size."""
 _SMALL_FETCHED = 1 << 20
 _SMALL_MAPPED = 1 << 16
 """Tensors below this are copied, because each would keep all of its object in memory; what is
 mapped is the page cache's, and goes when memory is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """An object's regions that are wanted, and their bytes."""
+
+    stored: StoredObject
+    indices: list[int]
+    regions: list[Region]
+    blocks: list[memoryview]
+    mapped: bool
+
+    @property
+    def size(self) -> int:
+        return sum(region.size for region in self.regions)
 
 
 class Loading:
@@ -39,24 +57,15 @@ class Loading:
 
     def verify(self, wanted: Iterable[int]) -> None:
         """Check regions ahead of `regions`, where that costs no second download."""
-        for stored, indices in self._by_object(wanted):
-            regions = [self._manifest.regions[index] for index in indices]
-            blocks = self._mapped(stored, regions)
-            if blocks is None:
-                return
-            self._check_blocks(stored, regions, blocks)
-            self._verified.update(indices)
+        for group in self._groups(wanted, mapped_only=True):
+            self._check(group)
 
     def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each region as flat bytes of its own; at most one object is held here at a time."""
-        for stored, indices in self._by_object(wanted):
-            regions = [self._manifest.regions[index] for index in indices]
-            mapped = self._mapped(stored, regions)
-            blocks = self._fetched(stored, regions) if mapped is None else mapped
-            if not self._verified.issuperset(indices):
-                self._check_blocks(stored, regions, blocks)
-            small = _SMALL_FETCHED if mapped is None else _SMALL_MAPPED
-            yield from zip(indices, _flats(regions, blocks, small), strict=True)
+        """Each region as flat bytes of its own; little that was fetched is held at a time."""
+        for group in self._groups(wanted):
+            self._check(group)
+            for read in group:
+                yield from zip(read.indices, _flats(read), strict=True)
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """Every tensor of the version, on a device."""
@@ -71,11 +80,29 @@ class Loading:
             for view in views
         ]
 
-    def _by_object(self, wanted: Iterable[int]) -> list[tuple[StoredObject, list[int]]]:
+    def _groups(self, wanted: Iterable[int], mapped_only: bool = False) -> Iterator[list[_Read]]:
+        """What is wanted, object by object; mapped ones in groups worth hashing together."""
         found: dict[int, list[int]] = {}
         for index in sorted(set(wanted)):
             found.setdefault(self._manifest.regions[index].object, []).append(index)
-        return [(self._manifest.objects[number], indices) for number, indices in found.items()]
+        group: list[_Read] = []
+        for number, indices in found.items():
+            stored = self._manifest.objects[number]
+            regions = [self._manifest.regions[index] for index in indices]
+            blocks = self._mapped(stored, regions)
+            if blocks is not None:
+                group.append(_Read(stored, indices, regions, blocks, True))
+                if sum(read.size for read in group) < _HASHED:
+                    continue
+            elif mapped_only:
+                return
+            else:
+                fetched = self._fetched(stored, regions)
+                group.append(_Read(stored, indices, regions, fetched, False))
+            yield group
+            group = []
+        if group:
+            yield group
 
     def _mapped(self, stored: StoredObject, regions: list[Region]) -> list[memoryview] | None:
         path = object_path(stored.name)
@@ -96,16 +123,22 @@ class Loading:
         except FileNotFoundError:
             raise self._damaged(path, "the file is missing") from None
 
-    def _check_blocks(
-        self, stored: StoredObject, regions: list[Region], blocks: list[memoryview]
-    ) -> None:
-        path = object_path(stored.name)
-        if any(len(block) != each.size for each, block in zip(regions, blocks, strict=True)):
-            raise self._damaged(path, "the file is too short")
-        for region, digest in zip(regions, memory.digests(blocks), strict=True):
-            if digest.hex() != region.digest:
-                at = f"the bytes from {region.start} on"
-                raise self._damaged(path, f"{at} are not what was saved")
+    def _check(self, group: list[_Read]) -> None:
+        unchecked = [read for read in group if not self._verified.issuperset(read.indices)]
+        for read in unchecked:
+            if any(
+                len(block) != each.size
+                for block, each in zip(read.blocks, read.regions, strict=True)
+            ):
+                raise self._damaged(object_path(read.stored.name), "the file is too short")
+        found = iter(memory.digests([block for read in unchecked for block in read.blocks]))
+        for read in unchecked:
+            for region, digest in zip(read.regions, found, strict=False):
+                if digest.hex() != region.digest:
+                    at = f"the bytes from {region.start} on"
+                    path = object_path(read.stored.name)
+                    raise self._damaged(path, f"{at} are not what was saved")
+            self._verified.update(read.indices)
 
     def _head(self, path: str) -> bytes:
         start = self._files.read(path, 0, 64 << 10)
@@ -168,12 +201,13 @@ def manifest_place(files: Files, manifest: Manifest) -> str:
     return f"{files.url}/models/{manifest.name}/{manifest.version}.json"
 
 
-def _flats(regions: list[Region], blocks: list[memoryview], small: int) -> Iterator[torch.Tensor]:
+def _flats(read: _Read) -> Iterator[torch.Tensor]:
     """A storage for each region, over the memory that was read where that is safe."""
     import torch
 
+    small = _SMALL_MAPPED if read.mapped else _SMALL_FETCHED
     taken: set[int] = set()
-    for region, block in zip(regions, blocks, strict=True):
+    for region, block in zip(read.regions, read.blocks, strict=True):
         flat = torch.frombuffer(block, dtype=torch.uint8)
         # Equal tensors are stored once and yet are not one tensor; and kernels take addresses
         # that fit the element for granted.
@@ -181,4 +215,6 @@ def _flats(regions: list[Region], blocks: list[memoryview], small: int) -> Itera
         taken.add(region.start)
         if shared or region.size < small or flat.data_ptr() % objects.ALIGNMENT:
             flat = flat.clone()
+        elif read.mapped:
+            untouched.remember(block, region.digest)
         yield flat

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skyward.errors import StoreError, StoreFullError
-from skyward.store.files import Entry, Part
-
-_WRITE = 64 << 20
-"""One system call moves at most 2 GiB; at this size the calls no longer show."""
+from skyward.store.files import Draft, Entry, Part
+from skyward.wire import memory
 
 
 class LocalFiles:
@@ -26,6 +24,7 @@ class LocalFiles:
     """
 
     transfers = 2
+    whole = 1 << 20
 
     def __init__(self, root: Path, *, durable: bool = False) -> None:
         self.url = str(root)
@@ -34,14 +33,14 @@ class LocalFiles:
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on."""
-        with self._reported("reading", path), self._path(path).open("rb") as file:
+        with self.reported("reading", path), self._path(path).open("rb") as file:
             file.seek(start)
             return file.read(length)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
         """Fill the buffer from `start` on."""
         done = 0
-        with self._reported("reading", path), self._path(path).open("rb", buffering=0) as file:
+        with self.reported("reading", path), self._path(path).open("rb", buffering=0) as file:
             file.seek(start)
             while done < len(buffer) and (count := file.readinto(buffer[done:])):
                 done += count
@@ -49,7 +48,7 @@ class LocalFiles:
 
     def view(self, path: str) -> memoryview | None:
         """The file, mapped copy-on-write; it stays readable after the file is removed."""
-        with self._reported("reading", path), self._path(path).open("rb") as file:
+        with self.reported("reading", path), self._path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return memoryview(bytearray())
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
@@ -57,24 +56,31 @@ class LocalFiles:
     def size(self, path: str) -> int | None:
         """How long the file is."""
         try:
-            with self._reported("reading", path):
+            with self.reported("reading", path):
                 return self._path(path).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, path: str, parts: Sequence[Part]) -> None:
         """Write to a file aside, then rename it."""
-        with self._reported("writing", path), self._aside(parts) as aside:
-            target = self._path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside.replace(target)
-            self._settle(target.parent)
+        with self.reported("writing", path), self._aside() as (aside, descriptor):
+            start = 0
+            for part in parts:
+                memory.write_all(descriptor, start, memoryview(part))
+                start += len(part)
+            self.rename(descriptor, aside, path)
+
+    @contextlib.contextmanager
+    def draft(self) -> Iterator[Draft]:
+        """A file aside, until it is renamed."""
+        with self.reported("writing", "tmp"), self._aside() as (aside, descriptor):
+            yield _Draft(self, aside, descriptor)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write to a file aside, then link it, which fails where a file is."""
-        with self._reported("writing", path), self._aside([data]) as aside:
-            target = self._path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
+        with self.reported("writing", path), self._aside() as (aside, descriptor):
+            memory.write_all(descriptor, 0, memoryview(data))
+            target = self._ready(descriptor, path)
             try:
                 os.link(aside, target)
             except FileExistsError:
@@ -85,7 +91,7 @@ class LocalFiles:
     def list(self, folder: str) -> builtins.list[Entry]:
         """Every file below a folder."""
         found = []
-        with self._reported("listing", folder):
+        with self.reported("listing", folder):
             for place, _, names in os.walk(self._path(folder)):
                 for name in names:
                     file = Path(place, name)
@@ -97,26 +103,36 @@ class LocalFiles:
 
     def delete(self, path: str) -> None:
         """Remove a file."""
-        with self._reported("deleting", path):
+        with self.reported("deleting", path):
             self._path(path).unlink(missing_ok=True)
 
     def _path(self, path: str) -> Path:
         return self._root.joinpath(*path.split("/"))
 
+    def rename(self, descriptor: int, aside: Path, path: str) -> None:
+        """Give a file aside its name."""
+        target = self._ready(descriptor, path)
+        aside.replace(target)
+        self._settle(target.parent)
+
     @contextlib.contextmanager
-    def _aside(self, parts: Sequence[Part]) -> Iterator[Path]:
+    def _aside(self) -> Iterator[tuple[Path, int]]:
         folder = self._root / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / uuid.uuid4().hex
         try:
             with aside.open("xb", buffering=0) as file:
-                for part in parts:
-                    _write_all(file.fileno(), memoryview(part))
-                if self._durable:
-                    os.fsync(file.fileno())
-            yield aside
+                yield aside, file.fileno()
         finally:
             aside.unlink(missing_ok=True)
+
+    def _ready(self, descriptor: int, path: str) -> Path:
+        """Where a file is to go, now that it is written and may go there."""
+        if self._durable:
+            os.fsync(descriptor)
+        target = self._path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
 
     def _settle(self, folder: Path) -> None:
         if self._durable:
@@ -127,10 +143,11 @@ class LocalFiles:
                 os.close(handle)
 
     @contextlib.contextmanager
-    def _reported(self, doing: str, path: str) -> Iterator[None]:
+    def reported(self, doing: str, path: str) -> Iterator[None]:
+        """Turn what the operating system says into an error that says what to do."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, StoreError):
             raise
         except OSError as problem:
             where = f"{self.url}/{path}: {doing} failed: {problem.strerror or problem}"
@@ -144,7 +161,21 @@ class LocalFiles:
             ) from problem
 
 
-def _write_all(handle: int, part: memoryview) -> None:
-    done = 0
-    while done < len(part):
-        done += os.write(handle, part[done : done + _WRITE])
+class _Draft:
+    """A file that has no name in the store yet."""
+
+    def __init__(self, files: LocalFiles, aside: Path, descriptor: int) -> None:
+        self._files = files
+        self._aside = aside
+        self._descriptor = descriptor
+
+    def write(self, start: int, data: memoryview) -> bytes:
+        """Write and hash in one go."""
+        with self._files.reported("writing", "objects"):
+            return memory.write_named(self._descriptor, start, data)
+
+    def publish(self, path: str, head: bytes) -> None:
+        """Write the beginning, then rename."""
+        with self._files.reported("writing", path):
+            memory.write_all(self._descriptor, 0, memoryview(head))
+            self._files.rename(self._descriptor, self._aside, path)

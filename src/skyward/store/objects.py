@@ -21,6 +21,8 @@ from skyward.store.manifest import ITEM_SIZES
 ALIGNMENT = 64
 HEADER_LIMIT = 100 << 20
 """What safetensors itself allows."""
+_UNKNOWN = "0" * 32
+"""Stands for a digest in a head that is only to have the right length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Piece:
     """One region on its way into an object."""
 
     digest: str
+    """Empty as long as nobody has hashed it."""
     span: Span
     data: memoryview
 
@@ -46,7 +49,7 @@ def header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
     for piece in pieces:
         size = len(piece.data)
         dtype = SAFETENSORS.get(piece.span.dtype)
-        table[piece.digest] = {
+        table[piece.digest or _UNKNOWN] = {
             "dtype": dtype or "U8",
             "shape": list(piece.span.shape) if dtype else [size],
             "data_offsets": [at, at + size],

@@ -26,6 +26,7 @@ class FsspecFiles:
     """The files below one path of an fsspec filesystem."""
 
     transfers = 4
+    whole = 16 << 20
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self.url = url.rstrip("/")
@@ -80,6 +81,9 @@ class FsspecFiles:
                 with contextlib.suppress(Exception):
                     self._fs.rm_file(aside)
                 raise
+
+    def draft(self) -> None:
+        """An upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Upload a file unless one is there.

@@ -8,31 +8,34 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from skyward import __version__
 from skyward.errors import StoreDamagedError, StoreError
-from skyward.store import objects, tree
+from skyward.store import objects, tree, untouched
 from skyward.store.catalog import Catalog
-from skyward.store.files import Files
+from skyward.store.files import Draft, Files
 from skyward.store.layout import Span, lay_out
 from skyward.store.manifest import FORMAT, Manifest, Region, StoredObject, View, object_path
 from skyward.store.objects import Piece
 from skyward.wire import memory
 
+if TYPE_CHECKING:
+    import torch
+
 PACK = 64 << 20
 """Tensors are hashed, and small ones stored together, in batches of about this size."""
-LARGE = 16 << 20
-"""From this size on a tensor is an object of its own."""
 GRACE = 24 * 3600.0
 """How long the garbage collector leaves alone what no manifest names."""
 _RECENT = 16
 """How many versions of the same model are searched for tensors to reuse."""
 _ATTEMPTS = 1000
+_TASTE = 4096
+"""Tensors that begin with the same bytes, this many, may well be the same."""
 
 _log = logging.getLogger("skyward.store")
 
@@ -54,9 +57,13 @@ class Saving:
         self._catalog = catalog
         self._name = name
         self._known: dict[str, _Place] = {}
+        self._sizes: set[int] = set()
+        """Of the regions that are known to be stored."""
+        self._left_over: set[int] | None = None
+        """The sizes of objects that no manifest seen here names, once they were looked up."""
         self._added = 0
         for owner, numbers in catalog.numbers().items():
-            for number in numbers[-(_RECENT if owner == name else 1) :]:
+            for number in reversed(numbers[-(_RECENT if owner == name else 1) :]):
                 self._learn(owner, number)
 
     def _learn(self, name: str, version: int) -> None:
@@ -67,9 +74,11 @@ class Saving:
             _log.warning("not reusing tensors of %r version %d: %s", name, version, problem)
             return
         for region in manifest.regions:
-            stored = manifest.objects[region.object]
-            place = _Place(stored, region.start, region.size, (name, version))
-            self._known[region.digest] = place
+            if region.digest not in self._known:
+                stored = manifest.objects[region.object]
+                place = _Place(stored, region.start, region.size, (name, version))
+                self._known[region.digest] = place
+                self._sizes.add(region.size)
 
     def save(self, value: object, metadata: dict[str, Any], class_path: str | None) -> Manifest:
         """Store a value as the next version."""
@@ -77,9 +86,13 @@ class Saving:
 
         shape, tensors = tree.encode(value)
         spans, views = lay_out(tensors)
+        states = [_state(tensor) for _, tensor in tensors]
         lease = f"saves/{uuid.uuid4().hex}.json"
         try:
             places = self._placed(spans, lease)
+            for (path, tensor), state in zip(tensors, states, strict=True):
+                if _state(tensor) != state:
+                    raise _changed(path)
             return self._catalog.publish(
                 self._drafts(shape, views, places, metadata, class_path, torch.__version__),
                 self._name,
@@ -116,43 +129,81 @@ class Saving:
 
     def _lost(self, reused: dict[StoredObject, tuple[str, int]]) -> set[StoredObject]:
         gone = {source for source in set(reused.values()) if not self._catalog.has(*source)}
+        streams = self._files.transfers
+
+        def changed(some: list[StoredObject]) -> list[StoredObject]:
+            return [each for each in some if self._files.size(object_path(each.name)) != each.size]
+
         stored = list(reused)
-        with ThreadPoolExecutor(max(self._files.transfers, 1)) as pool:
-            sizes = list(pool.map(self._files.size, [object_path(each.name) for each in stored]))
-        return {
-            each
-            for each, size in zip(stored, sizes, strict=True)
-            if size != each.size or reused[each] in gone
-        }
+        with ThreadPoolExecutor(streams) as pool:
+            found = pool.map(changed, [stored[each::streams] for each in range(streams)])
+            lost = {each for some in found for each in some}
+        return lost | {each for each in stored if reused[each] in gone}
 
     def _stored(self, spans: Sequence[Span]) -> list[tuple[str, _Place]]:
-        digests: list[str] = []
+        digests: dict[Span, str] = {}
+        named: set[str] = set()
+        unnamed: set[tuple[int, bytes]] = set()
         pack: list[Piece] = []
-        packed: set[str] = set()
         with _Uploads(self._files) as uploads:
+
+            def settle() -> None:
+                unnamed.clear()
+                for piece, place in uploads.finish():
+                    digests[piece.span] = piece.digest
+                    if piece.digest not in self._known:
+                        self._known[piece.digest] = place
+                        self._sizes.add(place.size)
+                        self._added += place.size
+
             for batch in _batches(spans):
-                data = [span.read() for span in batch]
-                names = [digest.hex() for digest in memory.digests(data)]
-                digests += names
-                for name, span, view in zip(names, batch, data, strict=True):
-                    if name in self._known or name in packed:
+                doubtful: list[Piece] = []
+                for span in batch:
+                    piece = Piece("", span, span.read())
+                    loaded = untouched.digest(piece.data)
+                    if loaded in self._known:
+                        digests[span] = loaded
                         continue
-                    packed.add(name)
-                    piece = Piece(name, span, view)
-                    if span.size >= LARGE:
+                    likeness = (len(piece.data), bytes(piece.data[:_TASTE]))
+                    if likeness in unnamed:
+                        settle()
+                    elif self._is_new(piece):
+                        unnamed.add(likeness)
+                        uploads.start([piece])
+                        continue
+                    doubtful.append(piece)
+                names = memory.digests([piece.data for piece in doubtful])
+                for unhashed, name in zip(doubtful, names, strict=True):
+                    piece = replace(unhashed, digest=name.hex())
+                    digests[piece.span] = piece.digest
+                    if piece.digest in self._known or piece.digest in named:
+                        continue
+                    named.add(piece.digest)
+                    if len(piece.data) >= self._files.whole:
                         uploads.start([piece])
                     else:
                         pack.append(piece)
                 if sum(len(piece.data) for piece in pack) >= PACK:
                     uploads.start(pack)
                     pack = []
-                del data
             if pack:
                 uploads.start(pack)
-            for digest, place in uploads.finish():
-                self._known[digest] = place
-                self._added += place.size
-        return [(digest, self._known[digest]) for digest in digests]
+            settle()
+        return [(digests[span], self._known[digests[span]]) for span in spans]
+
+    def _is_new(self, piece: Piece) -> bool:
+        """Whether nothing stored can be the same, so that it need not be hashed to find out."""
+        size = len(piece.data)
+        if size < self._files.whole or size in self._sizes or self._files.draft() is None:
+            return False
+        if self._left_over is None:
+            named = {place.object.name for place in self._known.values()}
+            self._left_over = {
+                entry.size
+                for entry in self._files.list("objects")
+                if entry.path.rpartition("/")[2] not in named
+            }
+        return len(objects.header([piece])[0]) + size not in self._left_over
 
     def _drafts(
         self,
@@ -206,8 +257,8 @@ class _Uploads:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._pool = ThreadPoolExecutor(files.transfers, thread_name_prefix="skyward-store")
-        self._running: collections.deque[Future[list[tuple[str, _Place]]]] = collections.deque()
-        self._done: list[tuple[str, _Place]] = []
+        self._running: collections.deque[Future[list[tuple[Piece, _Place]]]] = collections.deque()
+        self._done: list[tuple[Piece, _Place]] = []
 
     def __enter__(self) -> _Uploads:
         return self
@@ -216,37 +267,69 @@ class _Uploads:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, pieces: list[Piece]) -> None:
-        """Write an object, once one of those before it is done."""
+        """Write an object, once one of those before it is done.
+
+        A piece without a digest gets it by being written, and is written alone.
+        """
         while len(self._running) > self._files.transfers:
             self._done += self._running.popleft().result()
         self._running.append(self._pool.submit(self._write, pieces))
 
-    def finish(self) -> list[tuple[str, _Place]]:
-        """Where everything is, when all of it is there."""
+    def finish(self) -> list[tuple[Piece, _Place]]:
+        """Where everything is that was not said before, when all of it is there."""
         while self._running:
             self._done += self._running.popleft().result()
-        return self._done
+        done, self._done = self._done, []
+        return done
 
-    def _write(self, pieces: list[Piece]) -> list[tuple[str, _Place]]:
+    def _write(self, pieces: list[Piece]) -> list[tuple[Piece, _Place]]:
         pieces = sorted(pieces, key=objects.alignment, reverse=True)
         head, starts = objects.header(pieces)
-        identity = objects.identity(head)
         size = len(head) + sum(len(piece.data) for piece in pieces)
-        name = self._left_over(identity, size, pieces, starts)
+        name = self._left_over(head, size, pieces, starts) if pieces[0].digest else None
         if name is None:
-            name = objects.new_name(identity)
-            self._files.write(object_path(name), [head, *(piece.data for piece in pieces)])
-            self._check_unchanged(pieces, name)
+            draft = self._files.draft()
+            if draft is None:
+                name = self._upload(head, pieces)
+            else:
+                with draft as file:
+                    pieces, name = self._draft(file, pieces, starts)
         stored = StoredObject(name, size)
         return [
-            (piece.digest, _Place(stored, start, len(piece.data), None))
+            (piece, _Place(stored, start, len(piece.data), None))
             for piece, start in zip(pieces, starts, strict=True)
         ]
 
+    def _upload(self, head: bytes, pieces: list[Piece]) -> str:
+        name = objects.new_name(objects.identity(head))
+        self._files.write(object_path(name), [head, *(piece.data for piece in pieces)])
+        shared = [piece for piece in pieces if not piece.span.copied]
+        now = memory.digests([piece.data for piece in shared])
+        for piece, digest in zip(shared, now, strict=True):
+            if digest.hex() != piece.digest:
+                self._files.delete(object_path(name))
+                raise _changed(f"a tensor of shape {list(piece.span.tensor.shape)}")
+        return name
+
+    def _draft(
+        self, file: Draft, pieces: list[Piece], starts: list[int]
+    ) -> tuple[list[Piece], str]:
+        written = []
+        for piece, start in zip(pieces, starts, strict=True):
+            digest = file.write(start, piece.data).hex()
+            if piece.digest not in ("", digest):
+                raise _changed(f"a tensor of shape {list(piece.span.tensor.shape)}")
+            written.append(replace(piece, digest=digest))
+        head, _ = objects.header(written)
+        name = objects.new_name(objects.identity(head))
+        file.publish(object_path(name), head)
+        return written, name
+
     def _left_over(
-        self, identity: str, size: int, pieces: list[Piece], starts: list[int]
+        self, head: bytes, size: int, pieces: list[Piece], starts: list[int]
     ) -> str | None:
         """The same object from a save that was interrupted, too young to be collected soon."""
+        identity = objects.identity(head)
         for entry in self._files.list(f"objects/{identity[:2]}"):
             name = entry.path.rpartition("/")[2]
             if not name.startswith(identity) or entry.size != size:
@@ -262,16 +345,17 @@ class _Uploads:
                 return name
         return None
 
-    def _check_unchanged(self, pieces: list[Piece], name: str) -> None:
-        shared = [piece for piece in pieces if not piece.span.copied]
-        now = memory.digests([piece.data for piece in shared])
-        for piece, digest in zip(shared, now, strict=True):
-            if digest.hex() != piece.digest:
-                self._files.delete(object_path(name))
-                raise StoreError(
-                    f"a tensor of shape {list(piece.span.tensor.shape)} changed while it was being "
-                    "saved; stop training for the save, or save a copy.deepcopy of the model"
-                )
+
+def _state(tensor: torch.Tensor) -> int:
+    """A number that every write to the tensor changes, as far as torch sees them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _changed(what: str) -> StoreError:
+    return StoreError(
+        f"{what} changed while it was being saved; "
+        "stop training for the save, or save a copy.deepcopy of the model"
+    )
 
 
 def _holds(view: memoryview, size: int, pieces: list[Piece], starts: list[int]) -> bool:

@@ -25,6 +25,9 @@ CHUNK = 1 << 20
 
 GRANULE = mmap.ALLOCATIONGRANULARITY
 _ROUND = 1 << 20
+_WRITE = 64 << 20
+"""One system call moves at most 2 GiB; at this size the calls no longer show."""
+_scratch = threading.local()
 _ids = itertools.count(1)
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -43,16 +46,18 @@ class Crew:
             threading.Thread(target=self._work, name="skyward-copy", daemon=True).start()
 
     def map(self, action: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-        """The action's results, in order."""
+        """The action's results, in order; a failure is raised when none is at work any more."""
         done: queue.SimpleQueue[tuple[int, Made, BaseException | None]] = queue.SimpleQueue()
         for job in enumerate(items):
             self._jobs.put((done, action, *job))
         results: dict[int, Made] = {}
+        failure: BaseException | None = None
         for _ in items:
             index, result, problem = done.get()
-            if problem is not None:
-                raise problem
             results[index] = result
+            failure = failure or problem
+        if failure is not None:
+            raise failure
         return [results[index] for index in range(len(items))]
 
     def _work(self) -> None:
@@ -94,6 +99,38 @@ def digests(buffers: Sequence[memoryview]) -> list[bytes]:
     else:
         leaves = itertools.chain(_hash_run(chunks))
     return _names(buffers, leaves)
+
+
+def write_named(descriptor: int, start: int, buffer: memoryview) -> bytes:
+    """Write a buffer to a file, and name it by what was written, whoever changes it meanwhile."""
+    chunks = [(start + at, buffer[at : at + CHUNK]) for at in range(0, len(buffer), CHUNK)]
+
+    def run(batch: Sequence[tuple[int, memoryview]]) -> list[bytes]:
+        return [_write_chunk(descriptor, *each) for each in batch]
+
+    leaves = itertools.chain.from_iterable(_pool().map(run, _runs(chunks, 4)))
+    return _names([buffer], leaves)[0]
+
+
+def _write_chunk(descriptor: int, at: int, chunk: memoryview) -> bytes:
+    # Out of a copy that is still in the processor's cache, hashing costs next to nothing.
+    copy = getattr(_scratch, "block", None)
+    if copy is None:
+        copy = _scratch.block = fresh(CHUNK)
+    origin = address(chunk)
+    if origin is None:
+        copy[: len(chunk)] = chunk
+    else:
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(copy)), origin, len(chunk))
+    write_all(descriptor, at, copy[: len(chunk)])
+    return xxhash.xxh3_128_digest(copy[: len(chunk)])
+
+
+def write_all(descriptor: int, at: int, data: memoryview) -> None:
+    """Write to a place in a file, in as many system calls as it takes."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + _WRITE], at + done)
 
 
 def _names(buffers: Sequence[memoryview], leaves: Iterator[bytes]) -> list[bytes]:
@@ -171,9 +208,7 @@ class Segment:
         if not self._written:
             self._written = True
             for at, source in pieces:
-                done = 0
-                while done < len(source):
-                    done += os.pwrite(self.descriptor, source[done : done + (64 << 20)], at + done)
+                write_all(self.descriptor, at, source)
             return
         anchor = ctypes.c_char.from_buffer(self.shared())
         base = ctypes.addressof(anchor)
@@ -217,9 +252,7 @@ class Segment:
         return _names([source for _, source in pieces], leaves)
 
     def _put_fresh(self, at: int, chunk: memoryview) -> None:
-        done = 0
-        while done < len(chunk):
-            done += os.pwrite(self.descriptor, chunk[done:], at + done)
+        write_all(self.descriptor, at, chunk)
 
     def _put_mapped(self, at: int, chunk: memoryview) -> None:
         origin = address(chunk)

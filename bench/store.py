@@ -1,0 +1,246 @@
+"""The model store against safetensors on a disk, and against curl and sockets over the network."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measure import interleave, timed
+from report import Row, absent, compared, run_suite
+from safetensors.torch import load_file, save_file
+
+import skyward as sky
+
+MIB = 1 << 20
+PAGE = 4096
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    blocks: int
+
+
+FULL = Size(rounds=9, blocks=18)
+QUICK = Size(rounds=2, blocks=2)
+
+
+def transformer(blocks: int) -> Weights:
+    """The state dict of a transformer; with 18 blocks it has 254 tensors and close to 1 GiB."""
+    weights = {"embedding": torch.randn(32, MIB)}
+    for block in range(blocks):
+        for name in ("query", "key", "value", "output"):
+            weights[f"{block}.{name}.weight"] = torch.randn(1024, 1024)
+            weights[f"{block}.{name}.bias"] = torch.randn(1024)
+        weights[f"{block}.up.weight"] = torch.randn(4096, 1024)
+        weights[f"{block}.up.bias"] = torch.randn(4096)
+        weights[f"{block}.down.weight"] = torch.randn(1024, 4096)
+        weights[f"{block}.down.bias"] = torch.randn(1024)
+        for name in ("first", "second"):
+            weights[f"{block}.{name}.norm"] = torch.randn(1024)
+    return weights
+
+
+def use(weights: Weights) -> None:
+    """Read one value of every page, so that what is mapped lazily is there in the end."""
+    for tensor in weights.values():
+        tensor.flatten()[:: PAGE // tensor.element_size()].sum()
+
+
+def change(weights: Weights, value: float) -> Weights:
+    """Write to 1 % of the tensors."""
+    for name in itertools.islice(weights, 1, None, 100):
+        weights[name] = weights[name].fill_(value)
+    return weights
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A place on the disk, gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="skyward-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def on_disk(size: Size) -> Sequence[Row]:
+    """Saving and loading everything."""
+    weights = transformer(size.blocks)
+
+    def save() -> float:
+        with folder() as place:
+            return timed(lambda: sky.ModelStore(place).save_model(weights, "m"))
+
+    def save_file_of_it() -> float:
+        with folder() as place:
+            return timed(lambda: save_file(weights, place / "m.safetensors"))
+
+    with folder() as place:
+        store, file = sky.ModelStore(place), place / "m.safetensors"
+        store.save_model(weights, "m")
+        save_file(weights, file)
+        samples = interleave(
+            {
+                "save": save,
+                "save_file": save_file_of_it,
+                "load": lambda: timed(lambda: store.load_model("m")),
+                "load and use": lambda: timed(lambda: use(store.load_model("m"))),
+                "load_file and use": lambda: timed(lambda: use(load_file(file))),
+            },
+            rounds=size.rounds,
+        )
+    total = sum(tensor.nbytes for tensor in weights.values())
+    rate = {name: sample.per(total, "B/s") for name, sample in samples.items()}
+    label = f"{total / MIB:,.0f} MiB of weights"
+    return [
+        compared(f"save {label}", rate["save"], "save_file", rate["save_file"], ">= 0.9x"),
+        compared(
+            f"load {label}, verified, and use them",
+            rate["load and use"],
+            "load_file and use",
+            rate["load_file and use"],
+            ">= 0.9x",
+        ),
+        compared(
+            "load them, verified, without using them",
+            rate["load"],
+            "load_file and use",
+            rate["load_file and use"],
+        ),
+    ]
+
+
+def small_changes(size: Size) -> Sequence[Row]:
+    """Saving a version in which 1 % of the tensors changed."""
+    weights = transformer(size.blocks)
+    counter = itertools.count(1.0)
+    with folder() as place:
+        store = sky.ModelStore(place / "kept")
+        store.save_model(weights, "m")
+
+        def first() -> float:
+            with folder() as other:
+                return timed(lambda: sky.ModelStore(other).save_model(weights, "m"))
+
+        def after(source: Callable[[], Weights]) -> Callable[[], float]:
+            def save() -> float:
+                changed = change(source(), next(counter))
+                return timed(lambda: store.save_model(changed, "m"))
+
+            return save
+
+        samples = interleave(
+            {
+                "first": first,
+                "loaded": after(lambda: store.load_model("m")),
+                "in memory": after(lambda: weights),
+            },
+            rounds=size.rounds,
+        )
+    total = sum(tensor.nbytes for tensor in weights.values())
+    rate = {name: sample.per(total, "B/s") for name, sample in samples.items()}
+    what = "save with 1 % of the tensors changed"
+    return [
+        compared(f"{what}, the others as loaded", rate["loaded"], "first", rate["first"], ">= 20x"),
+        compared(f"{what}, all in memory", rate["in memory"], "first", rate["first"], ">= 20x"),
+    ]
+
+
+def over_the_network(size: Size) -> Sequence[Row]:
+    """Loading from the file server on loopback."""
+    weights = transformer(size.blocks)
+    total = sum(tensor.nbytes for tensor in weights.values())
+    with folder() as place, served(place / "store") as url, torch_save_server(weights) as port:
+        sky.ModelStore(place / "store").save_model(weights, "m")
+        store, file = sky.ModelStore(url), place / "m.safetensors"
+        contenders = {
+            "sky": lambda: timed(lambda: use(store.load_model("m"))),
+            "sockets": lambda: timed(lambda: use(received(port))),
+        }
+        if shutil.which("curl"):
+            command = ["curl", "-sSf", "-o", str(file), f"{url}/download/m.safetensors"]
+
+            def curl() -> None:
+                file.unlink(missing_ok=True)
+                subprocess.run(command, check=True)
+                use(load_file(file))
+
+            contenders["curl"] = lambda: timed(curl)
+        samples = interleave(contenders, rounds=size.rounds)
+    rate = {name: sample.per(total, "B/s") for name, sample in samples.items()}
+    what = "load from the file server, verified"
+    against_curl = (
+        compared(what, rate["sky"], "curl to a file, then load_file", rate["curl"], ">= 0.8x")
+        if "curl" in rate
+        else absent(what, "curl to a file, then load_file", "curl", rate["sky"])
+    )
+    sockets = "torch.save over a socket"
+    return [against_curl, compared(what, rate["sky"], sockets, rate["sockets"], ">= 1.0x")]
+
+
+@contextlib.contextmanager
+def served(place: Path) -> Iterator[str]:
+    """The file server for a folder, in a process of its own."""
+    place.mkdir()
+    command = [sys.executable, "-m", "skyward", "models", "serve", place, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.terminate()
+
+
+@contextlib.contextmanager
+def torch_save_server(weights: Weights) -> Iterator[int]:
+    """A process that sends a state dict to whoever connects, as `torch.save` writes it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = multiprocessing.get_context("fork").Process(target=send, args=(listener, weights))
+    sender.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        sender.kill()
+        sender.join()
+        listener.close()
+
+
+def send(listener: socket.socket, weights: Weights) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            buffer = io.BytesIO()
+            torch.save(weights, buffer)
+            connection.sendall(buffer.getbuffer().nbytes.to_bytes(8, "little"))
+            connection.sendall(buffer.getbuffer())
+
+
+def received(port: int) -> Weights:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little")
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            view = view[connection.recv_into(view) :]
+    weights: Weights = torch.load(io.BytesIO(data), weights_only=True)
+    return weights
+
+
+if __name__ == "__main__":
+    run_suite("the model store", [on_disk, small_changes, over_the_network], full=FULL, quick=QUICK)
