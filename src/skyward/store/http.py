@@ -50,6 +50,7 @@ class HttpFiles:
     """The files of one model server."""
 
     transfers = 4
+    whole = 16 << 20
 
     def __init__(self, url: str, token: str | None, authority: str | None = None) -> None:
         self.url, self._base = _checked(url)
@@ -98,6 +99,9 @@ class HttpFiles:
     def write(self, path: str, parts: Sequence[Part]) -> None:
         """Upload a file whole; the server renames it into place when it has all of it."""
         self._put(path, parts, {})
+
+    def draft(self) -> None:
+        """An upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Upload a file unless one is there, which the server decides."""
