@@ -6,15 +6,12 @@ import builtins
 import contextlib
 import http.client
 import logging
-import os
 import re
 import socket
 import ssl
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -22,19 +19,14 @@ import msgspec
 
 from skyward.errors import ConfigurationError, StoreError, StoreFullError
 from skyward.store.access import AUTHORITY, MARK, PROTOCOL, TOKEN, chosen_token, is_loopback
+from skyward.store.connections import Lines, closed, trusted
 from skyward.store.files import Entry, Part
 
-CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 60.0
-"""How long the other end may take for anything: to answer, or to move one slice."""
 PAUSES = (0.1, 0.3, 0.9)
 """Seconds before each new attempt; those that got further start again at the first."""
 _SLICE = 1 << 20
 """What is sent or received at a time: a break costs no more than this, and the time limit of
 `sendall` is one for all that it is given."""
-_NEARBY = 1 << 20
-"""What a connection within this machine may hold: more than the caches do makes loading slower,
-measured up to twice, and there is no way on which anything could be."""
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 _log = logging.getLogger("skyward.store")
@@ -55,7 +47,7 @@ class HttpFiles:
     def __init__(self, url: str, token: str | None, authority: str | None = None) -> None:
         self.url, self._base = _checked(url)
         self._token = chosen_token(token)
-        self._authority = authority if authority is not None else _trusted()
+        self._authority = authority if authority is not None else trusted()
         where = urlsplit(self.url)
         host = where.hostname or ""
         if self._token and where.scheme == "http" and not is_loopback(host):
@@ -64,7 +56,7 @@ class HttpFiles:
                 "serve with a certificate and use https://",
                 self.url,
             )
-        self._lines = _Lines(where.scheme, host, where.port, self._authority)
+        self._lines = Lines(where.scheme, host, where.port, self._authority)
         weakref.finalize(self, self._lines.close)
 
     def __repr__(self) -> str:
@@ -249,9 +241,9 @@ class HttpFiles:
                 self._lines.give(line)
                 return
         except BaseException:
-            _closed(line, answer)
+            closed(line, answer)
             raise
-        _closed(line, answer)
+        closed(line, answer)
 
     def _answer(
         self,
@@ -341,89 +333,6 @@ class HttpFiles:
 
 class _StaleError(Exception):
     """A kept connection turned out to be closed; nothing can be said about the server."""
-
-
-class _Lines:
-    """Connections to one server that are kept while nobody uses them."""
-
-    def __init__(self, scheme: str, host: str, port: int | None, authority: str | None) -> None:
-        self._host = host
-        self._port = port
-        self._context = _context(authority) if scheme == "https" else None
-        self._idle: list[http.client.HTTPConnection] = []
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-
-    def take(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it had been used before."""
-        if self._process != os.getpid():
-            # Forked: the parent goes on with these, and may have held the lock.
-            self._lock, self._process = threading.Lock(), os.getpid()
-            self.close()
-        with self._lock:
-            if self._idle:
-                return self._idle.pop(), True
-        line = (
-            http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS)
-            if self._context is None
-            else http.client.HTTPSConnection(
-                self._host, self._port, timeout=CONNECT_SECONDS, context=self._context
-            )
-        )
-        try:
-            line.connect()
-            line.sock.settimeout(SILENT_SECONDS)
-            if is_loopback(self._host):
-                line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEARBY)
-        except BaseException:
-            line.close()
-            raise
-        line.auto_open = 0
-        return line, False
-
-    def give(self, line: http.client.HTTPConnection) -> None:
-        """Keep a connection for the next one."""
-        with self._lock:
-            self._idle.append(line)
-
-    def close(self) -> None:
-        """Close those that nobody uses."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
-
-
-def _closed(line: http.client.HTTPConnection, answer: http.client.HTTPResponse | None) -> None:
-    line.close()
-    if answer is not None:
-        answer.close()  # an answer that nobody read to its end keeps the socket open
-
-
-def _context(authority: str | None) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if authority:
-        try:
-            context.load_verify_locations(cadata=authority)
-        except ssl.SSLError as problem:
-            raise ConfigurationError(
-                f"{AUTHORITY}={os.environ.get(AUTHORITY)!r}: no certificates in it: "
-                f"{problem.reason}; name a PEM file"
-            ) from None
-    return context
-
-
-def _trusted() -> str | None:
-    """The certificates of the user's own, as text, so that they travel with a pickled store."""
-    place = os.environ.get(AUTHORITY)
-    if not place:
-        return None
-    try:
-        return Path(place).read_text()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigurationError(
-            f"{AUTHORITY}={place!r}: cannot be read: {problem}; name a PEM file"
-        ) from None
 
 
 def _checked(url: str) -> tuple[str, str]:
