@@ -64,6 +64,18 @@ TELLING = {
         r"Held-out accuracy: 9[2-9]\.\d%",
         r"The trained model is on cpu",
     ],
+    "model_store": [
+        r"saved digits 1: 340,008 bytes, 340,008 of them new",
+        r"saved digits 2: 340,008 bytes, 10,280 of them new",
+        r"digits 1 of __main__\.Digits: \{'accuracy': 9\d\.\d, 'loss': 0\.",
+        r"digits 2 of __main__\.Digits: .*'tuned': 'the head', 'parent': 1\}",
+        r"Loaded by a function on a worker: 9[2-9]\.\d% of held-out digits",
+        r"Loaded on sky:0 by its worker: 0 bytes sent from here",
+        r"The model there recognises 9[2-9]\.\d%, as before: True",
+        r"'digits' version 2 does not fit Digits: 2 of another shape",
+        r"head\.weight  stored \[10, 256\] float32, model \[26, 256\] float32",
+        r"nothing was loaded; pass strict=False to load what fits",
+    ],
     "ddp_mnist": [
         r"epoch 10/10: loss=0\.",
         r"rank 0: 2000 digits an epoch\nrank 1: 2000 digits an epoch\n",
@@ -109,6 +121,7 @@ TELLING = {
 # What an example needs that is not everywhere; without it the test is skipped, and says so.
 NEEDS = {
     "grid_search": ["sklearn", "joblib"],
+    "model_store": ["torch", "sklearn"],
     "jax_psum": ["jax", "sklearn"],
     "keras_digits": ["keras", "jax", "sklearn"],
     "hf_trainer": ["torch", "transformers", "datasets", "accelerate"],

@@ -242,6 +242,14 @@ def test_a_generator_keeps_its_references_to_the_end(compute, device) -> None:
     assert list(grow(torch.zeros(2, device=device), [1.0, 2.0]) >> compute) == [2.0, 6.0]
 
 
+def test_a_function_may_name_both_torch_and_sky(compute, device) -> None:
+    @sky.function
+    def spread(x: torch.Tensor) -> float:
+        return torch.full_like(x, sky.instance_info().total_nodes).sum().item()
+
+    assert spread(torch.ones(3, device=device)) >> compute == 6
+
+
 # Where a call goes.
 
 

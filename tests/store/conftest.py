@@ -33,6 +33,32 @@ def store(folder: Path) -> sky.ModelStore:
 
 
 @pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of an S3 server of our own, with a bucket."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward[s3]'")
+    server_of = pytest.importorskip(
+        "moto.server", reason="moto is not installed: pip install 'moto[s3]' flask flask-cors"
+    )
+    import boto3
+
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="models")
+        yield "s3://models"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def same() -> Any:
     """Equality of nested values, down to dtypes, strides, types and the sign of zero."""
     return _same

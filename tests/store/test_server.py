@@ -417,3 +417,19 @@ def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, n
 
     assert list(folder.glob("tmp/*")) == []
     assert server.process.stderr.read() == ""
+
+
+def test_the_command_says_where_it_serves(folder: Path) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    command = [sys.executable, "-m", "skyward", "models", "serve", folder, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            sky.ModelStore(url).save_model({"x": 1}, "m")
+            server.terminate()
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
+
+    assert sky.ModelStore(folder).load_model("m") == {"x": 1}

@@ -16,6 +16,9 @@ from skyward.context import Output
 STUCK_SECONDS = 5.0
 """After so long without showing anything, nobody waits for the console any more."""
 
+_on_terminal: set[Console] = set()
+"""Those that draw on this process's terminal."""
+
 
 class Face(Protocol):
     """How things are shown; called on the console's own thread only."""
@@ -80,6 +83,7 @@ class Console:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._while_moving(self._ended)
+        _on_terminal.discard(self)
 
     def _while_moving(self, wait: Callable[[float], bool]) -> None:
         """Wait, but not for a terminal that has stopped or a listener that waits for us."""
@@ -141,9 +145,16 @@ def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
     elif sys.stderr is not None and sys.stderr.isatty():
         from skyward.console.terminal import Terminal
 
-        face = Terminal()
+        console = Console(Terminal(), several_workers=several_workers)
+        _on_terminal.add(console)
+        return console
     else:
         from skyward.console.plain import Plain
 
         face = Plain()
     return Console(face, several_workers=several_workers)
+
+
+def terminal_in_use() -> bool:
+    """Whether a pool draws on the terminal; two that do so garble each other's lines."""
+    return bool(_on_terminal)

@@ -23,6 +23,13 @@ def install(core: Core) -> None:
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+def _module_there() -> types.ModuleType | None:
+    """The module in the process this is unpickled in, if devices are used there."""
+    import torch
+
+    return getattr(torch, "sky", None)
+
+
 class _SkyModule(types.ModuleType):
     # PyTorch's checkpointing keeps the state of the generator only where this is set.
     _initialized = True
@@ -30,6 +37,10 @@ class _SkyModule(types.ModuleType):
     def __init__(self, core: Core) -> None:
         super().__init__("torch.sky", "Devices of Skyward's workers.")
         self._core = core
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A function that names both `torch` and `sky` is taken for one that uses `torch.sky`."""
+        return _module_there, ()
 
     # Devices.
 

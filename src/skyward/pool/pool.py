@@ -18,7 +18,7 @@ from skyward.pool.fleet import Fleet, PoolSpec
 from skyward.pool.loop import Loop
 from skyward.pool.node import Node, NodeView
 from skyward.pool.parcels import Packer
-from skyward.pool.references import References
+from skyward.pool.references import Holder, References
 from skyward.pool.task import Task
 
 
@@ -161,6 +161,10 @@ class Pool:
         """The index of the sky device that stands for that kind on that node."""
         self._check_open()
         return self._fleet.device(node, kind)
+
+    def device_holder(self, index: int) -> Holder | None:
+        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        return self._fleet.device_holder(index)
 
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""

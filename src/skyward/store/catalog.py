@@ -45,9 +45,6 @@ class Catalog:
         self._files = files
         self._read: dict[str, Manifest] = {}
 
-    def __reduce__(self) -> tuple[type[Catalog], tuple[Files]]:
-        return Catalog, (self._files,)  # without the manifests read so far
-
     def numbers(self, name: str | None = None) -> dict[str, list[int]]:
         """The versions there are, oldest first, of every model or of one."""
         found: dict[str, list[int]] = {}

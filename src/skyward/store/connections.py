@@ -7,7 +7,6 @@ import os
 import socket
 import ssl
 import threading
-from pathlib import Path
 
 from skyward.errors import ConfigurationError
 from skyward.store.access import AUTHORITY, is_loopback
@@ -23,10 +22,10 @@ processor's caches, and loading was measured a third slower."""
 class Lines:
     """Connections to one server that are kept while nobody uses them."""
 
-    def __init__(self, scheme: str, host: str, port: int | None, authority: str | None) -> None:
+    def __init__(self, scheme: str, host: str, port: int | None) -> None:
         self._host = host
         self._port = port
-        self._context = _context(authority) if scheme == "https" else None
+        self._context = _context() if scheme == "https" else None
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -78,27 +77,16 @@ def closed(line: http.client.HTTPConnection, answer: http.client.HTTPResponse | 
         answer.close()
 
 
-def _context(authority: str | None) -> ssl.SSLContext:
+def _context() -> ssl.SSLContext:
+    """Trusts the system's authorities, and those of the user's own."""
     context = ssl.create_default_context()
-    if authority:
+    place = os.environ.get(AUTHORITY)
+    if place:
         try:
-            context.load_verify_locations(cadata=authority)
-        except ssl.SSLError as problem:
+            context.load_verify_locations(place)
+        except OSError as problem:
             raise ConfigurationError(
-                f"{AUTHORITY}={os.environ.get(AUTHORITY)!r}: no certificates in it: "
-                f"{problem.reason}; name a PEM file"
+                f"{AUTHORITY}={place!r}: no certificates can be read there: {problem}; "
+                "name a PEM file"
             ) from None
     return context
-
-
-def trusted() -> str | None:
-    """The certificates of the user's own, as text, so that they travel with a pickled store."""
-    place = os.environ.get(AUTHORITY)
-    if not place:
-        return None
-    try:
-        return Path(place).read_text()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigurationError(
-            f"{AUTHORITY}={place!r}: cannot be read: {problem}; name a PEM file"
-        ) from None

@@ -40,9 +40,12 @@ class _Coming:
 
 
 def fetched(
-    files: Files, wanted: Sequence[Wanted], damaged: Damaged
+    files: Files, wanted: Sequence[Wanted], damaged: Damaged, advance: Callable[[int], None]
 ) -> Iterator[tuple[bytes, list[memoryview]]]:
-    """The head of each object and the bytes of its regions, in order."""
+    """The head of each object and the bytes of its regions, in order.
+
+    `advance` hears of as many bytes as the regions have, while they come.
+    """
     pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="skyward-store")
     coming: deque[_Coming] = deque()
     waiting = deque(wanted)
@@ -57,7 +60,7 @@ def fetched(
     try:
         start()
         for _, regions in wanted:
-            arrived = _arrived(coming.popleft(), regions, damaged)
+            arrived = _arrived(coming.popleft(), regions, damaged, advance)
             start()
             yield arrived
             del arrived
@@ -96,12 +99,15 @@ def _start(
 
 
 def _arrived(
-    coming: _Coming, regions: list[Region], damaged: Damaged
+    coming: _Coming, regions: list[Region], damaged: Damaged, advance: Callable[[int], None]
 ) -> tuple[bytes, list[memoryview]]:
+    needed = sum(region.size for region in regions)
     try:
         for part, count in coming.parts:
             if count.result() != len(part):
                 raise damaged(coming.path, "the file is too short")
+            advance(min(len(part), needed))
+            needed -= min(len(part), needed)
         if coming.head is not None:
             return coming.head.result(), [block for _, block in coming.blocks]
     except FileNotFoundError:

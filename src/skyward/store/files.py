@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from skyward.errors import ConfigurationError
+from skyward.store.access import is_loopback
 
 Part = bytes | memoryview
 
@@ -82,6 +83,36 @@ class Files(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove a file; one that is gone already is fine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """All that another process needs to open the same files, and no more than the user gave."""
+
+    url: str = field(repr=False)
+    token: str | None = field(repr=False)
+    durable: bool
+
+    def open(self) -> Files:
+        """The files there."""
+        return open_files(self.url, self.token, self.durable)
+
+    @property
+    def of_one_machine(self) -> bool:
+        """Whether the same address may be another place, or none, on another machine."""
+        if self.url.startswith(("http://", "https://")):
+            return is_loopback(urlsplit(self.url).hostname or "")
+        schemes = set(re.findall(r"([A-Za-z0-9+.-]+)(?:::|://)", self.url))
+        return not schemes or bool(schemes & {"file", "local", "memory"})
+
+
+def address_of(
+    files: Files, url: str | os.PathLike[str], token: str | None, durable: bool
+) -> Address:
+    """The address of files that are open; a folder's is absolute."""
+    from skyward.store.local import LocalFiles
+
+    return Address(files.url if isinstance(files, LocalFiles) else os.fspath(url), token, durable)
 
 
 def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) -> Files:

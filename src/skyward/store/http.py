@@ -19,7 +19,7 @@ import msgspec
 
 from skyward.errors import ConfigurationError, StoreError, StoreFullError
 from skyward.store.access import AUTHORITY, MARK, PROTOCOL, TOKEN, chosen_token, is_loopback
-from skyward.store.connections import Lines, closed, trusted
+from skyward.store.connections import Lines, closed
 from skyward.store.files import Entry, Part
 
 PAUSES = (0.1, 0.3, 0.9)
@@ -44,10 +44,9 @@ class HttpFiles:
     transfers = 4
     whole = 16 << 20
 
-    def __init__(self, url: str, token: str | None, authority: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None) -> None:
         self.url, self._base = _checked(url)
         self._token = chosen_token(token)
-        self._authority = authority if authority is not None else trusted()
         where = urlsplit(self.url)
         host = where.hostname or ""
         if self._token and where.scheme == "http" and not is_loopback(host):
@@ -56,14 +55,11 @@ class HttpFiles:
                 "serve with a certificate and use https://",
                 self.url,
             )
-        self._lines = Lines(where.scheme, host, where.port, self._authority)
+        self._lines = Lines(where.scheme, host, where.port)
         weakref.finalize(self, self._lines.close)
 
     def __repr__(self) -> str:
         return f"HttpFiles({self.url!r})"
-
-    def __reduce__(self) -> tuple[type[HttpFiles], tuple[str, str | None, str | None]]:
-        return HttpFiles, (self.url, self._token, self._authority)
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on."""

@@ -81,7 +81,7 @@ class _Placed:
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Span], list[View]]:
     """The regions that hold these tensors, in order of first use, and a view for each tensor."""
     storages: dict[int, list[_Placed]] = {}
-    plain = [_plain(path, tensor) for path, tensor in tensors]
+    plain = [plain_tensor(path, tensor) for path, tensor in tensors]
     views: list[View | None] = [None] * len(plain)
     for index, tensor in enumerate(plain):
         if tensor.numel() == 0:
@@ -154,7 +154,8 @@ def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
+def plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it can be stored; raises for one that cannot."""
     import torch
 
     def refused(what: str, advice: str) -> SerializationError:

@@ -14,6 +14,7 @@ from skyward.store.fetching import fetched, head_end
 from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.manifest import Manifest, Region, StoredObject, object_path
+from skyward.store.progress import UNWATCHED, Progress
 from skyward.wire import memory
 
 if TYPE_CHECKING:
@@ -49,10 +50,19 @@ class _Read:
 class Loading:
     """The regions of one version, read and verified."""
 
-    def __init__(self, files: Files, manifest: Manifest) -> None:
+    def __init__(self, files: Files, manifest: Manifest, progress: Progress = UNWATCHED) -> None:
         self._files = files
         self._manifest = manifest
+        self._progress = progress
         self._verified: set[int] = set()
+
+    def begin(self, wanted: Iterable[int]) -> None:
+        """Tell the progress how much there is."""
+        self._progress.begin(self.size(wanted))
+
+    def size(self, wanted: Iterable[int]) -> int:
+        """How many bytes regions have."""
+        return sum(self._manifest.regions[index].size for index in set(wanted))
 
     def verify(self, wanted: Iterable[int]) -> None:
         """Check regions ahead of `regions`, where that costs no second download."""
@@ -72,6 +82,7 @@ class Loading:
 
         views = self._manifest.tensors
         wanted = [view.region for view in views if view.region is not None]
+        self.begin(wanted)
         flats = {index: flat.to(device) for index, flat in self.regions(wanted)}
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         return [
@@ -119,7 +130,7 @@ class Loading:
 
     def _fetched(self, work: list[_Work]) -> Iterator[list[_Read]]:
         wanted = [(stored, regions) for stored, regions, _ in work]
-        arriving = fetched(self._files, wanted, self._damaged)
+        arriving = fetched(self._files, wanted, self._damaged, self._progress.advance)
         for (stored, regions, indices), (head, blocks) in zip(work, arriving, strict=True):
             self._check_header(stored, regions, head)
             yield [_Read(stored, indices, regions, blocks, False)]
@@ -140,6 +151,8 @@ class Loading:
                     path = object_path(read.stored.name)
                     raise self._damaged(path, f"{at} are not what was saved")
             self._verified.update(read.indices)
+            if read.mapped:
+                self._progress.advance(read.size)
 
     def _check_header(self, stored: StoredObject, regions: list[Region], head: bytes) -> None:
         path = object_path(stored.name)

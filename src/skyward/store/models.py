@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyward.errors import ConfigurationError, SerializationError, StoreError
-from skyward.store import tree
+from skyward.errors import ConfigurationError, SerializationError
+from skyward.store import exchange, tree
 from skyward.store.catalog import Catalog, check_name
 from skyward.store.collecting import collect
-from skyward.store.files import Files, open_files
+from skyward.store.files import Files, address_of, open_files
 from skyward.store.filling import fill
-from skyward.store.loading import Loading, manifest_place
-from skyward.store.manifest import Manifest
+from skyward.store.lifting import Title, save_from_device
+from skyward.store.loading import manifest_place
+from skyward.store.manifest import ITEM_SIZES, Manifest
+from skyward.store.placing import loading_on
+from skyward.store.progress import Watch, watched
 from skyward.store.saving import GRACE, Saving
 
 if TYPE_CHECKING:
@@ -42,13 +48,25 @@ class ModelVersion:
     metadata: Mapping[str, Any] = field(hash=False)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a version: the path to it in what was saved, and its looks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
 class ModelStore:
     """Models by name and version, in a folder, on a model server or at any URL of fsspec.
 
     Tensors are stored by content, so a version costs what changed in it. A version appears whole
     or not at all, its bytes are verified when they are loaded, and nothing is ever unpickled.
     With `durable`, a save to a folder returns when the disk has it; without, a power failure may
-    cost versions saved moments before it, which is noticed when they are loaded.
+    cost versions saved moments before it, which is noticed when they are loaded. A save or load
+    that takes a while shows a bar on a terminal, unless `progress` is False; a function given
+    there is called with a title for each and returns a `skyward.store.progress.Progress`.
 
     >>> import tempfile, torch
     >>> store = ModelStore(tempfile.mkdtemp())
@@ -59,13 +77,25 @@ class ModelStore:
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], token: str | None = None, *, durable: bool = False
+        self,
+        url: str | os.PathLike[str],
+        token: str | None = None,
+        *,
+        durable: bool = False,
+        progress: bool | Watch = True,
     ) -> None:
         self._files: Files = open_files(url, token, durable)
+        self._address = address_of(self._files, url, token, durable)
         self._catalog = Catalog(self._files)
+        self._progress = progress
 
     def __repr__(self) -> str:
         return f"ModelStore({self._files.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It travels as its address, token included: other processes open the same place."""
+        where = self._address
+        return functools.partial(type(self), durable=where.durable), (where.url, where.token)
 
     def save_model(
         self,
@@ -76,7 +106,8 @@ class ModelStore:
         """Store a module, a state dict, or any nesting of tensors and plain values, as a version.
 
         Returns once the version can be loaded. A save that was interrupted can be repeated: what
-        had been uploaded is not uploaded again.
+        had been uploaded is not uploaded again. Tensors on a device of `compute.device()` are
+        saved by its node, where that reaches the store.
         """
         import torch
 
@@ -88,8 +119,14 @@ class ModelStore:
             kind = type(model)
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             value = model.state_dict()
-        saving = Saving(self._files, self._catalog, name)
-        return _version(saving.save(value, facts, class_path))
+        with watched(self._progress, f"saving {name}") as progress:
+            shape, tensors = tree.encode(value)
+            title = Title(name, facts, class_path)
+            saved = save_from_device(self._address, self._files, title, shape, tensors)
+            if saved is None:
+                saving = Saving(self._files, self._catalog, name, progress)
+                saved = saving.save_tree(shape, tensors, facts, class_path)
+        return _version(saved)
 
     def load_model(
         self,
@@ -105,15 +142,16 @@ class ModelStore:
         it, fills that module where it is and returns it; names, shapes and dtypes must be the
         same, or nothing is changed and the error lists every difference. `strict=False` loads
         what fits, converting dtypes, and logs the rest. Parameters on the meta device are made
-        on `device`.
+        on `device`. What goes to a device of `compute.device()` is read by its node, not here.
         """
         import torch
 
-        check_name(name)
-        manifest = self._catalog.read(name, self._catalog.resolve(name, version))
+        manifest = self._manifest(name, version)
         place = torch.device(device)
+        loading_for = functools.partial(loading_on, self._address, self._files, manifest)
         if into is None:
-            tensors = Loading(self._files, manifest).tensors(place)
+            with watched(self._progress, f"loading {name}") as progress:
+                tensors = loading_for(progress, place).tensors(place)
             return tree.decode(
                 manifest.tree, _numbered(tensors), manifest_place(self._files, manifest)
             )
@@ -122,7 +160,9 @@ class ModelStore:
                 f"load_model({name!r}, into={type(into).__name__}): into takes a torch.nn.Module; "
                 "leave it out to get what was saved, and load that yourself"
             )
-        return fill(into, self._files, manifest, place, strict)
+        with watched(self._progress, f"loading {name}") as progress:
+            fitting = functools.partial(loading_for, progress)
+            return fill(into, fitting, self._files, manifest, place, strict, progress)
 
     def list(self) -> tuple[ModelVersion, ...]:
         """The newest version of every model, by name."""
@@ -136,6 +176,24 @@ class ModelStore:
         self._catalog.resolve(check_name(name), None)
         numbers = self._catalog.numbers(name)[name]
         return tuple(_version(self._catalog.read(name, number)) for number in numbers)
+
+    def describe(
+        self, name: str, version: int | None = None
+    ) -> tuple[ModelVersion, tuple[StoredTensor, ...]]:
+        """The newest version or the one asked for, and its tensors, none of which is read."""
+        manifest = self._manifest(name, version)
+        views = manifest.tensors
+        where = manifest_place(self._files, manifest)
+        found = tree.numbers(tree.outline(manifest.tree, len(views), where))
+        return _version(manifest), tuple(
+            StoredTensor(
+                path,
+                views[index].dtype,
+                tuple(views[index].shape),
+                math.prod(views[index].shape) * ITEM_SIZES[views[index].dtype],
+            )
+            for path, index in found
+        )
 
     def delete(self, name: str, version: int | None = None) -> None:
         """Delete a model, or one version of it; `gc` then frees what no other version needs."""
@@ -157,39 +215,37 @@ class ModelStore:
         name: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> ModelVersion:
-        """Store what a file of `torch.save` holds; it is read with `weights_only=True`, always."""
-        import torch
+        """Store what a file holds, and with it the metadata that the file has.
 
+        `.safetensors` is read as such, and so is a folder with a checkpoint in several of them
+        and their index. Everything else is taken for a file of `torch.save`, which is read with
+        `weights_only=True`, always.
+        """
         check_name(name)
-        try:
-            try:
-                value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # files from before torch 1.6 cannot be mapped
-                value = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise
-        except Exception as problem:
-            raise StoreError(
-                f"{os.fspath(path)}: cannot be imported, because it is damaged or holds more "
-                f"than tensors and plain values ({_gist(problem)}); "
-                "load it where you trust it, and save its state_dict()"
-            ) from problem
-        return self.save_model(value, name, metadata)
+        facts = _checked_metadata(metadata)
+        value, found = exchange.read(Path(path))
+        return self.save_model(value, name, found | facts)
 
     def export_file(
         self, name: str, path: str | os.PathLike[str], version: int | None = None
-    ) -> None:
-        """Write a version as a file that `torch.load(path, weights_only=True)` reads."""
-        import torch
+    ) -> ModelVersion:
+        """Write a version as a file for other tools, which appears when it is complete.
 
-        torch.save(self.load_model(name, version=version), path)
+        One that ends in `.safetensors` is written a part at a time and can hold a state dict, or
+        any other dict of tensors; of tied weights it has one, as `safetensors.torch.load_model`
+        expects it. Under any other name it is a file for `torch.load(path, weights_only=True)`.
+        """
+        manifest = self._manifest(name, version)
+        target = Path(path)
+        if target.suffix == exchange.SAFETENSORS:
+            with watched(self._progress, f"loading {name}") as progress:
+                exchange.write_safetensors(self._files, manifest, target, progress)
+        else:
+            exchange.write_pickled(self.load_model(name, version=manifest.version), target)
+        return _version(manifest)
 
-
-def _gist(problem: Exception) -> str:
-    """The line that tells what was wrong; the others advise to trust the file."""
-    lines = [line.strip() for line in str(problem).splitlines()] or [""]
-    telling = next((line for line in lines if "Unsupported" in line), lines[0])
-    return telling.removeprefix("WeightsUnpickler error: ")[:120] or type(problem).__name__
+    def _manifest(self, name: str, version: int | None) -> Manifest:
+        return self._catalog.read(name, self._catalog.resolve(check_name(name), version))
 
 
 def _numbered(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:

@@ -22,6 +22,7 @@ from skyward.store.files import Draft, Files
 from skyward.store.layout import Span, lay_out
 from skyward.store.manifest import FORMAT, Manifest, Region, StoredObject, View, object_path
 from skyward.store.objects import Piece
+from skyward.store.progress import UNWATCHED, Progress
 from skyward.wire import memory
 
 if TYPE_CHECKING:
@@ -52,10 +53,13 @@ class _Place:
 class Saving:
     """One save: what it knows the store to have, and what it has added."""
 
-    def __init__(self, files: Files, catalog: Catalog, name: str) -> None:
+    def __init__(
+        self, files: Files, catalog: Catalog, name: str, progress: Progress = UNWATCHED
+    ) -> None:
         self._files = files
         self._catalog = catalog
         self._name = name
+        self._progress = progress
         self._known: dict[str, _Place] = {}
         self._sizes: set[int] = set()
         """Of the regions that are known to be stored."""
@@ -82,9 +86,19 @@ class Saving:
 
     def save(self, value: object, metadata: dict[str, Any], class_path: str | None) -> Manifest:
         """Store a value as the next version."""
+        shape, tensors = tree.encode(value)
+        return self.save_tree(shape, tensors, metadata, class_path)
+
+    def save_tree(
+        self,
+        shape: Any,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        metadata: dict[str, Any],
+        class_path: str | None,
+    ) -> Manifest:
+        """Store a value that was taken apart, its tensors by number and each with its path."""
         import torch
 
-        shape, tensors = tree.encode(value)
         spans, views = lay_out(tensors)
         states = [_state(tensor) for _, tensor in tensors]
         lease = f"saves/{uuid.uuid4().hex}.json"
@@ -145,7 +159,8 @@ class Saving:
         named: set[str] = set()
         unnamed: set[tuple[int, bytes]] = set()
         pack: list[Piece] = []
-        with _Uploads(self._files) as uploads:
+        self._progress.begin(sum(span.size for span in spans))
+        with _Uploads(self._files, self._progress) as uploads:
 
             def settle() -> None:
                 unnamed.clear()
@@ -163,6 +178,7 @@ class Saving:
                     loaded = untouched.digest(piece.data)
                     if loaded in self._known:
                         digests[span] = loaded
+                        self._progress.reused(span.size)
                         continue
                     likeness = (len(piece.data), bytes(piece.data[:_TASTE]))
                     if likeness in unnamed:
@@ -177,6 +193,7 @@ class Saving:
                     piece = replace(unhashed, digest=name.hex())
                     digests[piece.span] = piece.digest
                     if piece.digest in self._known or piece.digest in named:
+                        self._progress.reused(len(piece.data))
                         continue
                     named.add(piece.digest)
                     if len(piece.data) >= self._files.whole:
@@ -254,8 +271,9 @@ def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class _Uploads:
     """Objects being written behind the hashing's back, a bounded number at a time."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, progress: Progress) -> None:
         self._files = files
+        self._progress = progress
         self._pool = ThreadPoolExecutor(files.transfers, thread_name_prefix="skyward-store")
         self._running: collections.deque[Future[list[tuple[Piece, _Place]]]] = collections.deque()
         self._done: list[tuple[Piece, _Place]] = []
@@ -287,13 +305,16 @@ class _Uploads:
         head, starts = objects.header(pieces)
         size = len(head) + sum(len(piece.data) for piece in pieces)
         name = self._left_over(head, size, pieces, starts) if pieces[0].digest else None
-        if name is None:
+        if name is not None:
+            self._progress.reused(size - len(head))
+        else:
             draft = self._files.draft()
             if draft is None:
                 name = self._upload(head, pieces)
             else:
                 with draft as file:
                     pieces, name = self._draft(file, pieces, starts)
+            self._progress.advance(size - len(head))
         stored = StoredObject(name, size)
         return [
             (piece, _Place(stored, start, len(piece.data), None))

@@ -6,7 +6,8 @@ import base64
 import binascii
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyward.errors import SerializationError, StoreDamagedError
@@ -118,6 +119,36 @@ def _join(path: str, key: object) -> str:
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
     return f"{path}.{key}" if path else key
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Stands for a tensor that has not been read."""
+
+    index: int
+
+
+def outline(tree: Any, count: int, where: str) -> Any:
+    """The value a tree stands for, with a number in the place of each of its `count` tensors."""
+
+    def take(index: int) -> Number:
+        if not 0 <= index < count:
+            raise ValueError(f"tensor {index} of {count}")
+        return Number(index)
+
+    return decode(tree, take, where)
+
+
+def numbers(outlined: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """The path to every tensor of an outline, and its number."""
+    if isinstance(outlined, Number):
+        yield path or "the tensor", outlined.index
+    elif isinstance(outlined, dict):
+        for key, value in outlined.items():
+            yield from numbers(value, _join(path, key))
+    elif isinstance(outlined, list | tuple):
+        for index, value in enumerate(outlined):
+            yield from numbers(value, f"{path}[{index}]")
 
 
 def decode(tree: Any, tensor: Callable[[int], Any], where: str) -> Any:

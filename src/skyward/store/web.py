@@ -126,10 +126,7 @@ class Interface:
         return web.Response(body=await _in_thread(found), content_type="application/json")
 
     async def _put(self, request: web.Request) -> web.Response:
-        path = _path(request)
-        if path.startswith("tmp/"):
-            raise web.HTTPBadRequest(text="tmp/ is the server's own\n")
-        target = await _in_thread(self._inside, path)
+        target = await _in_thread(self._inside, _path(request))
         size = request.content_length
         if size is None:
             raise web.HTTPLengthRequired(text="an upload says its Content-Length first\n")
@@ -299,7 +296,7 @@ def _asked_range(request: web.Request, size: int) -> tuple[int, int]:
 
 def _no_path() -> web.HTTPException:
     return web.HTTPBadRequest(
-        text="not a path of a store: files are below models/, objects/ and saves/, "
+        text="not a path of a store: files are below models/, objects/, saves/ and tmp/, "
         "named in letters, digits, '.', '_' and '-'; a listing ends in '/'\n"
     )
 

@@ -52,6 +52,14 @@ def storage(description: bytes) -> torch.UntypedStorage:
     return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
 
 
+def flat(description: bytes) -> torch.Tensor:
+    """The bytes of the memory described."""
+    import torch
+
+    opened = storage(description)
+    return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)
+
+
 def device(description: bytes) -> torch.device:
     """What the memory described is on, in this process."""
     import torch

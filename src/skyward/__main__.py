@@ -1,0 +1,5 @@
+"""`python -m skyward` is `sky`."""
+
+from skyward.cli.main import main
+
+main()

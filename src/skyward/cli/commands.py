@@ -1,0 +1,88 @@
+"""Commands: what all of them share, which is `--json`, `--debug`, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from skyward.errors import SkywardError
+
+FAILED = 1
+INTERRUPTED = 130
+"""What a shell reports for a program that Ctrl-C ended."""
+
+_KEY = "skyward."
+
+
+def remember(context: click.Context, option: click.Parameter, value: object) -> None:
+    """Keep an option that may stand before or after a subcommand; the last one counts."""
+    if value not in (None, False):
+        context.meta[f"{_KEY}{option.name}"] = value
+
+
+def remembered(name: str) -> Any:
+    """What such an option was given, or None."""
+    return click.get_current_context().meta.get(f"{_KEY}{name}")
+
+
+def shared(*names: str, **settings: Any) -> click.Option:
+    """An option that may stand before or after a subcommand."""
+    return click.Option(names, callback=remember, expose_value=False, **settings)
+
+
+def _common() -> list[click.Parameter]:
+    return [
+        shared("--json", is_flag=True, help="Print one JSON document and nothing else."),
+        shared("--debug", is_flag=True, help="Show the traceback of an error [SKYWARD_DEBUG=1]."),
+    ]
+
+
+class Command(click.Command):
+    """A command, with the options that all of them have."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params += _common()
+
+
+class Group(click.Group):
+    """Commands under one name, with the same options; these may stand before or after theirs."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params += _common()
+
+
+def reported(context: click.Context, problem: BaseException) -> int | None:
+    """Tell of a failure on stderr, and say which exit code it has; None for a defect of ours."""
+    if isinstance(problem, KeyboardInterrupt | click.Abort):
+        # On a terminal the cursor stands behind a ^C or a question.
+        click.echo("\nInterrupted" if sys.stderr.isatty() else "Interrupted", err=True)
+        return INTERRUPTED
+    if isinstance(problem, BrokenPipeError):
+        return None
+    message = _message(problem)
+    if message is None:
+        return None
+    if context.meta.get(f"{_KEY}debug") or os.environ.get("SKYWARD_DEBUG", "0") != "0":
+        click.echo("".join(traceback.format_exception(problem)), err=True, nl=False)
+    notes = getattr(problem, "__notes__", ())
+    click.echo("\n".join([f"Error: {message}", *notes]), err=True)
+    return FAILED
+
+
+def _message(problem: BaseException) -> str | None:
+    if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
+        return "this needs torch; install skyward[torch]"
+    if isinstance(problem, SkywardError):
+        return str(problem)
+    if isinstance(problem, OSError):
+        where = f"{problem.filename}: " if problem.filename else ""
+        return f"{where}{problem.strerror or problem}"
+    return None

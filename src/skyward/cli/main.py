@@ -1,0 +1,74 @@
+"""The entry point: finds a command by name, and turns its failure into an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from skyward import __version__
+from skyward.cli.commands import INTERRUPTED, Group, reported
+
+COMMANDS = {
+    "models": "Keep models by name and version: push, pull, list, serve.",
+}
+"""Each is `skyward.cli.<name>:<name>`; its line is here so that `--help` imports none of them."""
+
+
+class _Sky(Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(
+            importlib.import_module(f"skyward.cli.{cmd_name}"), cmd_name
+        )
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except (Exception, KeyboardInterrupt) as problem:
+            code = reported(ctx, problem)
+            if code is None:
+                raise
+            ctx.exit(code)
+
+
+@click.command("sky", cls=_Sky, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="skyward %(version)s")
+def sky() -> None:
+    """Run your PyTorch on someone else's hardware, and keep the models it makes.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line of this process."""
+    try:
+        sky.main(prog_name="sky")
+    except KeyboardInterrupt:
+        _leave()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _leave()
+        raise
+
+
+def _leave() -> NoReturn:
+    """Threads that still upload would hold the process; what they write is named by nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(INTERRUPTED)

@@ -1,0 +1,106 @@
+"""Transfers: a bar on the terminal for bytes on their way, once that takes noticeably long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from skyward.console import terminal_in_use
+from skyward.console.measures import clock, of_size, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+DELAY = 0.5
+"""What takes no longer than this many seconds is shown to nobody."""
+_WIDEST = 40
+
+
+class TransferBar:
+    """One save or load on a terminal; gone without a trace when it is done."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._lock = threading.Lock()
+        self._total = self._moved = self._reused = 0
+        self._started = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._live: Live | None = None
+
+    def begin(self, total: int) -> None:
+        """Count from zero, and show the bar if this is not over soon."""
+        with self._lock:
+            self._total, self._moved, self._reused = total, 0, 0
+            self._started = time.monotonic()
+            if self._timer is None:
+                self._timer = threading.Timer(DELAY, self._show)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def advance(self, count: int) -> None:
+        """Bytes were moved."""
+        with self._lock:
+            self._moved += count
+
+    def reused(self, count: int) -> None:
+        """Bytes were there already."""
+        with self._lock:
+            self._reused += count
+
+    def done(self) -> None:
+        """Take the bar away."""
+        timer = self._timer
+        if timer is None:
+            return
+        timer.cancel()
+        # The timer may be about to draw.
+        timer.join()
+        if self._live is not None:
+            self._live.stop()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        if terminal_in_use():
+            return
+        # Redirecting would replace the user's sys.stdout; their prints go on as they are.
+        self._live = Live(
+            get_renderable=self._drawn,
+            console=Console(stderr=True, highlight=False),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            refresh_per_second=10,
+        )
+        self._live.start(refresh=True)
+
+    def _drawn(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        with self._lock:
+            total, moved, reused = self._total, self._moved, self._reused
+            seconds = time.monotonic() - self._started
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(total, 1), completed=moved + reused, width=_WIDEST)
+        row.add_row(self._title, bar, described(total, moved, reused, seconds))
+        return row
+
+
+def described(total: int, moved: int, reused: int, seconds: float) -> str:
+    """Where a transfer stands: its bytes, its rate, the time it still takes, what it is spared."""
+    settled = min(moved + reused, total)
+    parts = [of_size(settled, total)]
+    if moved and seconds > 0:
+        parts.append(f"{size(moved / seconds)}/s")
+    if 0 < settled < total:
+        parts.append(f"{clock((total - settled) * seconds / settled)} left")
+    if reused:
+        parts.append(f"{size(reused)} already stored")
+    return ", ".join(parts)

@@ -1,0 +1,98 @@
+"""Exchange: files that other tools write and read, into the store and out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from skyward.errors import StoreError
+from skyward.store import safetensors, tree
+from skyward.store.files import Files
+from skyward.store.loading import Loading, manifest_place
+from skyward.store.manifest import Manifest
+from skyward.store.progress import Progress
+
+SAFETENSORS = ".safetensors"
+
+
+def read(path: Path) -> tuple[Any, dict[str, str]]:
+    """What a file holds and what it says of itself; nothing but tensors and plain values."""
+    if path.is_dir():
+        return safetensors.read_folder(path)
+    if path.suffix == SAFETENSORS:
+        return safetensors.read(path)
+    return _read_pickled(path), {}
+
+
+def _read_pickled(path: Path) -> Any:
+    import torch
+
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as problem:
+        raise StoreError(
+            f"{path}: cannot be imported, because it is damaged or holds more "
+            f"than tensors and plain values ({_gist(problem)}); "
+            "load it where you trust it, and save its state_dict()"
+        ) from problem
+
+
+def _gist(problem: Exception) -> str:
+    """The line that tells what was wrong; the others advise to trust the file."""
+    lines = [line.strip() for line in str(problem).splitlines()] or [""]
+    telling = next((line for line in lines if "Unsupported" in line), lines[0])
+    return telling.removeprefix("WeightsUnpickler error: ")[:120] or type(problem).__name__
+
+
+def write_pickled(value: object, path: Path) -> None:
+    """Write a file as `torch.save` does, whole or not at all."""
+    import torch
+
+    with _whole(path) as aside:
+        try:
+            torch.save(value, aside)
+        except RuntimeError as problem:  # its writer's word for a full disk
+            raise OSError(str(problem).splitlines()[0]) from problem
+
+
+def write_safetensors(files: Files, manifest: Manifest, path: Path, progress: Progress) -> None:
+    """Write a version as a safetensors file, whole or not at all."""
+    value = tree.outline(manifest.tree, len(manifest.tensors), manifest_place(files, manifest))
+    obstacle = safetensors.unsuited(value, manifest.tensors)
+    if obstacle:
+        raise StoreError(
+            f"{manifest.name!r} version {manifest.version} holds {obstacle}, and a safetensors "
+            f"file has named tensors only; write a .pt file: {path.with_suffix('.pt').name}"
+        )
+    named = {name: each.index for name, each in value.items()}
+    loading = Loading(files, manifest, progress)
+    with _whole(path) as aside:
+        safetensors.write(aside, named, manifest.tensors, manifest.metadata, loading)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file beside, which takes its place when it is complete and goes away when it is not."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    except StoreError:
+        raise
+    except OSError as problem:
+        raise StoreError(
+            f"{path}: writing failed: {problem.strerror or problem}; "
+            "check that the folder is there, that you may write to it, and that it has room"
+        ) from problem
+    finally:
+        with contextlib.suppress(OSError):  # it may never have been made
+            aside.unlink()

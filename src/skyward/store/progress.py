@@ -1,0 +1,66 @@
+"""Progress: how far a save or a load has come, told to whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from skyward.console import terminal_in_use
+
+
+class Progress(Protocol):
+    """Hears of one save or load, from any thread."""
+
+    def begin(self, total: int) -> None:
+        """So many bytes are ahead; said again when a save has to start over."""
+
+    def advance(self, count: int) -> None:
+        """These were written or read."""
+
+    def reused(self, count: int) -> None:
+        """These need no writing, because the store has them."""
+
+    def done(self) -> None:
+        """It is over, well or not."""
+
+
+Watch = Callable[[str], Progress]
+"""Makes the progress of one save or load, given its title, such as `saving mnist`."""
+
+
+class _Unwatched:
+    def begin(self, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def reused(self, count: int) -> None: ...
+    def done(self) -> None: ...
+
+
+UNWATCHED: Progress = _Unwatched()
+
+
+@contextlib.contextmanager
+def watched(wanted: bool | Watch, title: str) -> Iterator[Progress]:
+    """The progress of what happens inside: a bar on a terminal, nothing elsewhere."""
+    progress = UNWATCHED
+    if callable(wanted):
+        progress = wanted(title)
+    elif wanted and _on_a_terminal():
+        from skyward.console.transfers import TransferBar
+
+        progress = TransferBar(title)
+    try:
+        yield progress
+    finally:
+        progress.done()
+
+
+def _on_a_terminal() -> bool:
+    return (
+        sys.stderr is not None
+        and sys.stderr.isatty()
+        and os.environ.get("SKYWARD_PROGRESS") != "0"
+        and not terminal_in_use()
+    )

@@ -1,0 +1,236 @@
+"""Safetensors files of others' making and for others: read mapped, written a tensor at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from skyward.errors import StoreError
+from skyward.store.layout import SAFETENSORS, tensor_at
+from skyward.store.loading import Loading
+from skyward.store.manifest import ITEM_SIZES, RANK_LIMIT, Size, View
+from skyward.store.objects import ALIGNMENT, HEADER_LIMIT
+from skyward.store.tree import Number
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+"""In a folder: which of its files holds which tensor."""
+TIED = "skyward.tied"
+"""In a file's metadata: the names left out because they are tied to another, as JSON."""
+
+_NAMES = SAFETENSORS | {
+    "complex64": "C64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: Annotated[list[Size], msgspec.Meta(max_length=RANK_LIMIT)]
+    data_offsets: tuple[Size, Size]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[_DTYPES[self.dtype]]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file, mapped and not yet read, and its metadata."""
+    with path.open("rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if length < 8:
+            raise _refused(path, "it is too short for a header")
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    end = 8 + int.from_bytes(data[:8], "little")
+    if end > min(length, HEADER_LIMIT):
+        raise _refused(path, "it does not begin with a whole header")
+    try:
+        table = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
+        facts = msgspec.json.decode(table.pop("__metadata__", b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in table.items()}
+        tied = msgspec.json.decode(facts.pop(TIED, "{}"), type=dict[str, str])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+        raise _refused(path, f"its header is damaged: {problem}") from None
+    _check_extents(path, entries, length - end)
+    tensors = {name: _tensor(entry, data[end:]) for name, entry in entries.items()}
+    for name, kept in tied.items():
+        if name in tensors or kept not in tensors:
+            raise _refused(path, f"it ties {name!r} to {kept!r}, which cannot be")
+        tensors[name] = tensors[kept]
+        if facts.get(name) == kept:
+            del facts[name]
+    facts.pop("format", None)
+    return tensors, facts
+
+
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a checkpoint in several files, as Hugging Face's tools write them."""
+    index = folder / INDEX
+    if not index.is_file():
+        whole = folder / "model.safetensors"
+        if whole.is_file():
+            return read(whole)
+        raise StoreError(
+            f"{folder}: cannot be imported, because it holds neither {INDEX} nor "
+            "model.safetensors; name the file you mean"
+        )
+    try:
+        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+        raise _refused(index, f"it does not say which file holds what: {problem}") from None
+    tensors: dict[str, torch.Tensor] = {}
+    facts: dict[str, str] = {}
+    for shard in sorted(set(places.values())):
+        if shard != Path(shard).name or not (folder / shard).is_file():
+            raise _refused(index, f"it names {shard!r}, which is not a file beside it")
+        found, about = read(folder / shard)
+        tensors |= found
+        facts |= about
+    missing = sorted(set(places) - set(tensors))
+    if missing:
+        raise _refused(index, f"it promises {missing[0]!r}, which no file holds")
+    return tensors, facts
+
+
+def _check_extents(path: Path, entries: Mapping[str, _Entry], length: int) -> None:
+    """Each tensor begins where the one before it ends, as the format demands."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype not in _DTYPES:
+            raise _refused(path, f"{name!r} has the dtype {entry.dtype!r}, unknown here")
+        if entry.data_offsets != (at, at + entry.size):
+            raise _refused(path, f"{name!r} does not lie where its shape says")
+        at += entry.size
+    if at != length:
+        raise _refused(path, f"it has {length} bytes of data where its header says {at}")
+
+
+def _tensor(entry: _Entry, data: memoryview) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, _DTYPES[entry.dtype])
+    first, last = entry.data_offsets
+    if first == last:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = math.prod(entry.shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=first).reshape(entry.shape)
+
+
+def write(
+    path: Path,
+    named: Mapping[str, int],
+    views: list[View],
+    metadata: Mapping[str, Any],
+    loading: Loading,
+) -> None:
+    """Write tensors, given by name and number, as they are loaded; one object is held at a time.
+
+    Of tied tensors the first name is kept and the metadata says which names are left out and for
+    which, the way `safetensors.torch.save_model` does it and `load_model` expects it.
+    """
+    kept, tied = _untied(named, views)
+    sized = {number: math.prod(views[number].shape) * _item(views[number]) for number in kept}
+    order = sorted(kept, key=lambda number: (-_item(views[number]), kept[number]))
+    starts: dict[int, int] = {}
+    at = 0
+    for number in order:
+        starts[number] = at
+        at += sized[number]
+    table: dict[str, Any] = {"__metadata__": _facts(metadata, tied)}
+    for number in sorted(kept):
+        table[kept[number]] = {
+            "dtype": _NAMES[views[number].dtype],
+            "shape": views[number].shape,
+            "data_offsets": [starts[number], starts[number] + sized[number]],
+        }
+    text = msgspec.json.encode(table)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    by_region: dict[int, list[int]] = {}
+    for number in order:
+        region = views[number].region
+        if region is not None:
+            by_region.setdefault(region, []).append(number)
+    loading.begin(by_region)
+    with path.open("xb", buffering=0) as file:
+        _write_at(file.fileno(), 0, memoryview(head))
+        os.truncate(file.fileno(), len(head) + at)
+        for region, flat in loading.regions(by_region):
+            for number in by_region[region]:
+                tensor = tensor_at(views[number], flat).contiguous()
+                block = (ctypes.c_char * sized[number]).from_address(tensor.data_ptr())
+                _write_at(file.fileno(), len(head) + starts[number], memoryview(block).cast("B"))
+
+
+def unsuited(value: object, views: Iterable[View]) -> str:
+    """What keeps an outlined value out of a safetensors file; nothing where it fits."""
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        return "a tensor without a name" if isinstance(value, Number) else f"a value of type {kind}"
+    for name, each in value.items():
+        if not isinstance(name, str) or name == "__metadata__":
+            return f"the name {name!r}"
+        if not isinstance(each, Number):
+            return f"{name!r}, of type {type(each).__name__}"
+    strange = next((view.dtype for view in views if view.dtype not in _NAMES), None)
+    return f"a tensor of dtype {strange}" if strange else ""
+
+
+def _untied(named: Mapping[str, int], views: list[View]) -> tuple[dict[int, str], dict[str, str]]:
+    """The tensors to write, by number; and the names left out, with the one each is tied to."""
+    kept: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    first: dict[bytes, str] = {}
+    for name, number in sorted(named.items()):
+        view = views[number]
+        # The same tensor under two names has two equal views; one that overlaps only in part
+        # is written in full.
+        same = msgspec.json.encode(view) if view.region is not None else None
+        if same is not None and first.setdefault(same, name) != name:
+            tied[name] = first[same]
+        else:
+            kept[number] = name
+    return kept, tied
+
+
+def _facts(metadata: Mapping[str, Any], tied: dict[str, str]) -> dict[str, str]:
+    """Metadata as the format has it, text for text; other tools look for the framework there."""
+    facts = {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in metadata.items()
+    }
+    facts = {"format": "pt"} | tied | facts
+    return facts | {TIED: msgspec.json.encode(tied).decode()} if tied else facts
+
+
+def _item(view: View) -> int:
+    return ITEM_SIZES[view.dtype]
+
+
+def _write_at(handle: int, at: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done : done + (64 << 20)], at + done)
+
+
+def _refused(path: Path, what: str) -> StoreError:
+    return StoreError(
+        f"{path}: cannot be imported, because {what}; "
+        "get the file again, or write it anew with the tool that made it"
+    )
