@@ -80,10 +80,11 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   and back over plain TCP, taken in the same rounds.
 - *Distributed training* runs the same steps, imported from the same file, in workers of a pool and
   in processes of `torchrun`, one thread each; both measure the steps alone, after a warm-up.
-- The *weights* are a transformer's, random, on a disk's page cache; nothing waits for the disk.
-  To *use* them is to read one value of every page. Saving with 1 % *changed* is compared with the
-  first save as bytes a second of the whole. *Over a socket* is `torch.save` into memory, a plain
-  TCP connection on loopback, and `torch.load` on the other side.
+- The *weights* are a transformer's, random. What was saved is in the system's page cache, except
+  where the disk *has to be read*: there it is dropped from the cache before each load. To *read*
+  them is to sum every tensor, since `load_file` maps its file and reads nothing. Saving with 1 %
+  *changed* is compared with the first save as bytes a second of the whole. *Over a socket* is
+  `torch.save` into memory, a plain TCP connection on loopback, and `torch.load` on the other side.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

@@ -1,8 +1,15 @@
-"""A store in a folder of its own, and what its tests compare."""
+"""A store in a folder of its own, servers of one, and what the tests compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +85,69 @@ def _same(left: Any, right: Any) -> bool:
 def _raw(tensor: Any) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small filesystem needs root and a kernel that lets it")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@dataclass
+class Server:
+    """A model server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def kill(self) -> None:
+        """End it at once, as a power failure would."""
+        self.process.kill()
+        self.process.wait()
+
+
+SERVE = """
+import sys, json
+from skyward.store.server import serve
+serve(started=lambda address: print(address, flush=True), **json.loads(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Starts servers, and ends them after the test; each must then end cleanly."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    with contextlib.ExitStack() as stack:
+
+        def start(folder: Path, **options: Any) -> Server:
+            options = {"port": 0, "directory": str(folder)} | options
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", SERVE, json.dumps(options)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address, process.stderr and process.stderr.read()
+            server = Server(process, address)
+            running.append(server)
+            return server
+
+        running: list[Server] = []
+        yield start
+        for server in running:
+            server.process.send_signal(signal.SIGTERM)
+        for server in running:
+            assert server.process.wait(20) in (0, -signal.SIGKILL)

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,20 +28,6 @@ def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     kills, _, version = done.stdout.strip().rpartition(" ")
     assert kills == "100 kills, version"
     assert int(version) > 100, "the kills came before anything was saved"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 4 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small filesystem needs root and a kernel that lets it")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of place passes the same tests: a folder, fsspec's memory, and S3 over HTTP."""
+"""Every kind of place passes the same tests: a folder, our server, fsspec's memory, and S3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import skyward as sky
 from skyward.store.files import Files, open_files
 
-PLACES = ["folder", "file URL", "memory", "renaming", "s3"]
+PLACES = ["folder", "file URL", "server", "memory", "renaming", "s3"]
 
 
 @pytest.fixture(params=PLACES)
@@ -24,6 +24,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "store")
     if request.param == "file URL":
         return (tmp_path / "with space").as_uri()
+    if request.param == "server":
+        address: str = request.getfixturevalue("serve")(tmp_path / "served").address
+        return address
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
     pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
@@ -39,49 +42,49 @@ def place(url: str) -> Files:
 
 
 def test_what_is_written_is_read(place: Files) -> None:
-    place.write("a/b/file", [b"hello ", memoryview(b"world")])
+    place.write("objects/a/file", [b"hello ", memoryview(b"world")])
 
     buffer = memoryview(bytearray(5))
-    assert place.read("a/b/file", 0, 100) == b"hello world"
-    assert place.read("a/b/file", 6, 3) == b"wor"
-    assert place.read_into("a/b/file", 6, buffer) == 5
+    assert place.read("objects/a/file", 0, 100) == b"hello world"
+    assert place.read("objects/a/file", 6, 3) == b"wor"
+    assert place.read_into("objects/a/file", 6, buffer) == 5
     assert bytes(buffer) == b"world"
-    assert place.size("a/b/file") == 11
-    view = place.view("a/b/file")
+    assert place.size("objects/a/file") == 11
+    view = place.view("objects/a/file")
     assert view is None or bytes(view) == b"hello world"
 
 
 def test_reading_past_the_end_gives_less(place: Files) -> None:
-    place.write("file", [b"abc"])
+    place.write("objects/file", [b"abc"])
 
-    assert place.read("file", 2, 10) == b"c"
-    assert place.read("file", 3, 10) == b""
-    assert place.read_into("file", 1, memoryview(bytearray(8))) == 2
+    assert place.read("objects/file", 2, 10) == b"c"
+    assert place.read("objects/file", 3, 10) == b""
+    assert place.read_into("objects/file", 1, memoryview(bytearray(8))) == 2
 
 
 def test_a_file_that_is_not_there(place: Files) -> None:
     with pytest.raises(FileNotFoundError):
-        place.read("nothing", 0, 1)
-    assert place.size("nothing") is None
-    assert place.list("nothing") == []
-    place.delete("nothing")
+        place.read("objects/nothing", 0, 1)
+    assert place.size("objects/nothing") is None
+    assert place.list("objects/nothing") == []
+    place.delete("objects/nothing")
 
 
 def test_large_files_are_written_whole(place: Files) -> None:
     data = os.urandom(20 << 20)
 
-    place.write("large", [data[:100], memoryview(data)[100:]])
+    place.write("objects/large", [data[:100], memoryview(data)[100:]])
 
-    assert place.size("large") == len(data)
-    assert place.read("large", 0, len(data)) == data
+    assert place.size("objects/large") == len(data)
+    assert place.read("objects/large", 0, len(data)) == data
 
 
 def test_a_failed_write_leaves_nothing(place: Files) -> None:
-    place.write("file", [b"old"])
+    place.write("objects/file", [b"old"])
     with pytest.raises((sky.StoreError, TypeError)):
-        place.write("file", [os.urandom(17 << 20), "no bytes"])  # type: ignore[list-item]
+        place.write("objects/file", [os.urandom(17 << 20), "no bytes"])  # type: ignore[list-item]
 
-    assert place.read("file", 0, 10) == b"old"
+    assert place.read("objects/file", 0, 10) == b"old"
 
 
 def test_a_durable_folder_has_the_file_on_the_disk_before_its_name(
@@ -99,22 +102,25 @@ def test_a_durable_folder_has_the_file_on_the_disk_before_its_name(
 
 
 def test_a_listing_shows_files_with_sizes_and_times(place: Files) -> None:
-    place.write("d/one", [b"1"])
-    place.write("d/e/two", [b"22"])
-    place.write("other", [b"333"])
+    place.write("objects/d/one", [b"1"])
+    place.write("objects/d/e/two", [b"22"])
+    place.write("saves/other", [b"333"])
 
-    found = sorted(place.list("d"), key=lambda entry: entry.path)
+    found = sorted(place.list("objects/d"), key=lambda entry: entry.path)
 
-    assert [(entry.path, entry.size) for entry in found] == [("d/e/two", 2), ("d/one", 1)]
+    assert [(entry.path, entry.size) for entry in found] == [
+        ("objects/d/e/two", 2),
+        ("objects/d/one", 1),
+    ]
     assert all(entry.modified > 1_600_000_000 for entry in found)
-    place.delete("d/one")
-    assert [entry.path for entry in place.list("d")] == ["d/e/two"]
+    place.delete("objects/d/one")
+    assert [entry.path for entry in place.list("objects/d")] == ["objects/d/e/two"]
 
 
 def test_only_one_of_two_creates_a_file(place: Files) -> None:
-    assert place.create("d/file", b"first")
-    assert not place.create("d/file", b"second")
-    assert place.read("d/file", 0, 10) == b"first"
+    assert place.create("models/d/file", b"first")
+    assert not place.create("models/d/file", b"second")
+    assert place.read("models/d/file", 0, 10) == b"first"
 
 
 def test_a_store_works_there(url: str) -> None:
@@ -178,6 +184,12 @@ def test_damage_is_noticed_there(url: str) -> None:
         ("nonsense://x", None, "Protocol not known: nonsense"),
         ("/some/folder", "secret", "a folder takes no token"),
         ("s3://bucket", "secret", "s3 takes no token"),
+        ("http://", None, "not a server's address"),
+        ("http://host:port", None, "not a server's address"),
+        ("http://host/?token=secret", None, "not a server's address"),
+        ("http://user:secret@host", None, "no credentials in the address"),
+        ("http://host", "secret\r\nX: y", "not a token"),
+        ("http://host", "", "not a token"),
     ],
 )
 def test_places_that_cannot_be_are_refused(url: str, token: str | None, message: str) -> None:

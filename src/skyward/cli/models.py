@@ -287,6 +287,7 @@ def gc(older_than: float) -> None:
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
 @click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --key.")
 @click.option("--key", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --cert.")
+@click.option("--insecure", is_flag=True, help="Let a trusted network in without a token.")
 def serve(
     directory: Path,
     host: str,
@@ -295,15 +296,23 @@ def serve(
     read_only: bool,
     cert: str | None,
     key: str | None,
+    insecure: bool,
 ) -> None:
     """Serve the store in DIRECTORY over HTTP, until interrupted."""
     if (cert is None) != (key is None):
         raise click.UsageError("TLS needs both --cert and --key")
     server = importlib.import_module("skyward.store.server")
     token = token or remembered("token") or os.environ.get("SKYWARD_STORE_TOKEN") or None
-    if output.wants_json():
-        address = {"host": host, "port": port, "tls": cert is not None}
-        output.as_json({"directory": str(directory), **address, "read_only": read_only})
+
+    def started(url: str) -> None:
+        if output.wants_json():
+            # On one line, so that a program can read it while the server runs.
+            about = {"directory": str(directory), "url": url, "read_only": read_only}
+            click.echo(json.dumps(about))
+        else:
+            click.echo(f"serving {directory} at {url}, until interrupted")
+        sys.stdout.flush()
+
     server.serve(
         directory,
         host=host,
@@ -312,6 +321,8 @@ def serve(
         read_only=read_only,
         certificate=cert,
         key=key,
+        insecure=insecure,
+        started=started,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from skyward.errors import ConfigurationError
+from skyward.store.access import is_loopback
 
 Part = bytes | memoryview
 
@@ -99,6 +100,8 @@ class Address:
     @property
     def of_one_machine(self) -> bool:
         """Whether the same address may be another place, or none, on another machine."""
+        if self.url.startswith(("http://", "https://")):
+            return is_loopback(urlsplit(self.url).hostname or "")
         schemes = set(re.findall(r"([A-Za-z0-9+.-]+)(?:::|://)", self.url))
         return not schemes or bool(schemes & {"file", "local", "memory"})
 
@@ -129,6 +132,10 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
 
         path = unquote(urlsplit(text).path) if text.startswith("file://") else text
         return LocalFiles(Path(path).expanduser().absolute(), durable=durable)
+    if text.startswith(("http://", "https://")):
+        from skyward.store.http import HttpFiles
+
+        return HttpFiles(text, token)
     return _open_remote(text, token)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import msgspec
 
 from skyward.errors import StoreDamagedError
 from skyward.store import objects, untouched
+from skyward.store.fetching import fetched, head_end
 from skyward.store.files import Files
 from skyward.store.layout import tensor_at
 from skyward.store.manifest import Manifest, Region, StoredObject, object_path
@@ -20,17 +20,16 @@ from skyward.wire import memory
 if TYPE_CHECKING:
     import torch
 
-_PART = 8 << 20
-"""A remote read is cut into ranges of this size, several of which travel at once."""
-_TOGETHER = 128 << 20
-"""Objects up to this size are read in one go when most of them is needed."""
-_STREAMS = 8
 _HASHED = 64 << 20
 """Mapped objects are verified together up to this size."""
 _SMALL_FETCHED = 1 << 20
 _SMALL_MAPPED = 1 << 16
 """Tensors below this are copied, because each would keep all of its object in memory; what is
 mapped is the page cache's, and goes when memory is short."""
+
+
+_Work = tuple[StoredObject, list[Region], list[int]]
+"""An object, its regions that are wanted, and their numbers in the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +95,25 @@ class Loading:
         found: dict[int, list[int]] = {}
         for index in sorted(set(wanted)):
             found.setdefault(self._manifest.regions[index].object, []).append(index)
+        work: list[_Work] = [
+            (
+                self._manifest.objects[number],
+                [self._manifest.regions[index] for index in indices],
+                indices,
+            )
+            for number, indices in found.items()
+        ]
         group: list[_Read] = []
-        for number, indices in found.items():
-            stored = self._manifest.objects[number]
-            regions = [self._manifest.regions[index] for index in indices]
+        for stored, regions, indices in work:
             blocks = self._mapped(stored, regions)
-            if blocks is not None:
-                group.append(_Read(stored, indices, regions, blocks, True))
-                if sum(read.size for read in group) < _HASHED:
-                    continue
-            elif mapped_only:
+            if blocks is None:  # a place maps all of its files or none
+                if not mapped_only:
+                    yield from self._fetched(work)
                 return
-            else:
-                fetched = self._fetched(stored, regions)
-                group.append(_Read(stored, indices, regions, fetched, False))
-            yield group
-            group = []
+            group.append(_Read(stored, indices, regions, blocks, True))
+            if sum(read.size for read in group) >= _HASHED:
+                yield group
+                group = []
         if group:
             yield group
 
@@ -123,16 +125,15 @@ class Loading:
             raise self._damaged(path, "the file is missing") from None
         if view is None:
             return None
-        self._check_header(stored, regions, bytes(view[: self._head_end(view, path)]))
+        self._check_header(stored, regions, bytes(view[: head_end(view, path, self._damaged)]))
         return [view[region.start : region.start + region.size] for region in regions]
 
-    def _fetched(self, stored: StoredObject, regions: list[Region]) -> list[memoryview]:
-        path = object_path(stored.name)
-        try:
-            self._check_header(stored, regions, self._head(path))
-            return self._downloaded(path, regions)
-        except FileNotFoundError:
-            raise self._damaged(path, "the file is missing") from None
+    def _fetched(self, work: list[_Work]) -> Iterator[list[_Read]]:
+        wanted = [(stored, regions) for stored, regions, _ in work]
+        arriving = fetched(self._files, wanted, self._damaged, self._progress.advance)
+        for (stored, regions, indices), (head, blocks) in zip(work, arriving, strict=True):
+            self._check_header(stored, regions, head)
+            yield [_Read(stored, indices, regions, blocks, False)]
 
     def _check(self, group: list[_Read]) -> None:
         unchecked = [read for read in group if not self._verified.issuperset(read.indices)]
@@ -153,17 +154,6 @@ class Loading:
             if read.mapped:
                 self._progress.advance(read.size)
 
-    def _head(self, path: str) -> bytes:
-        start = self._files.read(path, 0, 64 << 10)
-        end = self._head_end(memoryview(start), path)
-        return start[:end] if end <= len(start) else self._files.read(path, 0, end)
-
-    def _head_end(self, start: memoryview, path: str) -> int:
-        length = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or length > objects.HEADER_LIMIT:
-            raise self._damaged(path, "it does not begin with a header")
-        return 8 + length
-
     def _check_header(self, stored: StoredObject, regions: list[Region], head: bytes) -> None:
         path = object_path(stored.name)
         if objects.identity(head) != stored.name[:32]:
@@ -176,33 +166,6 @@ class Loading:
                     raise self._damaged(path, "its header and the manifest disagree")
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError):
             raise self._damaged(path, "its header and the manifest disagree") from None
-
-    def _downloaded(self, path: str, regions: list[Region]) -> list[memoryview]:
-        first = min(region.start for region in regions)
-        last = max(region.start + region.size for region in regions)
-        needed = sum(region.size for region in regions)
-        if last - first <= _TOGETHER and len(regions) > 1 and 2 * needed >= last - first:
-            whole = memory.fresh(last - first)
-            self._fill(path, [(first, whole)], needed)
-            return [whole[each.start - first : each.start - first + each.size] for each in regions]
-        blocks = [memory.fresh(region.size) for region in regions]
-        targets = [(each.start, block) for each, block in zip(regions, blocks, strict=True)]
-        self._fill(path, targets, needed)
-        return blocks
-
-    def _fill(self, path: str, targets: list[tuple[int, memoryview]], needed: int) -> None:
-        parts = [
-            (start + at, block[at : at + _PART])
-            for start, block in targets
-            for at in range(0, len(block), _PART)
-        ]
-        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="skyward-store") as pool:
-            counts = pool.map(lambda part: self._files.read_into(path, *part), parts)
-            for (_, block), count in zip(parts, counts, strict=True):
-                if count != len(block):
-                    raise self._damaged(path, "the file is too short")
-                self._progress.advance(min(count, needed))
-                needed -= min(count, needed)
 
     def _damaged(self, path: str, what: str) -> StoreDamagedError:
         name, version = self._manifest.name, self._manifest.version

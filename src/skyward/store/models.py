@@ -59,7 +59,7 @@ class StoredTensor:
 
 
 class ModelStore:
-    """Models by name and version, in a folder or at any URL that fsspec can open.
+    """Models by name and version, in a folder, on a model server or at any URL of fsspec.
 
     Tensors are stored by content, so a version costs what changed in it. A version appears whole
     or not at all, its bytes are verified when they are loaded, and nothing is ever unpickled.

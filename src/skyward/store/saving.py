@@ -112,7 +112,14 @@ class Saving:
                 self._name,
             )
         finally:
+            self._drop(lease)
+
+    def _drop(self, lease: str) -> None:
+        try:
             self._files.delete(lease)
+        except StoreError as problem:
+            # It ends by itself, and the save succeeded or failed for another reason.
+            _log.info("a lease stays for a day: %s", problem)
 
     def _placed(self, spans: Sequence[Span], lease: str) -> list[tuple[str, _Place]]:
         """Where each span is stored, with every reused object safe from the garbage collector.

@@ -1,0 +1,38 @@
+"""Who may use a served store: the token, where it comes from, and which addresses are private."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+
+from skyward.errors import ConfigurationError
+
+TOKEN = "SKYWARD_STORE_TOKEN"
+"""The environment variable that holds the token, so that no command line shows it."""
+AUTHORITY = "SKYWARD_STORE_CA"
+"""The environment variable that names a file of certificates to trust besides the system's."""
+MARK = "Skyward-Store"
+"""The header that tells a model server's answers from those of anything else."""
+PROTOCOL = "1"
+
+_TOKEN = re.compile(r"[!-~]+")
+
+
+def chosen_token(token: str | None) -> str | None:
+    """The token given, or the environment's, fit for a header."""
+    found = token if token is not None else os.environ.get(TOKEN) or None
+    if found is not None and (not isinstance(found, str) or not _TOKEN.fullmatch(found)):
+        raise ConfigurationError(
+            f"token=...: not a token; use letters, digits and signs of ASCII without spaces, and "
+            f"check {TOKEN} if you passed none"
+        )
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own, out of reach for others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

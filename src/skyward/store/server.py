@@ -1,0 +1,149 @@
+"""The model server: a store's folder for other machines, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyward.errors import ConfigurationError
+from skyward.store.access import TOKEN, chosen_token, is_loopback
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+PORT = 8470
+_CLOSING_SECONDS = 2.0
+"""How long requests in flight have when the server ends."""
+_READ = 1 << 20
+
+_log = logging.getLogger("skyward.store")
+
+
+def serve(
+    directory: str | os.PathLike[str],
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    *,
+    token: str | None = None,
+    read_only: bool = False,
+    certificate: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    durable: bool = False,
+    started: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a folder over HTTP until SIGINT or SIGTERM; call it on the main thread.
+
+    Port 0 takes a free one. `started` is called with the address once it can be used; without it,
+    the address is logged. Without a token anyone who reaches the port may read and write, so only
+    this machine may, unless `insecure` says that the network is trusted. `certificate` and `key`
+    name PEM files, and make it HTTPS. With `durable`, an upload is answered when it is on the disk.
+    """
+    root = _checked_folder(directory, read_only)
+    secret = chosen_token(token)
+    private = is_loopback(host)
+    if secret is None and not private and not insecure:
+        raise ConfigurationError(
+            f"host={host!r}: without a token anyone in the network could use the store; pass "
+            f"token=... or set {TOKEN}, or allow it with insecure=True (--insecure)"
+        )
+    context = _context(certificate, key)
+    try:
+        from skyward.store.web import Interface
+    except ImportError as problem:
+        raise ConfigurationError(
+            f"the model server needs aiohttp ({problem}); install skyward[server]"
+        ) from None
+    interface = Interface(root, token=secret, read_only=read_only, durable=durable, private=private)
+    asyncio.run(_run(interface.application(), host, port, context, started or _announced))
+
+
+async def _run(
+    app: web.Application,
+    host: str,
+    port: int,
+    context: ssl.SSLContext | None,
+    started: Callable[[str], None],
+) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with _listening(app, host, port, context) as address:
+        started(address)
+        await ended.wait()
+
+
+@contextlib.asynccontextmanager
+async def _listening(
+    app: web.Application, host: str, port: int, context: ssl.SSLContext | None
+) -> AsyncIterator[str]:
+    from aiohttp import web
+
+    runner = web.AppRunner(
+        app,
+        access_log=logging.getLogger("skyward.store.access"),
+        read_bufsize=_READ,
+        # A compressed upload would be longer on the disk than it said.
+        auto_decompress=False,
+        shutdown_timeout=_CLOSING_SECONDS,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, ssl_context=context)
+        try:
+            await site.start()
+        except (OSError, OverflowError) as problem:
+            raise ConfigurationError(
+                f"host={host!r}, port={port!r}: cannot listen there: {problem}; "
+                "choose another port, or 0 for a free one"
+            ) from None
+        bound = runner.addresses[0][1]
+        name = f"[{host}]" if ":" in host else host
+        yield f"{'http' if context is None else 'https'}://{name}:{bound}"
+    finally:
+        await runner.cleanup()
+
+
+def _announced(address: str) -> None:
+    _log.info("serving models at %s", address)
+
+
+def _checked_folder(directory: str | os.PathLike[str], read_only: bool) -> Path:
+    root = Path(directory).expanduser().absolute()
+    try:
+        if not read_only:
+            root.mkdir(parents=True, exist_ok=True)
+        if not root.is_dir():
+            raise NotADirectoryError(f"{root} is no folder")
+    except OSError as problem:
+        raise ConfigurationError(
+            f"directory={str(directory)!r}: cannot be served: {problem}; name the store's folder"
+        ) from None
+    return root
+
+
+def _context(
+    certificate: str | os.PathLike[str] | None, key: str | os.PathLike[str] | None
+) -> ssl.SSLContext | None:
+    if certificate is None and key is None:
+        return None
+    if certificate is None:
+        raise ConfigurationError("key=... without certificate=...; pass both, or neither")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # An empty password instead of a question on the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as problem:
+        raise ConfigurationError(
+            f"certificate={os.fspath(certificate)!r}, key={key and os.fspath(key)!r}: "
+            f"cannot be used: {problem}; name PEM files, the key without a password"
+        ) from None
+    return context

@@ -1,0 +1,435 @@
+"""The model server as any HTTP client meets it, friendly or not."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skyward as sky
+from skyward.store.server import serve as serve_here
+
+Serve = Callable[..., Any]
+
+
+def ask(
+    address: str, method: str, path: str, body: bytes | None = None, **headers: str
+) -> http.client.HTTPResponse:
+    """One request; `answer.data` is what came back."""
+    line = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    try:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        line.request(method, path, body, named)
+        answer = line.getresponse()
+        answer.data = answer.read()  # type: ignore[attr-defined]
+        return answer
+    finally:
+        line.close()
+
+
+def raw(address: str, request: bytes) -> bytes:
+    """What the server says to these bytes, until it hangs up or waits for more of them."""
+    request = request.replace(b"Host: localhost\r\n", b"Host: localhost\r\nConnection: close\r\n")
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    said = b""
+    with socket.create_connection((host, int(port)), timeout=0.5) as line:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            line.sendall(request)
+            while data := line.recv(1 << 16):
+                said += data
+    return said
+
+
+def put_object(folder: Path, data: bytes) -> None:
+    (folder / "objects").mkdir(parents=True)
+    (folder / "objects" / "x").write_bytes(data)
+
+
+def test_ranges(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"0123456789")
+    address = serve(folder).address
+
+    def got(asked: str) -> tuple[int, bytes, str | None]:
+        answer: Any = ask(address, "GET", "/objects/x", Range=asked)
+        return answer.status, answer.data, answer.getheader("Content-Range")
+
+    assert got("bytes=2-4") == (206, b"234", "bytes 2-4/10")
+    assert got("bytes=7-") == (206, b"789", "bytes 7-9/10")
+    assert got("bytes=-2") == (206, b"89", "bytes 8-9/10")
+    assert got("bytes=5-500") == (206, b"56789", "bytes 5-9/10")
+    assert got("bytes=10-")[0] == 416
+    assert got("bytes=10-")[2] == "bytes */10"
+    assert got("bytes=4-2")[0] == 416
+    whole = ask(address, "GET", "/objects/x")
+    assert (whole.status, whole.getheader("Content-Length")) == (200, "10")
+    tag = str(whole.getheader("ETag"))
+    assert ask(address, "GET", "/objects/x", If_None_Match=tag).status == 304
+    assert ask(address, "GET", "/objects/x", If_Match='"other"').status == 412
+    head: Any = ask(address, "HEAD", "/objects/x")
+    assert (head.status, head.getheader("Content-Length"), head.data) == (200, "10", b"")
+
+
+def test_uploads_appear_whole_or_not_at_all(serve: Serve, folder: Path) -> None:
+    address = serve(folder).address
+
+    assert ask(address, "PUT", "/objects/ab/x", b"first").status == 201
+    assert ask(address, "PUT", "/objects/ab/x", b"second").status == 201
+    assert ask(address, "PUT", "/objects/ab/x", b"third", If_None_Match="*").status == 412
+    short = b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nfive!"
+    assert b" 201 " not in raw(address, short)
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+    assert b" 411 " in raw(address, b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\n" + chunked)
+    assert ask(address, "PUT", "/objects/y", b"x", Content_Encoding="gzip").status == 415
+    assert ask(address, "PUT", "/objects/y", b"x", If_None_Match='"tag"').status == 400
+    assert ask(address, "PUT", "/objects/ab", b"x").status == 409
+    assert ask(address, "PUT", "/objects/ab/x/y", b"x").status == 409
+
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert files == [folder / "objects" / "ab" / "x"]
+    assert files[0].read_bytes() == b"second"
+    assert ask(address, "DELETE", "/objects/ab/x").status == 204
+    assert ask(address, "DELETE", "/objects/ab/x").status == 404
+
+
+def test_a_listing(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"123")
+    (folder / "objects" / ".hidden").write_bytes(b"")
+    address = serve(folder).address
+
+    answer: Any = ask(address, "GET", "/objects/")
+    found = json.loads(answer.data)
+
+    about = (folder / "objects" / "x").stat()
+    assert found["files"] == [{"path": "objects/x", "size": 3, "modified": about.st_mtime}]
+    assert abs(found["now"] - about.st_mtime) < 60
+    nothing: Any = ask(address, "GET", "/models/none/")
+    assert json.loads(nothing.data)["files"] == []
+
+
+OUTSIDE = [
+    "/../secret",
+    "/objects/../../secret",
+    "/objects/../secret",
+    "/objects/..",
+    "/objects/%2e%2e/%2e%2e/secret",
+    "/objects/%2E%2E%2F%2E%2E%2Fsecret",
+    "/objects/..%2f..%2fsecret",
+    "/objects/%252e%252e/secret",
+    "/objects/..%5c..%5csecret",
+    "/objects/..\\..\\secret",
+    "/objects//etc/passwd",
+    "//etc/passwd",
+    "/%2fetc/passwd",
+    "/objects/x%00",
+    "/objects/%00",
+    "/objects/.hidden",
+    "/objects/./x",
+    "/objects/..;/secret",
+    "/objects/%c0%ae%c0%ae/secret",
+    "/objects/\xff",
+    "/secret",
+    "/objectsx/y",
+    "/download/../secret.safetensors",
+    "/download/%2e%2e/secret.safetensors",
+    "file:///etc/passwd",
+    "http://localhost/objects/../../secret",
+]
+
+
+def test_no_path_leads_outside(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"inside")
+    (folder.parent / "secret").write_bytes(b"the secret")
+    (folder / "secret").write_bytes(b"the secret")
+    (folder / "objects" / "link").symlink_to(folder.parent / "secret")
+    (folder / "objects" / "up").symlink_to(folder.parent)
+    address = serve(folder).address
+
+    for path in [*OUTSIDE, "/objects/link", "/objects/up/secret", "/objects/up/"]:
+        for method in ("GET", "PUT", "DELETE", "HEAD"):
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+            said = raw(address, f"{head}Content-Length: 1\r\n\r\n!".encode("latin-1"))
+            status = said.split(b" ")[1:2]
+            assert status in ([b"400"], [b"403"], [b"404"], [b"405"]), (path, said)
+            assert b"the secret" not in said
+            assert b"root:" not in said
+    assert (folder.parent / "secret").read_bytes() == b"the secret"
+    assert (folder / "secret").read_bytes() == b"the secret"
+    assert (folder / "objects" / "x").read_bytes() == b"inside"
+
+
+HOSTILE = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"\r\n\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 10_000 + b"\r\n",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\nhello",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: five\r\n\r\nhello",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n"
+    b"Content-Length: 5\r\n\r\nhello",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nhello",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello",
+    b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999\r\n\r\nhello",
+    b"POST /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
+    b"BREW /objects/y HTTP/1.1\r\nHost: localhost\r\n\r\n",
+]
+
+
+def test_hostile_requests_cost_nobody_else_anything(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"inside")
+    address = serve(folder).address
+
+    for request in HOSTILE:
+        said = raw(address, request)
+        assert said == b"" or said.split(b" ")[1][:1] in (b"4", b"5"), (request[:80], said[:200])
+
+    answer: Any = ask(address, "GET", "/objects/x")
+    assert answer.data == b"inside"
+    assert [file for file in folder.rglob("*") if file.is_file()] == [folder / "objects" / "x"]
+
+
+def test_without_the_token_nothing_is_told(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"inside")
+    address = serve(folder, token="s3cret").address
+
+    for given in ("", "s3cret", "Bearer", "Bearer s3cre", "Bearer s3cret2", "Basic s3cret"):
+        for path in ("/", "/objects/x", "/objects/none", "/../x", "/download/m.safetensors"):
+            answer: Any = ask(address, "GET", path, Authorization=given)
+            assert answer.status == 401
+            assert answer.getheader("WWW-Authenticate") == 'Bearer realm="skyward"'
+            assert b"s3cret" not in answer.data
+    odd = "GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n"
+    assert raw(address, odd.encode("latin-1")).split(b" ")[1] in (b"400", b"401")
+    assert ask(address, "GET", "/objects/x", Authorization="Bearer s3cret").status == 200
+
+
+def test_a_website_cannot_reach_an_open_store_by_a_name_of_its_own(
+    serve: Serve, folder: Path
+) -> None:
+    address = serve(folder).address
+
+    assert ask(address, "GET", "/", Host="evil.example:8470").status == 421
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8470"):
+        assert ask(address, "GET", "/", Host=host).status == 200
+
+
+@pytest.fixture
+def tied() -> dict[str, torch.Tensor]:
+    weight = torch.randn(300, 40)
+    return {
+        "emb.weight": weight,
+        "head.weight": weight,
+        "turned": weight.t(),
+        "part": weight[3:7, 1:3],
+        "steps": torch.arange(5),
+        "half": torch.randn(3).to(torch.bfloat16),
+        "flag": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "repeated": torch.ones(1).expand(6),
+    }
+
+
+def test_a_download_is_an_ordinary_safetensors_file(
+    serve: Serve, folder: Path, tmp_path: Path, tied: dict[str, torch.Tensor]
+) -> None:
+    files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    store = sky.ModelStore(folder)
+    store.save_model(tied, "team/m.v")
+    store.save_model({"x": torch.zeros(2)}, "team/m.v")
+    address = serve(folder).address
+    path = "/download/team/m.v.safetensors"
+
+    answer: Any = ask(address, "GET", f"{path}?version=1")
+    (tmp_path / "whole").write_bytes(answer.data)
+    loaded = files.load_file(tmp_path / "whole")
+    newest: Any = ask(address, "GET", path)
+    cut: Any = ask(address, "GET", f"{path}?version=1", Range="bytes=1000-40000")
+    head = ask(address, "HEAD", f"{path}?version=1")
+
+    assert set(loaded) == set(tied)
+    for name, tensor in tied.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype
+    assert files.load(newest.data).keys() == {"x"}
+    assert (cut.status, cut.data) == (206, answer.data[1000:40001])
+    assert cut.getheader("Content-Range") == f"bytes 1000-40000/{len(answer.data)}"
+    assert head.getheader("Content-Length") == str(len(answer.data))
+    assert ask(address, "GET", path, Range="bytes=999999999-").status == 416
+
+
+def test_nested_values_get_dotted_names(serve: Serve, folder: Path) -> None:
+    files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    store = sky.ModelStore(folder)
+    store.save_model({"model": model.state_dict(), "adam": optimizer.state_dict(), "n": 1}, "c")
+    store.save_model(torch.ones(3), "bare")
+    address = serve(folder).address
+
+    answer: Any = ask(address, "GET", "/download/c.safetensors")
+    loaded = files.load(answer.data)
+    bare: Any = ask(address, "GET", "/download/bare.safetensors")
+
+    assert torch.equal(loaded["model.weight"], model.weight)
+    assert "adam.state.0.exp_avg" in loaded
+    assert files.load(bare.data).keys() == {"tensor"}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two things would be called 'a.b'"),
+        ({"z": torch.ones(1, dtype=torch.complex128)}, "'z' is of the dtype complex128"),
+    ],
+)
+def test_what_no_safetensors_file_can_hold_is_explained(
+    serve: Serve, folder: Path, value: Any, told: str
+) -> None:
+    sky.ModelStore(folder).save_model(value, "m")
+
+    answer: Any = ask(serve(folder).address, "GET", "/download/m.safetensors")
+
+    assert answer.status == 422
+    assert told in answer.data.decode()
+    assert "load_model instead" in answer.data.decode()
+
+
+def test_models_that_are_not_there_are_told(serve: Serve, folder: Path) -> None:
+    sky.ModelStore(folder).save_model({"x": 1}, "m")
+    address = serve(folder).address
+
+    missing: Any = ask(address, "GET", "/download/none.safetensors")
+    version: Any = ask(address, "GET", "/download/m.safetensors?version=7")
+
+    assert (missing.status, version.status) == (404, 404)
+    assert missing.data == b"the store has no model 'none'; it has: m\n"
+    assert version.data == b"the store has no version 7 of 'm'; it has: 1\n"
+    assert ask(address, "GET", "/download/m.safetensors?version=x").status == 400
+
+
+def test_a_damaged_model_is_not_downloaded_whole(serve: Serve, folder: Path) -> None:
+    sky.ModelStore(folder).save_model({"x": torch.randn(100_000)}, "m")
+    (file,) = folder.glob("objects/*/*")
+    whole = file.read_bytes()
+    address = serve(folder).address
+
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(http.client.IncompleteRead):
+        ask(address, "GET", "/download/m.safetensors")
+    file.write_bytes(whole[:-1])
+    answer: Any = ask(address, "GET", "/download/m.safetensors")
+    assert answer.status == 500
+    assert b"not as long as it was; take another version" in answer.data
+    assert str(folder).encode() not in answer.data
+
+
+def test_curl_follows_the_front_page(serve: Serve, folder: Path, tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    state = torch.nn.Linear(4, 3).state_dict()
+    sky.ModelStore(folder).save_model(state, "mnist")
+    address = serve(folder, token="s3cret").address
+
+    page: Any = ask(address, "GET", "/", Authorization="Bearer s3cret")
+    (line,) = [each for each in page.data.decode().splitlines() if "curl" in each]
+    table: Any = ask(address, "GET", "/", Authorization="Bearer s3cret", Accept="application/json")
+    subprocess.run(
+        [line.replace("curl", "curl -sS --fail")],
+        shell=True,
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"SKYWARD_STORE_TOKEN": "s3cret"},
+    )
+
+    loaded = files.load_file(tmp_path / "mnist.safetensors")
+    assert torch.equal(loaded["weight"], state["weight"])
+    assert json.loads(table.data)["models"] == [
+        {"name": "mnist", "versions": [1], "url": f"{address}/download/mnist.safetensors"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"host": "0.0.0.0"}, r"anyone in the network.*token=.*SKYWARD_STORE_TOKEN.*insecure=True"),
+        ({"host": "::"}, "anyone in the network"),
+        ({"host": "", "token": None}, "anyone in the network"),
+        ({"token": "two words"}, "not a token"),
+        ({"key": "key.pem"}, "pass both"),
+        ({"certificate": "missing.pem"}, r"missing\.pem.*No such file.*PEM"),
+        ({"read_only": True}, "cannot be served: .* is no folder"),
+        ({"port": -1}, "port=-1: cannot listen"),
+        ({"port": 70000}, "port=70000: cannot listen"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(
+    folder: Path, options: dict[str, Any], told: str
+) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    with pytest.raises(sky.ConfigurationError, match=told):
+        serve_here(folder, **{"port": 0} | options)
+
+
+def test_a_port_that_is_taken_is_told(folder: Path, serve: Serve) -> None:
+    port = int(serve(folder).address.rpartition(":")[2])
+
+    with pytest.raises(sky.ConfigurationError, match=rf"port={port}.*in use.*another port"):
+        serve_here(folder, port=port)
+
+
+def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "skyward.store.web", raising=False)
+
+    with pytest.raises(sky.ConfigurationError, match=r"install skyward\[server\]"):
+        serve_here(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, number: int) -> None:
+    server = serve(folder, insecure=True, host="0.0.0.0")
+    port = int(server.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as upload:
+        upload.sendall(b"PUT /objects/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nfive!")
+        while not list(folder.glob("tmp/*")):
+            pass
+        server.process.send_signal(number)
+        assert server.process.wait(20) == 0
+
+    assert list(folder.glob("tmp/*")) == []
+    assert server.process.stderr.read() == ""
+
+
+def test_the_command_says_where_it_serves(folder: Path) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    command = [sys.executable, "-m", "skyward", "models", "serve", folder, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            sky.ModelStore(url).save_model({"x": 1}, "m")
+            server.terminate()
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
+
+    assert sky.ModelStore(folder).load_model("m") == {"x": 1}
