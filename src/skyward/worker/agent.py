@@ -412,6 +412,9 @@ def main() -> None:
     config = msgspec.json.decode(told, type=AgentConfig)
     if apart:
         detached.leave(Path(config.folder))
+        os.chdir(config.working_directory)
+        # Programs of the environment, such as compilers, are found by name.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         config.search_path += sys.path
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
