@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -24,6 +25,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.identity import Authority, Credentials, connect, my_versions, node_name
 from skyward.wire.messages import ExecutorUp, Hello, Message, Ping
 from skyward.worker.config import AgentConfig
+from skyward.worker.detached import start_mark
 
 ME = "{}.{}".format(*sys.version_info)
 BASE = Path(sys.base_prefix, "bin")
@@ -459,6 +461,29 @@ def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+@pytest.mark.slow
+def test_an_agent_that_does_not_end_is_killed_with_its_children(built: Lab) -> None:
+    """Slow: it gets five seconds to end by itself."""
+    machine, prepared = built.prepared(Image(pip=["iniconfig"]))
+    code = (
+        "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    stubborn = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+    )
+    assert stubborn.stdout is not None
+    with stubborn.stdout as said:
+        child = psutil.Process(int(said.readline()))
+    mark = f"{stubborn.pid} {start_mark(stubborn.pid)}\n"
+    Path(prepared.folder, "agent.pid").write_text(mark)
+    asyncio.run(bootstrap.remove(machine, POOL, 0))
+    assert stubborn.wait(5) == -signal.SIGKILL
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not Path(prepared.folder).exists()
 
 
 def test_an_agent_that_cannot_start_says_why(built: Lab) -> None:

@@ -14,7 +14,7 @@ from skyward.errors import ImageError, PoolStartError
 from skyward.providers import Machine, blame, includes, uv
 from skyward.providers.courier import Report, consult, deliver
 from skyward.providers.recipe import Recipe, assignments, script
-from skyward.providers.wheel import own_wheel
+from skyward.providers.wheel import Wheel, own_wheel
 from skyward.spec import Image
 from skyward.worker.config import AgentConfig
 
@@ -66,7 +66,8 @@ async def prepare(
     `phase` hears what is being done, `note` what the user may want to know.
     """
     phase("looking at the machine")
-    recipe = Recipe(image, await asyncio.to_thread(own_wheel))
+    wheel = None if machine.python else await asyncio.to_thread(own_wheel)
+    recipe = Recipe(image, wheel or Wheel("", b"", ""))
     bundle = None
     if image.includes:
         bundle = await asyncio.to_thread(includes.find, image.includes, image.excludes)

@@ -13,6 +13,8 @@ from skyward.providers import Machine
 _MARK = "@sky "
 _KEPT_LINES = 400
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_DOWNLOADING = re.compile(r"\s*Downloading (\S+ \([\d.]+ ?[KMG]i?B\))")
+"""What uv says of files that take a while."""
 _RECEIVE = (
     'umask 077; mkdir -p "${1%/*}" && cat >"$1.$$" && '
     '[ "$(wc -c <"$1.$$")" -eq "$2" ] && chmod "$3" "$1.$$" && mv -f "$1.$$" "$1"'
@@ -47,6 +49,8 @@ class Report:
         if not mark or before.strip():
             if line.strip():
                 self.lines.append(_CONTROL.sub("", line))
+                if large := _DOWNLOADING.match(line):
+                    self._told_phase(f"{self.phase}: {large[1]}")
             return
         name, _, value = told.partition(" ")
         if name == "phase":

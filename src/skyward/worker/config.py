@@ -40,7 +40,7 @@ class AgentConfig(msgspec.Struct):
         if self.address != "unix":
             return f"tcp:{self.address}:0"
         socket = f"unix:{self.folder}/{name}"
-        return f"tcp:{self.direct}:0 {socket}" if self.direct else socket
+        return f"tcp:{self.direct}:0 {socket}" if self.direct and self.credentials else socket
 
 
 class DeviceConfig(msgspec.Struct):

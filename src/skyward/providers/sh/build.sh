@@ -19,12 +19,22 @@ is_stale() {
             owner=${owner#"$host":}
             [ "$(start_of "${owner%%:*}")" != "${owner#*:}" ]
             ;;
-        *) [ -n "$(find "$1" -prune -mmin +60 2>/dev/null)" ] ;;
+        # On another machine that shares this folder: alive as long as it says so.
+        *) [ -z "$(find "$lock.beat" -mmin -3 2>/dev/null)" ] ;;
     esac
 }
 mkdir -p "$cache/envs"
+: >"$lock.beat"
 waiting=
+refusals=0
 until ln -s "$me" "$lock" 2>/dev/null; do
+    if [ ! -L "$lock" ]; then
+        refusals=$((refusals + 1))
+        if [ "$refusals" -gt 20 ]; then
+            ln -s "$me" "$lock"
+            give_up folder
+        fi
+    fi
     if is_stale "$lock"; then
         if ln -s "$me" "$lock.break" 2>/dev/null; then
             # Looked at again: another may have taken it over meanwhile.
@@ -41,7 +51,17 @@ until ln -s "$me" "$lock" 2>/dev/null; do
     fi
     sleep 0.2 2>/dev/null || sleep 1
 done
-trap 'rm -rf "$build"; rm -f "$lock"' EXIT
+{
+    trap 'kill "$nap"; exit' TERM
+    while kill -0 $$; do
+        : >"$lock.beat"
+        sleep 20 &
+        nap=$!
+        wait "$nap"
+    done
+} >/dev/null 2>&1 &
+beat=$!
+trap 'kill "$beat" 2>/dev/null; rm -rf "$build"; rm -f "$lock.beat" "$lock"' EXIT
 trap 'exit 1' HUP INT TERM PIPE
 
 as_root() {
