@@ -108,8 +108,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(shelf: Path) -> tuple[Lab, Prepared]:
     """A home in which one image has been built."""
     lab = Lab(shelf / "first")
-    _, prepared = lab.prepared(Image(pip=["iniconfig"]))
-    lab.close()
+    try:
+        _, prepared = lab.prepared(Image(pip=["iniconfig"]))
+    except ImageError as problem:
+        if "the network or an index did not answer" in str(problem):
+            pytest.skip("no package index can be reached")
+        raise
+    finally:
+        lab.close()
     return lab, prepared
 
 
@@ -270,7 +276,7 @@ def test_two_nodes_on_one_machine_build_once(lab: Lab) -> None:
     assert one.python == other.python
     assert one.folder != other.folder
     assert lab.phases.count("installing packages") == 1
-    assert lab.phases.count("waiting for another node that builds this environment") == 1
+    assert lab.phases.count("waiting for another node that builds this environment") <= 1
 
 
 def test_an_interrupted_build_is_begun_again(lab: Lab) -> None:
@@ -279,7 +285,7 @@ def test_an_interrupted_build_is_begun_again(lab: Lab) -> None:
     async def interrupted() -> None:
         machine = lab.machine()
         preparing = asyncio.create_task(lab.prepare(machine, image))
-        while not list((lab.cache / "envs").glob("*-gnu/pyvenv.cfg")):
+        while not list((lab.cache / "envs").glob("*/pyvenv.cfg")):
             await asyncio.sleep(0.005)
         preparing.cancel()
         await asyncio.wait([preparing])
@@ -504,6 +510,16 @@ def test_the_output_of_a_failure_shows_no_secrets() -> None:
     assert "hunter22" not in message
     assert "s3cret" not in message
     assert "https://***@example.org/simple" in message
+
+
+def test_a_failure_for_want_of_rights_or_room_says_so() -> None:
+    image = Image(apt=["ffmpeg"], pip=["torch"])
+    lines = ["installing system packages takes root, or sudo without a password"]
+    message = str(blame.failure(0, "apt", "installing ffmpeg with apt", image, "3.11", lines))
+    assert "log in there as root" in message
+    lines = ["error: failed to write: No space left on device (os error 28)"]
+    message = str(blame.failure(0, "packages", "installing packages", image, "3.11", lines))
+    assert "make room on the machine" in message
 
 
 def test_a_failing_network_is_tried_once_more_and_told_apart(lab: Lab) -> None:

@@ -34,7 +34,9 @@ def failure(
     """The error for a phase that failed: where, which line of the image, its output, what next."""
     cause, advice = _cause(kind, image, python, lines)
     where = f"node {node}: {phase} failed" + (f" for Image({cause})" if cause else "")
-    if any("No space left" in line for line in lines):
+    if kind == "apt" and any("takes root" in line for line in lines):
+        advice = "have them installed on the machine by its owner, or log in there as root"
+    elif any("No space left" in line for line in lines):
         advice = "make room on the machine; environments are in ~/.cache/skyward and ~/.cache/uv"
     elif any("certificate" in line for line in lines):
         advice = (
