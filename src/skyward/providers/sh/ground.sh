@@ -30,6 +30,7 @@ if [ "$cache" = /skyward ] || ! mkdir -p "$cache" 2>/dev/null || ! [ -w "$cache"
         exit 1
     fi
 fi
+[ -n "$home" ] || home=$cache
 environment=$cache/envs/$key-$arch-$libc
 
 # A process as its number and when it started, for numbers are used again.
