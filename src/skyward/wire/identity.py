@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import itertools
 import os
 import secrets
@@ -35,6 +36,7 @@ from skyward.wire.messages import Hello, Welcome
 GREETING_SECONDS = 5.0
 UNPROVEN_PEERS = 16
 LIFETIME = datetime.timedelta(days=30)
+_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ def connect(
     seconds: float = GREETING_SECONDS,
 ) -> tuple[Channel, Welcome]:
     """Open a channel to a listener and shake hands."""
-    if credentials is None:
+    if credentials is None or endpoint.startswith("unix:"):
         end, decoder, welcome = _connect_one(endpoint, hello, None, name, seconds)
         return Channel(end, decoder=decoder), welcome
     context = credentials.context(server=False)
@@ -279,11 +281,28 @@ def _check_peer(end: socket.socket) -> None:
         raise AuthenticationError(f"the peer is user {uid}, this end is user {os.getuid()}")
 
 
+def _listening(place: str) -> tuple[str, socket.socket]:
+    """A socket at "unix:PATH" or "tcp:HOST:PORT", with the endpoint it got."""
+    family, _, address = place.partition(":")
+    if family == "unix":
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(address)
+        os.chmod(address, 0o600)
+        listening.listen(64)
+        return place, listening
+    host, _, port = address.rpartition(":")
+    listening = socket.create_server((host, int(port)), backlog=64)
+    return f"tcp:{host}:{listening.getsockname()[1]}", listening
+
+
 class Listener:
     """Accepts connections, and hands on only those whose peer has proven itself.
 
     Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
     holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time, the latest to come.
+
+    `where` is one place or several, separated by spaces, and so is `endpoint`: plain Unix sockets
+    and TCP with TLS. Next to others, a TCP address that this machine does not have is left out.
     """
 
     def __init__(
@@ -294,17 +313,17 @@ class Listener:
         accept: Callable[[Channel, Hello], None],
         seconds: float = GREETING_SECONDS,
     ) -> None:
-        family, _, address = where.partition(":")
-        if family == "unix":
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.bind(address)
-            os.chmod(address, 0o600)
-            self.endpoint = where
-        else:
-            host, _, port = address.rpartition(":")
-            self._socket = socket.create_server((host, int(port)))
-            self.endpoint = f"tcp:{host}:{self._socket.getsockname()[1]}"
-        self._socket.listen(64)
+        self._sockets: dict[str, socket.socket] = {}
+        places = where.split(" ")
+        for place in places:
+            try:
+                endpoint, listening = _listening(place)
+            except OSError as problem:
+                if place.startswith("tcp:") and len(places) > 1 and problem.errno in _NOT_HERE:
+                    continue
+                raise
+            self._sockets[endpoint] = listening
+        self.endpoint = " ".join(self._sockets)
         self._pool = pool
         self._context = credentials.context(server=True) if credentials else None
         self._accept = accept
@@ -314,13 +333,19 @@ class Listener:
         self._halves: dict[tuple[str, str], tuple[socket.socket, FrameDecoder]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="skyward-listener", daemon=True)
-        self._thread.start()
+        self._numbers = itertools.count()
+        for endpoint, listening in self._sockets.items():
+            threading.Thread(
+                target=self._serve,
+                args=(listening, None if endpoint.startswith("unix:") else self._context),
+                name="skyward-listener",
+                daemon=True,
+            ).start()
 
-    def _serve(self) -> None:
-        for number in itertools.count():
+    def _serve(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
+        while True:
             try:
-                end, _ = self._socket.accept()
+                end, _ = listening.accept()
             except OSError:
                 if self._closed:
                     return
@@ -328,6 +353,7 @@ class Listener:
                 time.sleep(0.05)
                 continue
             with self._lock:
+                number = next(self._numbers)
                 oldest = next(iter(self._unproven), 0)
                 crowd = len(self._unproven) >= UNPROVEN_PEERS
                 crowded_out = self._unproven.pop(oldest) if crowd else None
@@ -336,18 +362,19 @@ class Listener:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(crowded_out, socket.SHUT_RDWR)
             threading.Thread(
-                target=self._greet, args=(number, end), name="skyward-greeting", daemon=True
+                target=self._greet,
+                args=(number, end, context),
+                name="skyward-greeting",
+                daemon=True,
             ).start()
 
-    def _greet(self, number: int, end: socket.socket) -> None:
+    def _greet(self, number: int, end: socket.socket, context: ssl.SSLContext | None) -> None:
         try:
             deadline = time.monotonic() + self._seconds
             end.settimeout(self._seconds)
-            if self._context is not None:
+            if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                end = self._context.wrap_socket(
-                    end, server_side=True, do_handshake_on_connect=False
-                )
+                end = context.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:
                         self._unproven[number] = end
@@ -416,13 +443,14 @@ class Listener:
         """Stop accepting and remove the socket's file."""
         with self._lock:
             self._closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for endpoint, listening in self._sockets.items():
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+            listening.close()
+            family, _, address = endpoint.partition(":")
+            if family == "unix":
+                Path(address).unlink(missing_ok=True)
         with self._lock:
             halves, self._halves = self._halves, {}
         for end, _ in halves.values():
             end.close()
-        family, _, address = self.endpoint.partition(":")
-        if family == "unix":
-            Path(address).unlink(missing_ok=True)

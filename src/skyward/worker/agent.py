@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -39,7 +40,7 @@ from skyward.wire.messages import (
     Topology,
     Written,
 )
-from skyward.worker import hooks, lifeline
+from skyward.worker import detached, hooks, lifeline
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE, LineCutter
@@ -87,11 +88,7 @@ class Agent:
         self._hooks = hooks.Entered()
         self._devices = DeviceProcesses(config, self._tell)
         credentials = Credentials(*config.credentials) if config.credentials else None
-        where = (
-            f"unix:{config.folder}/agent.sock"
-            if config.address == "unix"
-            else f"tcp:{config.address}:0"
-        )
+        where = config.place("agent.sock")
         self._listener = Listener(where, config.pool, credentials, self._accept)
 
     @property
@@ -198,17 +195,12 @@ class Agent:
         lifeline_read, lifeline_write = os.pipe()
         pipes = {name: os.pipe() for name in ("stdout", "stderr")}
         config = self._config
-        where = (
-            f"unix:{config.folder}/{worker}.{slot}.{time.monotonic_ns() % 10**9}"
-            if config.address == "unix"
-            else f"tcp:{config.address}:0"
-        )
         told = ExecutorConfig(
             pool=config.pool,
             node=config.node,
             worker=worker,
             slot=slot,
-            where=where,
+            where=config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}"),
             threads=config.slots if config.threads else 0,
             search_path=config.search_path,
             credentials=config.credentials,
@@ -414,15 +406,24 @@ def _oom_kills() -> int:
 
 
 def main() -> None:
-    """Read the configuration, announce the endpoint, serve."""
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=AgentConfig)
+    """Read the configuration, announce the endpoint, serve; `--detached` outlives its starter."""
+    apart = sys.argv[1:] == ["--detached"]
+    told = sys.stdin.buffer.read() if apart else sys.stdin.buffer.readline()
+    config = msgspec.json.decode(told, type=AgentConfig)
+    if apart:
+        detached.leave(Path(config.folder))
+        os.chdir(config.working_directory)
+        # Programs of the environment, such as compilers, are found by name.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+        config.search_path += sys.path
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     agent = Agent(config)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())
-    print(msgspec.json.encode({"endpoint": agent.endpoint}).decode(), flush=True)
-    log = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(log, 1)
+    announcement = msgspec.json.encode({"endpoint": agent.endpoint, "pid": os.getpid()})
+    print(announcement.decode(), flush=True)
+    # Detached, what is printed from now on goes to the log; else nobody reads it.
+    os.dup2(2 if apart else os.open(os.devnull, os.O_WRONLY), 1)
     agent.serve()
     # The client does this too, unless it was killed.
     shutil.rmtree(config.folder, ignore_errors=True)

@@ -11,7 +11,7 @@ class AgentConfig(msgspec.Struct):
     pool: str
     node: int
     address: str
-    """Where this node listens: "unix" or a host name or address for TCP."""
+    """Where this node listens: "unix" or a host name or address for TCP with TLS."""
     folder: str
     """A private directory for sockets and logs."""
     workers: int
@@ -32,6 +32,15 @@ class AgentConfig(msgspec.Struct):
     blob_cap: int
     plugged: bool
     """Whether plugins have hooks that executors are to leave before they end."""
+    direct: str = ""
+    """An address on which a node that listens on Unix sockets is to listen with TLS as well."""
+
+    def place(self, name: str) -> str:
+        """Where a process of this node is to listen, as a `Listener` takes it."""
+        if self.address != "unix":
+            return f"tcp:{self.address}:0"
+        socket = f"unix:{self.folder}/{name}"
+        return f"tcp:{self.direct}:0 {socket}" if self.direct and self.credentials else socket
 
 
 class DeviceConfig(msgspec.Struct):

@@ -32,14 +32,9 @@ class DeviceProcesses:
         status_read, status_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         config = self._config
-        where = (
-            f"unix:{config.folder}/d{wanted.number}.{time.monotonic_ns() % 10**9}"
-            if config.address == "unix"
-            else f"tcp:{config.address}:0"
-        )
         told = DeviceConfig(
             pool=config.pool,
-            where=where,
+            where=config.place(f"d{wanted.number}.{time.monotonic_ns() % 10**9}"),
             kind=wanted.kind,
             credentials=config.credentials,
             search_path=config.search_path,

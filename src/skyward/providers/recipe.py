@@ -1,0 +1,171 @@
+"""A recipe: what an image asks for, as the key of its environment and the files that make it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from skyward.providers.wheel import Wheel
+from skyward.spec import Image
+
+FORMAT = "1"
+"""Changes when environments are built differently, so that old ones are not used again."""
+_SCRIPTS = Path(__file__).parent / "sh"
+_PROJECT = "skyward-image"
+_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:$|[\[<>=!~;@\s(,])")
+
+
+def project_name(requirement: str) -> str | None:
+    """The normalised name of the package that a requirement is for; None for a path or URL."""
+    match = _NAME.match(requirement)
+    return normalised(match[1]) if match else None
+
+
+def normalised(name: str) -> str:
+    """A package's name as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", name.strip("-_.")).lower()
+
+
+def script(*names: str, prelude: str = "", between: str = "") -> bytes:
+    """Our scripts as one, to be read by `sh -s`; `between` comes after the first of them."""
+    texts = [(_SCRIPTS / f"{name}.sh").read_text("utf-8") for name in names]
+    # Read whole before it runs: what it starts must not read the rest of it as input.
+    whole = "\n".join(["{", prelude, texts[0], between, *texts[1:], "exit 0", "} </dev/null", ""])
+    return whole.encode()
+
+
+def assignments(**values: str) -> str:
+    """Shell variables with these values."""
+    return "\n".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One image, with the skyward that is to go with it."""
+
+    image: Image
+    wheel: Wheel
+
+    @property
+    def python(self) -> str:
+        """The version asked for, such as "3.11" or "3.11.7"."""
+        if self.image.python == "auto":
+            return "{}.{}".format(*sys.version_info)
+        return self.image.python
+
+    @property
+    def key(self) -> str:
+        """The same for the same contents; the machine adds its platform."""
+        indexes = [(index.url, list(index.packages)) for index in self.image.pip_indexes]
+        what = [FORMAT, self.python, list(self.image.pip), indexes, list(self.image.apt)]
+        encoded = msgspec.json.encode([*what, self.wheel.digest])
+        return hashlib.sha256(encoded).hexdigest()[:20]
+
+    def facts(self) -> str:
+        """What every script on the machine is told."""
+        return assignments(
+            key=self.key,
+            want=self.python,
+            apt=" ".join(self.image.apt),
+            wheel=f"{self.wheel.digest}/{self.wheel.name}",
+        )
+
+    def instructions(self, *, uv: bool) -> str:
+        """What the building script is told; it may hold secrets, and travels as input only."""
+        asked = assignments(
+            minor=".".join(self.python.split(".")[:2]),
+            uv_allowed="yes" if uv else "",
+            requirements="".join(f"{line}\n" for line in self._unscoped),
+            project=self._project,
+            candidates=" ".join(self._only_named),
+        )
+        return f"{asked}\n{self._exports}\n{self._scoped_with_pip}"
+
+    @property
+    def _exports(self) -> str:
+        """The image's variables, but for those whose names the scripts use themselves."""
+        texts = "".join(file.read_text("utf-8") for file in _SCRIPTS.glob("*.sh"))
+        taken = {*re.findall(r"\b([a-z_]+)=", texts), *re.findall(r"read -r ([a-z ]+)", texts)}
+        return "\n".join(
+            f"export {name}={shlex.quote(value)}"
+            for name, value in self.image.env.items()
+            if name not in taken
+        )
+
+    @property
+    def _scopes(self) -> dict[str, int]:
+        """Packages that come from an index of their own: the first that names one."""
+        scopes: dict[str, int] = {}
+        for number, index in enumerate(self.image.pip_indexes):
+            for package in index.packages:
+                scopes.setdefault(normalised(package), number)
+        return scopes
+
+    @property
+    def _unscoped(self) -> list[str]:
+        scopes = self._scopes
+        return [line for line in self.image.pip if project_name(line) not in scopes]
+
+    @property
+    def _scoped(self) -> list[str]:
+        scopes = self._scopes
+        return [line for line in self.image.pip if project_name(line) in scopes]
+
+    @property
+    def _only_named(self) -> list[str]:
+        """Packages with an index that the image does not ask for, but another package may."""
+        asked = {project_name(line) for line in self.image.pip}
+        return [package for package in self._scopes if package not in asked]
+
+    @property
+    def _project(self) -> str:
+        """A pyproject.toml, the one place where uv scopes indexes."""
+        if not self.image.pip_indexes:
+            return ""
+
+        def quoted(value: object) -> str:
+            # What JSON writes, TOML reads.
+            return msgspec.json.encode(value).decode()
+
+        minor = ".".join(self.python.split(".")[:2])
+        lines = [
+            "[project]",
+            f"name = {quoted(_PROJECT)}",
+            'version = "0"',
+            f"requires-python = {quoted(f'=={minor}.*')}",
+            f"dependencies = {quoted(self._scoped)}",
+            "[project.optional-dependencies]",
+            *(f"{name} = {quoted([name])}" for name in self._only_named),
+            "[tool.uv.sources]",
+            *(f'{quoted(name)} = {{index = "i{number}"}}' for name, number in self._scopes.items()),
+        ]
+        for number, index in enumerate(self.image.pip_indexes):
+            lines += ["[[tool.uv.index]]", f'name = "i{number}"', f"url = {quoted(index.url)}"]
+            lines += ["explicit = true"]
+        return "\n".join([*lines, ""])
+
+    @property
+    def _scoped_with_pip(self) -> str:
+        """For want of uv: packages from their own indexes first, which pip then leaves alone."""
+        lines = []
+        scopes = self._scopes
+        for number, index in enumerate(self.image.pip_indexes):
+            asked = [line for line in self._scoped if scopes[project_name(line) or ""] == number]
+            if asked:
+                lines.append(
+                    # The address may hold a password, so it is no argument.
+                    f"PIP_INDEX_URL={shlex.quote(index.url)} PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= "
+                    '"$environment/bin/python" -m pip install --disable-pip-version-check '
+                    f"--no-input --no-deps {shlex.join(asked)} || return 1"
+                )
+        body = "\n".join(lines) or ":"
+        # What was installed without its dependencies gets them with the rest.
+        again = assignments(requirements="".join(f"{line}\n" for line in self.image.pip))
+        write = 'printf %s "$requirements" >"$build/requirements.txt"'
+        return "\n".join(["install_scoped_with_pip() {", body, again, write, "}"])

@@ -1,0 +1,65 @@
+"""Detached: a process that lives on when the command that started it, and its connection, end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+LOG = "agent.log"
+PID = "agent.pid"
+_LAST_WORDS = 8192
+
+
+def leave(folder: Path) -> None:
+    """Go on in a session of its own; call it before there are threads.
+
+    The process that was started stays behind, prints the first line that the new one prints, and
+    ends. When none comes it prints the log and fails.
+    """
+    announced, announcing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(announcing)
+        _stay_behind(folder, announced, pid)
+    os.close(announced)
+    os.setsid()
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for here, there in ((os.open(os.devnull, os.O_RDONLY), 0), (announcing, 1), (log, 2)):
+        os.dup2(here, there)
+        os.close(here)
+    mark = folder / f"{PID}.new"
+    mark.write_text(f"{os.getpid()} {start_mark(os.getpid())}\n", encoding="ascii")
+    mark.rename(folder / PID)
+
+
+def _stay_behind(folder: Path, announced: int, pid: int) -> None:
+    # The connection may go first; the one that was started is then on its own.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    with os.fdopen(announced, "rb") as line:
+        said = line.readline()
+    code = 0
+    if not said:
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status) or 1
+        with contextlib.suppress(OSError):
+            said = (folder / LOG).read_bytes()[-_LAST_WORDS:]
+    sys.stdout.buffer.write(said)
+    sys.stdout.buffer.flush()
+    os._exit(code if code > 0 else 1 if code else 0)
+
+
+def start_mark(pid: int) -> str:
+    """When a process started, in the system's own terms: numbers are used again."""
+    with contextlib.suppress(OSError):
+        # The name, in parentheses, may hold anything; the 22nd field is the 20th after it.
+        return (
+            Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()[19]
+        )
+    shown = subprocess.run(
+        ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return "-".join(shown.stdout.split())

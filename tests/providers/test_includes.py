@@ -1,0 +1,149 @@
+"""What travels as a node's own files, and what does not."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from skyward.errors import ImageError
+from skyward.providers import includes
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write(*paths: Path, text: str = "x") -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def names(bundle: includes.Bundle) -> set[str]:
+    return {entry.name for entry in bundle.entries if entry.kind != tarfile.DIRTYPE}
+
+
+def unpacked(bundle: includes.Bundle, folder: Path) -> Path:
+    data, digest = bundle.archive()
+    assert digest == bundle.digest
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def test_paths_below_the_working_directory_keep_their_place(here: Path, tmp_path: Path) -> None:
+    write(here / "src/mine/a.py", here / "data.csv", tmp_path / "lib/tools.py")
+    bundle = includes.find(["src/mine", "./data.csv", "../lib"])
+    assert names(bundle) == {"src/mine/a.py", "data.csv", "lib/tools.py"}
+    there = unpacked(bundle, tmp_path / "there")
+    assert (there / "src/mine/a.py").read_text() == "x"
+    assert (there / "lib/tools.py").is_file()
+
+
+def test_the_working_directory_itself_can_be_included(here: Path) -> None:
+    write(here / "a.py", here / "sub/b.py")
+    assert names(includes.find(["."])) == {"a.py", "sub/b.py"}
+
+
+def test_caches_environments_and_build_outputs_stay_here(here: Path) -> None:
+    for unwanted in (".git", ".venv", "node_modules", "__pycache__", ".mypy_cache", "build"):
+        write(here / "app" / unwanted / "x.py")
+    write(here / "app/a.pyc", here / "app/pyproject.toml", here / "app/a.py")
+    write(here / "app/inner/build/kept.py")
+    assert names(includes.find(["app"])) == {
+        "app/a.py",
+        "app/pyproject.toml",
+        "app/inner/build/kept.py",
+    }
+
+
+def test_what_is_named_outright_is_sent_whatever_it_is_called(here: Path) -> None:
+    write(here / "build/a.py")
+    assert names(includes.find(["build"])) == {"build/a.py"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "gone"),
+    [
+        ("*.bin", {"app/a.bin", "app/deep/b.bin"}),
+        ("app/deep", {"app/deep/b.bin", "app/deep/c.py"}),
+        ("deep/", {"app/deep/b.bin", "app/deep/c.py"}),
+        ("**/c.py", {"app/deep/c.py"}),
+        ("deep/*.py", {"app/deep/c.py"}),
+        ("app/deep/**", {"app/deep/b.bin", "app/deep/c.py"}),
+    ],
+)
+def test_excludes_are_globs_of_names_or_paths(here: Path, pattern: str, gone: set[str]) -> None:
+    everything = {"app/a.bin", "app/a.py", "app/deep/b.bin", "app/deep/c.py"}
+    write(*(here / name for name in everything))
+    assert names(includes.find(["app"], [pattern])) == everything - gone
+
+
+def test_a_missing_path_is_an_error_that_says_where_it_looked(here: Path) -> None:
+    with pytest.raises(ImageError, match=r"includes=\['nowhere'\].*there is no .*project"):
+        includes.find(["nowhere"])
+
+
+def test_links_inside_stay_links(here: Path, tmp_path: Path) -> None:
+    write(here / "app/real/a.py")
+    (here / "app/link").symlink_to(here / "app/real")
+    there = unpacked(includes.find(["app"]), tmp_path / "there")
+    assert os.readlink(there / "app/link") == "real"
+    assert (there / "app/link/a.py").is_file()
+
+
+def test_links_that_lead_outside_are_refused_unless_left_out(here: Path) -> None:
+    write(here / "app/a.py")
+    (here / "app/secrets").symlink_to("/etc")
+    with pytest.raises(ImageError, match=r"link to '/etc', outside.*excludes=\['secrets'\]"):
+        includes.find(["app"])
+    assert names(includes.find(["app"], ["secrets"])) == {"app/a.py"}
+
+
+def test_an_include_that_is_a_link_brings_what_it_leads_to(here: Path, tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere/a.csv")
+    (here / "data").symlink_to(tmp_path / "elsewhere")
+    assert names(includes.find(["data"])) == {"data/a.csv"}
+
+
+def test_two_paths_that_would_be_one_on_the_node_are_refused(here: Path, tmp_path: Path) -> None:
+    write(tmp_path / "one/lib/a.py", tmp_path / "two/lib/a.py")
+    with pytest.raises(ImageError, match=r"both would be 'lib/a\.py'"):
+        includes.find(["../one/lib", "../two/lib"])
+
+
+def test_the_same_files_give_the_same_bytes_at_any_time(here: Path) -> None:
+    write(here / "app/a.py", here / "app/b.py")
+    first = includes.find(["app"]).archive()
+    os.utime(here / "app/a.py", (1, 1))
+    assert includes.find(["app"]).archive() == first
+    write(here / "app/b.py", text="y")
+    assert includes.find(["app"]).digest != first[1]
+
+
+def test_programs_stay_executable(here: Path, tmp_path: Path) -> None:
+    write(here / "run.sh", here / "note.txt")
+    (here / "run.sh").chmod(0o700)
+    there = unpacked(includes.find(["run.sh", "note.txt"]), tmp_path / "there")
+    assert os.access(there / "run.sh", os.X_OK)
+    assert not os.stat(there / "note.txt").st_mode & 0o111
+
+
+def test_the_size_is_told_and_the_largest_named_when_it_is_much(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here / "app/small.py", here / "app/data/big.bin", text="x" * 1500)
+    assert includes.find(["app"]).describe() == "includes: 2 files, 3.0 kB"
+    write(here / "app/data/big.bin", text="x" * 9000)
+    monkeypatch.setattr(includes, "MUCH", 5000)
+    told = includes.find(["app"]).describe()
+    assert "app/data (9.0 kB), app/small.py (1.5 kB)" in told
+    assert "excludes=[...]" in told
