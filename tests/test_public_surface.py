@@ -26,6 +26,7 @@ PUBLIC = [
     "Compute",
     "Stats",
     "NodeView",
+    "Container",
     "Local",
     "Image",
     "PipIndex",

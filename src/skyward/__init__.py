@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from skyward.future import Future as Future
     from skyward.plugins.plugin import Plugin as Plugin
     from skyward.pool.node import NodeView as NodeView
+    from skyward.providers.container import Container as Container
     from skyward.providers.local import Local as Local
     from skyward.sharding import shard as shard
     from skyward.spec import Image as Image
@@ -123,6 +124,7 @@ _HOMES = {
     "future": ("Future",),
     "plugins.plugin": ("Plugin",),
     "pool.node": ("NodeView",),
+    "providers.container": ("Container",),
     "providers.local": ("Local",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),

@@ -24,13 +24,15 @@ from skyward.errors import (
 )
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
+from skyward.pool.host import RemoteHost
+from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
-from skyward.providers import Host, Hosting, Provider, Wish, crosses_a_network
+from skyward.providers import Host, Hosting, Order, Provider, Wish, crosses_a_network
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import messages
 from skyward.wire.blobs import Mapped
@@ -59,7 +61,7 @@ STEADY_SECONDS = 60.0
 """A node that has served this long is not held to its earlier losses."""
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
-"""How much longer plugins may take: some download models before the first task."""
+"""How much longer installing an image, and plugins, may take: some download gigabytes."""
 LAST_RESULTS_SECONDS = 1.0
 """How long a dead executor's connection is read on before its tasks count as lost."""
 
@@ -96,6 +98,8 @@ class Fleet:
         self._authority = Authority(pool_id) if crosses_a_network(spec.provider) else None
         self._credentials = self._authority.issue("client") if self._authority else None
         self._head_port = _free_port()
+        self._journal = Journal()
+        self._is_remote = not isinstance(spec.provider, Hosting)
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
         self._preparer = Preparer(
@@ -116,9 +120,20 @@ class Fleet:
 
     def start(self) -> None:
         """Bring all nodes up, in parallel; raises the first failure after taking all down."""
+        self._open_journal()
         self._add_nodes(self._spec.nodes.desired)
         self._await_ready(self.nodes)
+        if self._is_remote:
+            # Only now it is known where they all are.
+            self._tell_topology()
         self._loop.later(PING_SECONDS, self._beat)
+
+    def _open_journal(self) -> None:
+        provider, wish = self._spec.provider, self._spec.wish
+        if not isinstance(provider, Hosting):
+            self._journal.open_pool(
+                self._id, self._spec.name, provider.name, provider.describe(), provider.price(wish)
+            )
 
     def _add_nodes(self, count: int) -> list[Node]:
         first = len(self.nodes)
@@ -134,10 +149,17 @@ class Fleet:
         provider = self._spec.provider
         if isinstance(provider, Hosting):
             return provider.machine(index, self._id, self._spec.wish)
-        raise NotImplementedError
+        return RemoteHost(
+            provider,
+            Order(self._id, index, self._spec.wish),
+            self._journal,
+            phase=lambda phase: self._console.phase(index, phase),
+            note=self._console.note,
+        )
 
     def _await_ready(self, nodes: list[Node]) -> None:
-        seconds = READY_SECONDS + (PREPARE_SECONDS if self._spec.preparations else 0.0)
+        slow = self._is_remote or self._spec.preparations
+        seconds = READY_SECONDS + (PREPARE_SECONDS if slow else 0.0)
         deadline = time.monotonic() + seconds
         for node in nodes:
             # In slices, so that Ctrl-C is noticed while waiting.
@@ -160,11 +182,16 @@ class Fleet:
         try:
             self._console.phase(node.index, "starting")
             node.starts += 1
+            if isinstance(node.machine, RemoteHost):
+                node.machine.prepare()
             node.machine.start(self._agent_config(node))
             self._console.phase(node.index, "connecting")
             hello = Hello(self._id, "control", versions=self._versions, pid=os.getpid())
             control, welcome = connect(
-                node.machine.endpoint, hello, self._credentials, node_name(self._id, node.index)
+                node.route(node.machine.endpoint),
+                hello,
+                self._credentials,
+                node_name(self._id, node.index),
             )
             node.control = control
             node.heard = time.monotonic()
@@ -331,6 +358,8 @@ class Fleet:
             ender.start()
         for ender in enders:
             ender.join()
+        if self._is_remote:
+            self._journal.close_pool(self._id)
 
     def hurry(self) -> None:
         """End every machine now, however long others wait for it to end by itself."""
@@ -412,7 +441,7 @@ class Fleet:
         hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
         try:
             channel, _ = connect(
-                up.endpoint, hello, self._credentials, node_name(self._id, node.index)
+                node.route(up.endpoint), hello, self._credentials, node_name(self._id, node.index)
             )
         except (OSError, EOFError, SkywardError) as problem:
             if not self.closed and node.state == "starting":

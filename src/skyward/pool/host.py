@@ -14,7 +14,6 @@ from skyward.errors import PoolStartError
 from skyward.pool.journal import Journal
 from skyward.providers import Machine, Order, Provider, bootstrap, loop
 from skyward.providers.bootstrap import Prepared
-from skyward.wire.identity import direct
 from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5
@@ -23,6 +22,11 @@ DESTROY_SECONDS = 60.0
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
+
+
+def direct(endpoint: str, seconds: float) -> socket.socket:
+    host, _, port = endpoint.partition(":")[2].rpartition(":")
+    return socket.create_connection((host, int(port)), seconds)
 
 
 class RemoteHost:
@@ -86,8 +90,6 @@ class RemoteHost:
     async def _launch(self, config: AgentConfig) -> None:
         assert self._machine is not None
         assert self._prepared is not None
-        config.folder = config.working_directory = self._prepared.folder
-        config.search_path = [self._prepared.folder]
         config.direct = self._machine.direct or ""
         self._phase("starting the agent")
         announced = await bootstrap.launch(self._machine, self._prepared, config)
@@ -112,7 +114,8 @@ class RemoteHost:
             if self._stopped:
                 work.close()
                 raise PoolStartError(f"node {self._order.node} was stopped while it started")
-            future = self._work = loop.submit(self._noted(work))
+            future: concurrent.futures.Future[T] = loop.submit(self._noted(work))
+            self._work = future
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -180,7 +183,7 @@ class RemoteHost:
         except Exception as problem:
             self._note(
                 f"node {order.node}: its machine could not be removed: "
-                f"{problem or type(problem).__name__}; `sky down` tries again"
+                f"{str(problem) or type(problem).__name__}; `sky down` tries again"
             )
             return
         self._intended = False

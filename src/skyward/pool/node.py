@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyward.pool.lane import Lane
-from skyward.providers import Host
+from skyward.providers import Host, OwnWay
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Kill, Message, Ping
 
@@ -42,6 +42,10 @@ class Node:
         self.ready_since = 0.0
         self.starts = 0
         self._pings = 0
+
+    def route(self, endpoints: str) -> str:
+        """Of the places where something on it listens, the one to connect to."""
+        return self.machine.route(endpoints) if isinstance(self.machine, OwnWay) else endpoints
 
     def tell(self, message: Message) -> None:
         """Send to the agent, if there is one to send to."""

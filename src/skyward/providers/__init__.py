@@ -135,6 +135,21 @@ class Host(Protocol):
 
 
 @runtime_checkable
+class OwnWay(Protocol):
+    """A host whose processes the network may not lead to directly."""
+
+    def route(self, endpoints: str) -> str:
+        """Of the places where a process there listens, the one to connect to."""
+
+    def dial(self, endpoint: str, seconds: float) -> socket.socket:
+        """A stream to what listens at that endpoint there, opened within so many seconds.
+
+        `ConnectionRefusedError` only if it is known that nobody listens there; any other `OSError`
+        is tried again.
+        """
+
+
+@runtime_checkable
 class Hosting(Protocol):
     """A provider that brings agents up by itself, without machines in between."""
 
