@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyward.errors import PoolError
 from skyward.pool.journal import Journal, PoolRecord
 from skyward.providers import Machine, Provider, find_provider
+
+_APPEARING_SECONDS = 10.0
+"""How long after it was asked for a machine may take to be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ def clean(journal: Journal, pool: PoolRecord) -> Cleaned:
 async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
     provider: Provider = find_provider(pool.provider)(**pool.arguments)
     try:
-        found = await provider.find(pool.id)
+        found = await _found(provider, pool)
     except Exception as problem:
         return Cleaned(pool, (), (f"its machines cannot be looked up: {problem}",))
     outcomes = await asyncio.gather(*(_destroyed(machine) for machine in found))
@@ -38,6 +43,17 @@ async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
             journal.gone(pool.id, record.node)
         journal.close_pool(pool.id)
     return Cleaned(pool, tuple(machine.id for machine in found), failures)
+
+
+async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
+    """Its machines; one that was asked for a moment ago may be about to appear."""
+    deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
+    deadline += _APPEARING_SECONDS
+    while True:
+        found = await provider.find(pool.id)
+        if len(found) >= len(pool.machines) or time.time() > deadline:
+            return found
+        await asyncio.sleep(1)
 
 
 async def _destroyed(machine: Machine) -> str | None:
