@@ -27,6 +27,7 @@ PUBLIC = [
     "Stats",
     "NodeView",
     "Local",
+    "SSH",
     "Image",
     "PipIndex",
     "Nodes",
@@ -63,6 +64,9 @@ PUBLIC = [
     "ModelMismatchError",
     "PoolError",
     "PoolStartError",
+    "UnreachableError",
+    "HostKeyError",
+    "LoginError",
     "Plugin",
     "PluginError",
     "PoolClosedError",
@@ -131,7 +135,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
         sky.no_such_name
 
 
-@pytest.mark.parametrize("module", ["torch", "numpy", "rich", "cryptography", "pandas"])
+@pytest.mark.parametrize("module", ["torch", "numpy", "rich", "cryptography", "pandas", "asyncssh"])
 def test_import_skyward_does_not_import(module: str) -> None:
     """A pool of numpy functions never pays for torch, and `sky --help` for neither."""
     code = f"import sys, skyward; sys.exit({module!r} in sys.modules)"

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import ConfigurationError as ConfigurationError
+    from skyward.errors import HostKeyError as HostKeyError
     from skyward.errors import ImageError as ImageError
+    from skyward.errors import LoginError as LoginError
     from skyward.errors import ModelMismatchError as ModelMismatchError
     from skyward.errors import ModelNotFoundError as ModelNotFoundError
     from skyward.errors import NodeLostError as NodeLostError
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from skyward.errors import TaskCancelledError as TaskCancelledError
     from skyward.errors import TaskError as TaskError
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
+    from skyward.errors import UnreachableError as UnreachableError
     from skyward.errors import VersionMismatchError as VersionMismatchError
     from skyward.errors import WorkerDiedError as WorkerDiedError
     from skyward.functions import Function as Function
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from skyward.plugins.plugin import Plugin as Plugin
     from skyward.pool.node import NodeView as NodeView
     from skyward.providers.local import Local as Local
+    from skyward.providers.ssh import SSH as SSH
     from skyward.sharding import shard as shard
     from skyward.spec import Image as Image
     from skyward.spec import Nodes as Nodes
@@ -88,7 +92,9 @@ _HOMES = {
         "BlobStoreFullError",
         "BroadcastError",
         "ConfigurationError",
+        "HostKeyError",
         "ImageError",
+        "LoginError",
         "ModelMismatchError",
         "ModelNotFoundError",
         "NodeLostError",
@@ -107,6 +113,7 @@ _HOMES = {
         "TaskCancelledError",
         "TaskError",
         "TaskTimeoutError",
+        "UnreachableError",
         "VersionMismatchError",
         "WorkerDiedError",
     ),
@@ -124,6 +131,7 @@ _HOMES = {
     "plugins.plugin": ("Plugin",),
     "pool.node": ("NodeView",),
     "providers.local": ("Local",),
+    "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
     "store.models": ("ModelStore", "ModelVersion"),
