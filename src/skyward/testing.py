@@ -294,7 +294,7 @@ class ProviderSuite:
         """At whatever moment: what there is can be found, and destroyed."""
 
         async def scenario() -> None:
-            for seconds in (0.0, 0.02, 0.1, 0.2):
+            for seconds in (0.0, 0.05, 0.2):
                 order = _order(wish)
                 task = asyncio.create_task(provider.create(order))
                 await asyncio.wait({task}, timeout=seconds)

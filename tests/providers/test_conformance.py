@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,8 +10,7 @@ import skyward as sky
 from skyward.providers import Wish
 from skyward.testing import ProviderSuite, plain_wish
 
-if TYPE_CHECKING:
-    from tests.providers.conftest import Sshd
+from .ssh_hosts import Sshd
 
 
 class TestLocal(ProviderSuite):
