@@ -75,17 +75,25 @@ class Sshd:
             pytest.skip(f"no sshd here: {done.stderr.strip()}")
         return done.stdout
 
-    def lose(self, number: int) -> None:
-        """End a host: its sshd and all the connections it serves."""
+    def daemons(self, number: int) -> list[psutil.Process]:
+        """A host's sshd, and those that serve its connections."""
         pid = int((self.folder / "sshd" / "pids" / f"sshd{number}").read_text().split()[0])
         sshd = psutil.Process(pid)
-        # What a command started belongs to the host's other processes, and goes on.
-        for process in [sshd, *sshd.children(recursive=True)]:
+        found = [sshd]
+        for process in sshd.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name().startswith("sshd"):
-                    process.kill()
+                    found.append(process)
+        return found
+
+    def lose(self, number: int) -> None:
+        """End a host, but not what was started there, as with any sshd."""
+        daemons = self.daemons(number)
+        for process in daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         with contextlib.suppress(psutil.NoSuchProcess):
-            sshd.wait(10)
+            daemons[0].wait(10)
 
 
 def free_port() -> int:

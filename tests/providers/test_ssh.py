@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -160,6 +161,50 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
         sshd.up()
 
 
+def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.providers.ssh.machine.ALIVE_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        async with made(sshd.provider(timeout=3)) as machine:
+            silent = sshd.daemons(1)[1:]
+            for process in silent:
+                process.suspend()
+            try:
+                assert not await machine.alive()
+                with pytest.raises(sky.UnreachableError, match="no answer for 3 s"):
+                    await machine.dial("tcp:127.0.0.1:1")
+                with pytest.raises(ConnectionRefusedError):
+                    await machine.dial("tcp:127.0.0.1:1")
+            finally:
+                for process in silent:
+                    process.resume()
+        assert link.open_links() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_dial_leaves_no_channel(sshd: Sshd) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+            async with made(sshd.provider()) as machine:
+                for _ in range(5):
+                    task = asyncio.create_task(machine.dial(endpoint))
+                    for _ in range(12):  # far enough to have asked, not to have been answered
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait({task})
+                    if not task.cancelled():
+                        task.result().close()
+                    with (await asyncio.to_thread(listener.accept))[0] as peer:
+                        peer.settimeout(10)
+                        assert await asyncio.to_thread(peer.recv, 1) == b""
+
+    asyncio.run(scenario())
+
+
 def test_a_slow_reader_gets_every_byte_after_the_host_has_closed(sshd: Sshd) -> None:
     size = 48 << 20
     script = f"""
@@ -227,6 +272,31 @@ def test_a_closed_socket_ends_the_channel_though_the_host_says_nothing(sshd: Ssh
             async with asyncio.timeout(10):
                 while machine._bridges:
                     await asyncio.sleep(0.005)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("last_words", [b"", b"no room"])
+def test_a_host_that_hangs_up_at_once_does_no_harm(sshd: Sshd, last_words: bytes) -> None:
+    def hang_up(listener: socket.socket) -> None:
+        for _ in range(20):
+            with listener.accept()[0] as peer:
+                peer.sendall(last_words)
+
+    def read(end: socket.socket) -> bytes:
+        end.settimeout(10)
+        with end:
+            return b"".join(iter(lambda: end.recv(99), b""))
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            threading.Thread(target=hang_up, args=(listener,), daemon=True).start()
+            endpoint = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+            async with made(sshd.provider()) as machine:
+                ends = await asyncio.gather(*(machine.dial(endpoint) for _ in range(20)))
+                heard = [await asyncio.to_thread(read, end) for end in ends]
+                assert heard == [last_words] * 20
+                assert await machine.run(["true"]) == 0
 
     asyncio.run(scenario())
 

@@ -166,14 +166,14 @@ class SSH:
 
     async def _left(self, pool: str, destination: Destination, nodes: list[int]) -> list[int]:
         """Those of a host's nodes that have a folder there, or may have one."""
-        from skyward.providers.ssh.machine import labels
+        from skyward.providers.ssh.machine import label, labels
 
         try:
             there = await labels(destination)
         except PoolStartError:
             return nodes
         # Hosts may share a home folder: only the nodes that belong on this one count.
-        return [node for node in nodes if f"{pool}-{node}" in there]
+        return [node for node in nodes if label(pool, node) in there]
 
     async def _machine(self, pool: str, node: int) -> SSHMachine:
         from skyward.providers.ssh.machine import SSHMachine, way_to

@@ -11,6 +11,8 @@ from typing import Any
 
 import asyncssh
 
+from skyward.providers.ssh.link import opened
+
 WINDOW = 8 << 20
 """What a host may send before it is read: enough for 100 MB/s at a round trip of 80 ms."""
 BUFFER = 1 << 20
@@ -24,7 +26,7 @@ class Bridge(asyncio.Protocol):
         self._ended = ended
         self._far: _Far | None = None
         self._near: asyncio.Transport | None = None
-        self._finished = False
+        self.over = False
 
     @classmethod
     async def built(
@@ -37,12 +39,11 @@ class Bridge(asyncio.Protocol):
         bridge = cls(ended)
         family, _, place = endpoint.partition(":")
         if family == "unix":
-            await connection.create_unix_connection(bridge._session, place, window=WINDOW)
+            await opened(connection.create_unix_connection(bridge._session, place, window=WINDOW))
         else:
             host, _, port = place.rpartition(":")
-            await connection.create_connection(
-                bridge._session, host.strip("[]"), int(port), window=WINDOW
-            )
+            at = host.strip("[]"), int(port)
+            await opened(connection.create_connection(bridge._session, *at, window=WINDOW))
         ours, theirs = socket.socketpair()
         try:
             for end in (ours, theirs):
@@ -111,8 +112,8 @@ class Bridge(asyncio.Protocol):
 
     def finish(self) -> None:
         """Tell the owner, once."""
-        if not self._finished:
-            self._finished = True
+        if not self.over:
+            self.over = True
             self._ended(self)
 
 
@@ -140,8 +141,10 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
         self._near = near
         if self.gone:
             near.close()
-        else:
-            self.channel.resume_reading()
+            return
+        self.channel.resume_reading()
+        if self.at_end:
+            self._end_near()
 
     def data_received(self, data: bytes, datatype: int | None = None) -> None:
         """From there to here."""
@@ -149,13 +152,15 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
         self._near.write(data)
 
     def eof_received(self) -> bool:
-        """The host has said all it will."""
+        """The host has said all it will; an end comes even to a channel that is paused."""
         self.at_end = True
-        assert self._near is not None
-        if not self._near.is_closing():
+        self._end_near()
+        return True
+
+    def _end_near(self) -> None:
+        if self._near is not None and not self._near.is_closing():
             with contextlib.suppress(OSError):
                 self._near.write_eof()
-        return True
 
     def pause_writing(self) -> None:
         """The host does not read: stop reading here."""

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shlex
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ CIPHERS = (
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_MISSES = 3
 """A silent host is given up after 30 to 40 s; a cut that is shorter goes unnoticed."""
+FAREWELL_SECONDS = 3.0
+"""How long a host that may be dead gets to take the last bytes."""
 COMMANDS_EACH = 8
 """How many commands share a connection: an sshd takes 10 unless told otherwise."""
 
@@ -69,9 +71,9 @@ class Link:
             for line in self._lines:
                 if limit is None or line.commands < limit:
                     return line
-            opened = _Line(*await _opened(self.destination))
-            self._lines.append(opened)
-            return opened
+            line = _Line(*await _connected(self.destination))
+            self._lines.append(line)
+            return line
 
     def lose(self) -> None:
         """Give the connections up: one of them did not answer."""
@@ -97,7 +99,11 @@ class _Line:
 
     async def leave(self) -> None:
         """See a closed connection's end, and let go of the way there."""
-        await self.connection.wait_closed()
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self.connection.wait_closed()
+        except TimeoutError:
+            self.connection.abort()
         if self._through is not None:
             await release(self._through)
 
@@ -228,7 +234,7 @@ def _known_hosts_files(
     return [Path(each).expanduser() for each in [*mine, *shared]]
 
 
-async def _opened(
+async def _connected(
     destination: Destination,
 ) -> tuple[asyncssh.SSHClientConnection, Link | None]:
     """Connect, through other hosts where the way leads there."""
@@ -261,6 +267,21 @@ async def _opened(
             await release(through)
         raise
     return connection, through
+
+
+async def opened(opening: Coroutine[Any, Any, tuple[Any, Any]]) -> None:
+    """Open a channel; one that opens after its opener was cancelled is closed again."""
+    task = asyncio.create_task(opening)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_abandon)
+        raise
+
+
+def _abandon(task: asyncio.Task[tuple[Any, Any]]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result()[0].abort()
 
 
 def command_line(script: str, *arguments: str) -> str:

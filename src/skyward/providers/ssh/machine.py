@@ -9,13 +9,21 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import asyncssh
 
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers.ssh.bridge import Bridge
 from skyward.providers.ssh.hosts import Destination
-from skyward.providers.ssh.link import Link, command_line, hold, release, resolved
+from skyward.providers.ssh.link import (
+    Link,
+    command_line,
+    hold,
+    opened,
+    release,
+    resolved,
+)
 
 ALIVE_SECONDS = 5.0
 CUT_SECONDS = 10.0
@@ -73,7 +81,7 @@ class SSHMachine:
         self, pool: str, node: int, destination: Destination, address: str, direct: str | None
     ) -> None:
         self._destination = destination
-        self._label = f"{pool}-{node}"
+        self._label = label(pool, node)
         self._kept: Link | None = None
         self._bridges: set[Bridge] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -142,19 +150,22 @@ class SSHMachine:
         """Through a channel of the shared connection."""
         async with self._link() as link:
             connection = await link.connection()
-            kept = hold(self._destination)
+            kept = [hold(self._destination)]
 
-            def ended(bridge: Bridge) -> None:
-                self._bridges.discard(bridge)
-                self._later(release(kept))
+            def ended(bridge: Bridge | None = None) -> None:
+                if bridge is not None:
+                    self._bridges.discard(bridge)
+                if kept:
+                    self._later(release(kept.pop()))
 
             try:
                 async with asyncio.timeout(self._destination.timeout):
                     bridge, end = await Bridge.built(connection, endpoint, ended)
             except BaseException as error:
-                await release(kept)
+                ended()
                 raise self._no_bridge(error, link, endpoint) from error
-            self._bridges.add(bridge)
+            if not bridge.over:
+                self._bridges.add(bridge)
             return end
 
     def _no_bridge(self, error: BaseException, link: Link, endpoint: str) -> BaseException:
@@ -224,7 +235,7 @@ class SSHMachine:
         name = self._destination.place.name
         try:
             async with link.room_for_a_command() as connection:
-                await connection.create_session(lambda: session, line, encoding=None)
+                await opened(connection.create_session(lambda: session, line, encoding=None))
                 await session.feed(input)
                 status = await session.ended
         except (asyncssh.Error, OSError) as error:
@@ -365,6 +376,11 @@ def _number(name: str) -> int:
         return signal.Signals[f"SIG{name}"].value
     except KeyError:
         return 0
+
+
+def label(pool: str, node: int) -> str:
+    """What a machine's folder is called."""
+    return f"{quote(pool, safe='')}-{node}"
 
 
 async def labels(destination: Destination) -> list[str]:
