@@ -18,6 +18,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Order
 from skyward.providers.ssh import link
+from skyward.providers.ssh.machine import _Session
 from skyward.testing import plain_wish
 
 from .ssh_hosts import LISTENER, Sshd, made, said, serving
@@ -64,6 +65,18 @@ def test_an_output_callback_that_raises_ends_the_command(
 
     pid = asyncio.run(scenario())
     eventually(lambda: not psutil.pid_exists(pid), 5, "the end of the command")
+
+
+def test_what_the_login_shell_says_is_not_the_commands_output() -> None:
+    async def scenario() -> None:
+        out = bytearray()
+        session = _Session(out.extend, announced=True)
+        for data in (b"Welcome!\nskyward is", b" fun", b"\nskywa", b"rd 4711\nhel", b"lo"):
+            session.data_received(data)
+        assert session.leader == "4711"
+        assert out == b"hello"
+
+    asyncio.run(scenario())
 
 
 def test_a_command_that_is_too_long_is_refused(sshd: Sshd) -> None:

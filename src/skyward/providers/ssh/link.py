@@ -134,16 +134,6 @@ async def release(link: Link) -> None:
         await link.close()
 
 
-@contextlib.asynccontextmanager
-async def held(destination: Destination) -> AsyncIterator[Link]:
-    """Hold a link for as long as a block runs."""
-    link = hold(destination)
-    try:
-        yield link
-    finally:
-        await release(link)
-
-
 def open_links() -> int:
     """How many links this event loop holds."""
     return len(_links.get(asyncio.get_running_loop(), {}))

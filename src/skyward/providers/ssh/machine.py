@@ -60,8 +60,8 @@ _RUN = (
     _FOLDER
     + """
 shift
-cd "$d" 2>/dev/null || { echo "skyward gone"; exit 0; }
-: > $$.group; echo "skyward $$"
+cd "$d" 2>/dev/null || { printf '\\nskyward gone\\n'; exit 0; }
+: > $$.group; printf '\\nskyward %s\\n' $$
 exec 2>/dev/null
 ( exec "$@" 2>&1 )
 s=$?; rm -f "$d/$$.group"; exit $s
@@ -105,8 +105,9 @@ class SSHMachine:
         try:
             if status := await asyncio.shield(work):
                 raise PoolStartError(
-                    f"SSH host {self._destination.place.name}: cannot make a folder below "
-                    f"~/.cache/skyward (exit status {status}): {said.decode(errors='replace')}"
+                    f"SSH host {self._destination.place.name}: a shell there could not make a "
+                    f"folder below ~/.cache/skyward (exit status {status}); it said: "
+                    f"{said.decode(errors='replace').strip() or 'nothing'}"
                 )
         except BaseException:
             await self._finish(self._give_up(work))
