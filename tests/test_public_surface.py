@@ -28,6 +28,7 @@ PUBLIC = [
     "NodeView",
     "Container",
     "Local",
+    "SSH",
     "Image",
     "PipIndex",
     "Nodes",
@@ -64,6 +65,9 @@ PUBLIC = [
     "ModelMismatchError",
     "PoolError",
     "PoolStartError",
+    "UnreachableError",
+    "HostKeyError",
+    "LoginError",
     "Plugin",
     "PluginError",
     "PoolClosedError",
@@ -132,7 +136,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
         sky.no_such_name
 
 
-@pytest.mark.parametrize("module", ["torch", "numpy", "rich", "cryptography", "pandas"])
+@pytest.mark.parametrize("module", ["torch", "numpy", "rich", "cryptography", "pandas", "asyncssh"])
 def test_import_skyward_does_not_import(module: str) -> None:
     """A pool of numpy functions never pays for torch, and `sky --help` for neither."""
     code = f"import sys, skyward; sys.exit({module!r} in sys.modules)"

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import ConfigurationError as ConfigurationError
+    from skyward.errors import HostKeyError as HostKeyError
     from skyward.errors import ImageError as ImageError
+    from skyward.errors import LoginError as LoginError
     from skyward.errors import ModelMismatchError as ModelMismatchError
     from skyward.errors import ModelNotFoundError as ModelNotFoundError
     from skyward.errors import NodeLostError as NodeLostError
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from skyward.errors import TaskCancelledError as TaskCancelledError
     from skyward.errors import TaskError as TaskError
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
+    from skyward.errors import UnreachableError as UnreachableError
     from skyward.errors import VersionMismatchError as VersionMismatchError
     from skyward.errors import WorkerDiedError as WorkerDiedError
     from skyward.functions import Function as Function
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from skyward.pool.node import NodeView as NodeView
     from skyward.providers.container import Container as Container
     from skyward.providers.local import Local as Local
+    from skyward.providers.ssh import SSH as SSH
     from skyward.sharding import shard as shard
     from skyward.spec import Image as Image
     from skyward.spec import Nodes as Nodes
@@ -89,7 +93,9 @@ _HOMES = {
         "BlobStoreFullError",
         "BroadcastError",
         "ConfigurationError",
+        "HostKeyError",
         "ImageError",
+        "LoginError",
         "ModelMismatchError",
         "ModelNotFoundError",
         "NodeLostError",
@@ -108,6 +114,7 @@ _HOMES = {
         "TaskCancelledError",
         "TaskError",
         "TaskTimeoutError",
+        "UnreachableError",
         "VersionMismatchError",
         "WorkerDiedError",
     ),
@@ -126,6 +133,7 @@ _HOMES = {
     "pool.node": ("NodeView",),
     "providers.container": ("Container",),
     "providers.local": ("Local",),
+    "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
     "store.models": ("ModelStore", "ModelVersion"),

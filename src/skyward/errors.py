@@ -59,6 +59,18 @@ class PoolStartError(PoolError):
     """A node did not come up; the message carries what it printed."""
 
 
+class UnreachableError(PoolStartError, ConnectionError):
+    """A machine cannot be reached, or not any more; the message says where and what to try."""
+
+
+class HostKeyError(PoolStartError):
+    """A host showed a key that is not the one it is known by; nothing was sent to it."""
+
+
+class LoginError(PoolStartError):
+    """A host let nobody in; the message names the user and the keys that were tried."""
+
+
 class PluginError(PoolError):
     """A plugin's hook failed; the message names it, the node, and carries the traceback."""
 

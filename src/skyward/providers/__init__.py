@@ -74,13 +74,17 @@ class Machine(Protocol):
     ) -> int:
         """Run a command with its standard input, and return its exit status.
 
-        What it writes, to either stream, goes to `output` as it comes. Cancelling ends it.
+        What it writes, to either stream, goes to `output` as it comes. Cancelling ends it. As in
+        a shell, the status is 127 when there is no such command, and 128 + n after signal n;
+        `UnreachableError` when the machine or the way to it is gone.
         """
 
     async def dial(self, endpoint: str) -> socket.socket:
         """A blocking socket that carries bytes to "unix:PATH" or "tcp:127.0.0.1:PORT" there.
 
-        The way is private: nobody else can read it, and only this user can open it.
+        The way is private: nobody else can read it, and only this user can open it. Shutting
+        half of it down does the same over there. An `OSError` when nobody listens, where the
+        provider can tell; else a socket that is at its end.
         """
 
     async def alive(self) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from skyward.errors import ConfigurationError, ImageError, PoolStartError
+from skyward.errors import ConfigurationError, ImageError, PoolStartError, UnreachableError
 from skyward.providers import Order, Wish
 from skyward.spec import Image
 from skyward.worker import lifeline
@@ -236,15 +236,22 @@ class LocalMachine:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """A child process that leads a process group of its own."""
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=self._folder,
-            env=_environment(),
-            start_new_session=True,
-        )
+        if not self._folder.exists():
+            raise UnreachableError(f"{self._folder} is not there: the machine was destroyed")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=self._folder,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            if output is not None:
+                output(f"{command[0]}: {error.strerror}\n".encode())
+            return 127
         assert process.stdin is not None
         assert process.stdout is not None
         leader = self._folder / f"{process.pid}.group"
@@ -255,7 +262,8 @@ class LocalMachine:
                 if output is not None:
                     output(data)
             await feeding
-            return await process.wait()
+            status = await process.wait()
+            return status if status >= 0 else 128 - status
         finally:
             if process.returncode is None:
                 lifeline.cut(process.pid)
@@ -267,7 +275,11 @@ class LocalMachine:
         family, _, place = endpoint.partition(":")
         if family == "unix":
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            end.connect(place)
+            try:
+                end.connect(place)
+            except OSError:
+                end.close()
+                raise
             return end
         host, _, port = place.rpartition(":")
         return socket.create_connection((host, int(port)))

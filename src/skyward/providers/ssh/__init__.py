@@ -1,0 +1,214 @@
+"""SSH: machines that are there already, reached with the keys and names that `ssh` uses."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from skyward import checks
+from skyward.errors import ConfigurationError, PoolStartError
+from skyward.providers import Order, Wish
+from skyward.providers.ssh.hosts import Destination, Place, inventory
+
+if TYPE_CHECKING:
+    from skyward.providers.ssh.machine import SSHMachine
+
+__all__ = ["SSH"]
+
+_CONFIG = "~/.ssh/config"
+
+
+@dataclass(frozen=True)
+class SSH:
+    """Hosts of your own: node 0 is the first of `hosts`, and so on.
+
+    A host is what `ssh` would take, "name" or "user@name:port", aliases of the ssh configuration
+    file included; one that is listed twice serves two nodes. `user`, `port` and `key` hold for all
+    hosts that do not say otherwise; keys come from the agent and from ~/.ssh when `key` is left
+    out. `jump` names hosts to go through, first to last: "me@bastion" or "outer,inner".
+
+    Host keys are verified, always: against `known_hosts`, or the files that `ssh` would use.
+    `addresses` says how the nodes reach each other where that is not the host's name, such as
+    {"gpu1": "10.0.0.1"}. With `direct` this process connects to them without SSH where it can.
+
+    >>> with sky.Compute(sky.SSH(["gpu1", "me@gpu2:2222"]), nodes=2) as compute: ...
+    """
+
+    hosts: Sequence[str]
+    _: KW_ONLY
+    user: str | None = None
+    port: int | None = None
+    key: str | None = None
+    config: str | None = _CONFIG
+    known_hosts: str | None = None
+    jump: str | None = None
+    addresses: Mapping[str, str] | Sequence[tuple[str, str]] = ()
+    direct: bool | Literal["auto"] = "auto"
+    timeout: float = 15.0
+
+    name = "ssh"
+
+    def __post_init__(self) -> None:
+        hosts = checks.texts(self, "hosts", self.hosts)
+        if not hosts:
+            raise checks.refused(
+                self,
+                {"hosts": hosts},
+                "no hosts; name them, or take them from your ssh configuration: "
+                "SSH.from_config('gpu-*')",
+            )
+        for host in hosts:
+            self._place(host, hosts=[host])
+        for name in ("user", "key", "config", "known_hosts"):
+            if (content := getattr(self, name)) is not None:
+                checks.text(self, name, content)
+        if self.port is not None:
+            port = checks.whole(self, "port", self.port, at_least=1)
+            if port >= 1 << 16:
+                raise checks.refused(self, {"port": port}, "write a port from 1 to 65535")
+            checks.store(self, port=port)
+        if self.jump is not None:
+            for each in checks.text(self, "jump", self.jump).split(","):
+                self._place(each.strip(), jump=self.jump)
+        if self.direct not in (True, False, "auto"):
+            raise checks.refused(self, {"direct": self.direct}, "choose True, False or 'auto'")
+        checks.store(
+            self,
+            hosts=hosts,
+            addresses=self._pairs(hosts),
+            timeout=checks.seconds(self, "timeout", self.timeout),
+        )
+        if importlib.util.find_spec("asyncssh") is None:
+            raise ConfigurationError(
+                "SSH needs the package asyncssh; install it with: pip install 'skyward[ssh]'"
+            )
+
+    def __repr__(self) -> str:
+        return checks.shown(self)
+
+    @classmethod
+    def from_config(cls, pattern: str = "*", *, config: str = _CONFIG, **options: Any) -> SSH:
+        """The hosts of an ssh configuration file whose names match, in the file's order.
+
+        >>> sky.SSH.from_config("gpu-*", user="me")
+        """
+        path = Path(config).expanduser()
+        try:
+            hosts = inventory(path, pattern)
+        except OSError as error:
+            raise ConfigurationError(
+                f"SSH.from_config(config={config!r}): {error.strerror}; name the file, or list "
+                "the hosts: SSH(['gpu1', 'gpu2'])"
+            ) from error
+        if not hosts:
+            there = ", ".join(inventory(path, "*")) or "none"
+            raise ConfigurationError(
+                f"SSH.from_config({pattern!r}): no Host of {config} matches; there are: {there}"
+            )
+        return cls(hosts, config=config, **options)
+
+    def check(self, wish: Wish) -> None:
+        """Hosts are as they are: nothing is mounted on them."""
+        for volume in wish.volumes:
+            if volume.target != volume.source:
+                raise ConfigurationError(
+                    f"{volume}: an SSH host's files stay where they are; leave target out and "
+                    "give the path as it is on the hosts, or use a provider with containers"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """Its arguments: paths of keys, never keys."""
+        return {
+            "hosts": list(self.hosts),
+            "user": self.user,
+            "port": self.port,
+            "key": self.key,
+            "config": self.config,
+            "known_hosts": self.known_hosts,
+            "jump": self.jump,
+            "addresses": dict(self.addresses),
+            "direct": self.direct,
+            "timeout": self.timeout,
+        }
+
+    def price(self, wish: Wish) -> float | None:
+        """Nobody knows what your own machines cost."""
+        return None
+
+    async def create(self, order: Order) -> SSHMachine:
+        """Connect, and make the machine's folder on the host."""
+        if order.node >= len(self.hosts):
+            raise PoolStartError(
+                f"node {order.node}: SSH has {len(self.hosts)} "
+                f"{'host' if len(self.hosts) == 1 else 'hosts'} ({', '.join(self.hosts)}), one "
+                "for each node; list more, or list a host as often as it is to serve a node"
+            )
+        machine = await self._machine(order.pool, order.node)
+        await machine.make()
+        return machine
+
+    async def find(self, pool: str) -> list[SSHMachine]:
+        """The machines whose folders are still on the hosts.
+
+        A host that cannot be reached may have one: its machines are listed, too, and their
+        `destroy` says why it cannot be done.
+        """
+        nodes: dict[Destination, list[int]] = {}
+        for node, host in enumerate(self.hosts):
+            nodes.setdefault(self._destination(host), []).append(node)
+        found = await asyncio.gather(*(self._left(pool, *each) for each in nodes.items()))
+        return [await self._machine(pool, node) for node in sorted(chain.from_iterable(found))]
+
+    async def _left(self, pool: str, destination: Destination, nodes: list[int]) -> list[int]:
+        """Those of a host's nodes that have a folder there, or may have one."""
+        from skyward.providers.ssh.machine import label, labels
+
+        try:
+            there = await labels(destination)
+        except PoolStartError:
+            return nodes
+        # Hosts may share a home folder: only the nodes that belong on this one count.
+        return [node for node in nodes if label(pool, node) in there]
+
+    async def _machine(self, pool: str, node: int) -> SSHMachine:
+        from skyward.providers.ssh.machine import SSHMachine, way_to
+
+        host = self.hosts[node]
+        destination = self._destination(host)
+        name, jumps = await way_to(destination)
+        address = dict(self.addresses).get(host, name)
+        reachable = self.direct is True or (self.direct == "auto" and not jumps)
+        return SSHMachine(pool, node, destination, address, name if reachable else None)
+
+    def _destination(self, host: str) -> Destination:
+        place = Place.of(host)
+        place = Place(place.name, place.user or self.user, place.port or self.port)
+        return Destination(place, self.key, self.config, self.known_hosts, self.jump, self.timeout)
+
+    def _place(self, text: str, **given: object) -> Place:
+        try:
+            return Place.of(text)
+        except ValueError as error:
+            raise checks.refused(self, given, str(error)) from None
+
+    def _pairs(self, hosts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """The addresses as a value that can be hashed."""
+        given = {"addresses": self.addresses}
+        try:
+            pairs = dict(self.addresses)
+        except (TypeError, ValueError):
+            raise checks.refused(
+                self, given, "addresses maps hosts to addresses; write {'gpu1': '10.0.0.1'}"
+            ) from None
+        for host, address in pairs.items():
+            if host not in hosts:
+                raise checks.refused(
+                    self, given, f"{host!r} is not one of the hosts {', '.join(hosts)}"
+                )
+            checks.text(self, f"addresses[{host!r}]", address)
+        return tuple(pairs.items())

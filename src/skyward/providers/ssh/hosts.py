@@ -1,0 +1,96 @@
+"""Hosts as people name them: "user@name:port", and the inventory in an ssh configuration file."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PLACE = re.compile(
+    r"(?:(?P<user>[^@\s]+)@)?"
+    r"(?:\[(?P<bracketed>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[^@\s\[\]:/,]+))"
+    r"(?::(?P<port>\d{1,5}))?"
+)
+_DEEPEST_INCLUDE = 16
+"""As far as ssh itself follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host's name with the user and port that were given along with it.
+
+    >>> Place.of("me@[fe80::1]:2222")
+    Place(name='fe80::1', user='me', port=2222)
+    """
+
+    name: str
+    user: str | None = None
+    port: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """Read "name", "user@name:port" or "user@[address]:port"; raises `ValueError`."""
+        match = _PLACE.fullmatch(text)
+        if match is None and text.count(":") > 1 and "[" not in text:
+            raise ValueError(f"an IPv6 address goes in brackets: write '[{text}]'")
+        if match is None or (match["name"] or "").startswith("-"):
+            raise ValueError("not a host; write 'name', 'user@name', 'name:port' or '[::1]:port'")
+        port = int(match["port"]) if match["port"] else None
+        if port is not None and not 0 < port < 1 << 16:
+            raise ValueError(f"there is no port {port}; write one from 1 to 65535")
+        return cls(match["name"] or match["bracketed"], match["user"], port)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """All that decides which connection is the right one."""
+
+    place: Place
+    key: str | None
+    config: str | None
+    known_hosts: str | None
+    jump: str | None
+    """Hosts to go through, first to last, separated by commas; "none" for none at all."""
+    timeout: float
+
+    def through(self, jump: str) -> Destination:
+        """The last host of a way, as the destination to reach first."""
+        before, _, last = jump.rpartition(",")
+        return Destination(
+            Place.of(last.strip().removeprefix("ssh://")),
+            self.key,
+            self.config,
+            self.known_hosts,
+            before or None,
+            self.timeout,
+        )
+
+
+def inventory(path: Path, pattern: str) -> list[str]:
+    """The concrete hosts of an ssh configuration file whose names match, in its order."""
+    names = (name for name in _host_names(path, 0) if not re.search(r"[*?!]", name))
+    return list(dict.fromkeys(name for name in names if fnmatch.fnmatchcase(name, pattern)))
+
+
+def _host_names(path: Path, depth: int) -> Iterator[str]:
+    for line in path.read_text(errors="replace").splitlines():
+        word, _, rest = re.sub(r"\s*=\s*|\s+", " ", line.strip(), count=1).partition(" ")
+        if word.lower() not in ("host", "include"):
+            continue
+        try:
+            values = shlex.split(rest, comments=True)
+        except ValueError:
+            continue
+        if word.lower() == "host":
+            yield from values
+        elif depth < _DEEPEST_INCLUDE:
+            for value in values:
+                # What is not absolute is relative to ~/.ssh, wherever the file itself lies.
+                where = Path("~/.ssh").expanduser() / Path(value).expanduser()
+                for found in sorted(glob.glob(str(where))):
+                    if Path(found).is_file():
+                        yield from _host_names(Path(found), depth + 1)

@@ -1,0 +1,279 @@
+"""Links: one SSH connection to a host, shared by all that this process does there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+from skyward.errors import ConfigurationError
+from skyward.providers.ssh import failures
+from skyward.providers.ssh.hosts import Destination
+
+CIPHERS = (
+    "aes128-gcm@openssh.com",
+    "aes256-gcm@openssh.com",
+    "chacha20-poly1305@openssh.com",
+    "aes256-ctr",
+    "aes128-ctr",
+)
+"""AES-GCM first: with it one connection carries twice what it does with asyncssh's own first."""
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_MISSES = 3
+"""A silent host is given up after 30 to 40 s; a cut that is shorter goes unnoticed."""
+FAREWELL_SECONDS = 3.0
+"""How long a host that may be dead gets to take the last bytes."""
+COMMANDS_EACH = 8
+"""How many commands share a connection: an sshd takes 10 unless told otherwise."""
+
+
+class Link:
+    """The way to one host on one event loop; opened when first used, and again when lost."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self.users = 0
+        self._lines: list[_Line] = []
+        self._opening = asyncio.Lock()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection that nobody has closed."""
+        return any(not line.connection.is_closed() for line in self._lines)
+
+    async def connection(self) -> asyncssh.SSHClientConnection:
+        """The one for streams."""
+        return (await self._line(None)).connection
+
+    @contextlib.asynccontextmanager
+    async def room_for_a_command(self) -> AsyncIterator[asyncssh.SSHClientConnection]:
+        """A connection with room for one more command; opens a further one when all are full."""
+        line = await self._line(COMMANDS_EACH)
+        line.commands += 1
+        try:
+            yield line.connection
+        finally:
+            line.commands -= 1
+
+    async def _line(self, limit: int | None) -> _Line:
+        async with self._opening:
+            lost = [line for line in self._lines if line.connection.is_closed()]
+            self._lines = [line for line in self._lines if line not in lost]
+            for line in lost:
+                await line.leave()
+            for line in self._lines:
+                if limit is None or line.commands < limit:
+                    return line
+            line = _Line(*await _connected(self.destination))
+            self._lines.append(line)
+            return line
+
+    def lose(self) -> None:
+        """Give the connections up: one of them did not answer."""
+        for line in self._lines:
+            line.connection.abort()
+
+    async def close(self) -> None:
+        """Close all connections, and the way to them."""
+        lines, self._lines = self._lines, []
+        for line in lines:
+            line.connection.close()
+        for line in lines:
+            await line.leave()
+
+
+class _Line:
+    """One connection of a link, and what it runs."""
+
+    def __init__(self, connection: asyncssh.SSHClientConnection, through: Link | None) -> None:
+        self.connection = connection
+        self._through = through
+        self.commands = 0
+
+    async def leave(self) -> None:
+        """See a closed connection's end, and let go of the way there."""
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self.connection.wait_closed()
+        except TimeoutError:
+            self.connection.abort()
+        if self._through is not None:
+            await release(self._through)
+
+
+_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Destination, Link]] = (
+    weakref.WeakKeyDictionary()
+)
+"""A connection belongs to the loop that opened it."""
+
+
+def hold(destination: Destination) -> Link:
+    """The link to a destination; stays until it is released as often as it was held."""
+    here = _links.setdefault(asyncio.get_running_loop(), {})
+    link = here.get(destination)
+    if link is None:
+        link = here[destination] = Link(destination)
+    link.users += 1
+    return link
+
+
+async def release(link: Link) -> None:
+    """Let go of a link; the last to do so closes it."""
+    link.users -= 1
+    if link.users == 0:
+        here = _links.get(asyncio.get_running_loop(), {})
+        if here.get(link.destination) is link:
+            del here[link.destination]
+        await link.close()
+
+
+def open_links() -> int:
+    """How many links this event loop holds."""
+    return len(_links.get(asyncio.get_running_loop(), {}))
+
+
+class _Witness(asyncssh.SSHClient):
+    """Keeps the host key that was not accepted, for the message."""
+
+    def __init__(self, meeting: failures.Meeting) -> None:
+        self._meeting = meeting
+
+    def validate_host_public_key(
+        self, host: str, addr: str, port: int, key: asyncssh.SSHKey
+    ) -> bool:
+        """Asked only about keys that are not known; the answer is always no."""
+        self._meeting.shown = key
+        return False
+
+    def validate_host_ca_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        """Likewise for the authority behind a certificate."""
+        self._meeting.shown = key
+        return False
+
+
+def resolved(destination: Destination) -> asyncssh.SSHClientConnectionOptions:
+    """What the arguments and the ssh configuration file come to; reads key files."""
+    place = destination.place
+    given: dict[str, Any] = {}
+    if place.user is not None:
+        given["username"] = place.user
+    if place.port is not None:
+        given["port"] = place.port
+    if destination.key is not None:
+        given |= _with_key(Path(destination.key).expanduser())
+    try:
+        return asyncssh.SSHClientConnectionOptions(
+            host=place.name,
+            config=_files(destination.config),
+            connect_timeout=destination.timeout,
+            keepalive_interval=KEEPALIVE_SECONDS,
+            keepalive_count_max=KEEPALIVE_MISSES,
+            password_auth=False,
+            kbdint_auth=False,
+            agent_forwarding=False,
+            x11_forwarding=False,
+            request_pty=False,
+            encoding=None,
+            **given,
+        )
+    except (asyncssh.Error, asyncssh.KeyImportError, OSError, ValueError) as error:
+        source = f" with {destination.config}" if destination.config else ""
+        raise ConfigurationError(f"SSH host {place.name!r}{source}: {error}") from error
+
+
+def _files(config: str | None) -> list[str]:
+    path = Path(config).expanduser() if config else None
+    return [str(path)] if path is not None and os.access(path, os.R_OK) else []
+
+
+def _with_key(path: Path) -> dict[str, Any]:
+    """The options for one key: the file, or what the agent holds when it has a passphrase."""
+    try:
+        asyncssh.read_private_key(path)
+    except asyncssh.KeyEncryptionError:
+        public = path.with_name(path.name + ".pub")
+        identities = {"agent_identities": [str(public)]} if public.exists() else {}
+        return {"client_keys": [str(path)], "ignore_encrypted": True, **identities}
+    except asyncssh.KeyImportError as error:
+        if "passphrase" in str(error).lower():
+            return {"client_keys": [str(path)], "ignore_encrypted": True}
+        raise ConfigurationError(f"SSH(key={str(path)!r}): not a private key: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"SSH(key={str(path)!r}): {error.strerror}; name the private key's file, or leave key "
+            "out to use your agent and the keys in ~/.ssh"
+        ) from error
+    return {"client_keys": [str(path)], "agent_path": None}
+
+
+def _known_hosts_files(
+    destination: Destination, options: asyncssh.SSHClientConnectionOptions
+) -> list[Path]:
+    if destination.known_hosts is not None:
+        return [Path(destination.known_hosts).expanduser()]
+    configured: Any = options.config.get("UserKnownHostsFile", None)
+    mine = configured or ["~/.ssh/known_hosts"]
+    shared: Any = options.config.get("GlobalKnownHostsFile", None) or ["/etc/ssh/ssh_known_hosts"]
+    return [Path(each).expanduser() for each in [*mine, *shared]]
+
+
+async def _connected(
+    destination: Destination,
+) -> tuple[asyncssh.SSHClientConnection, Link | None]:
+    """Connect, through other hosts where the way leads there."""
+    options = await asyncio.to_thread(resolved, destination)
+    files = _known_hosts_files(destination, options)
+    meeting = await asyncio.to_thread(failures.Meeting, destination, options, files)
+    through = None
+    jump = destination.jump or options.tunnel
+    if jump and jump != "none":
+        before = destination.through(str(jump))
+        # `Host *` with a ProxyJump names the jump host itself, too.
+        if before.place.name not in (destination.place.name, options.host):
+            through = hold(before)
+    try:
+        tunnel = await through.connection() if through is not None else None
+        with meeting.explained():
+            # Whatever is not repeated here, `connect` takes for not given.
+            connection = await asyncssh.connect(
+                destination.place.name,
+                () if destination.place.port is None else destination.place.port,
+                tunnel=tunnel,
+                config=_files(destination.config),
+                options=options,
+                known_hosts=meeting.known,
+                client_factory=lambda: _Witness(meeting),
+                encryption_algs=() if options.config.get("Ciphers", None) else CIPHERS,
+            )
+    except BaseException:
+        if through is not None:
+            await release(through)
+        raise
+    return connection, through
+
+
+async def opened(opening: Coroutine[Any, Any, tuple[Any, Any]]) -> None:
+    """Open a channel; one that opens after its opener was cancelled is closed again."""
+    task = asyncio.create_task(opening)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_abandon)
+        raise
+
+
+def _abandon(task: asyncio.Task[tuple[Any, Any]]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result()[0].abort()
+
+
+def command_line(script: str, *arguments: str) -> str:
+    """A shell script with its arguments, as one line for whatever shell the user has there."""
+    return "exec sh -c " + " ".join(shlex.quote(part) for part in (script, "sh", *arguments))

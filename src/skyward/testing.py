@@ -1,0 +1,380 @@
+"""The tests that every provider passes: subclass `ProviderSuite` and give it your provider.
+
+class TestMine(ProviderSuite):
+    @pytest.fixture
+    def provider(self):
+        return Mine(region="here")
+
+    @pytest.fixture
+    def wish(self):
+        return plain_wish()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import threading
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from skyward.errors import UnreachableError
+from skyward.providers import Machine, Order, Provider, Wish, find_provider
+from skyward.spec import Image
+
+PATIENCE = 30.0
+"""Seconds until something that should have happened is taken for not happening."""
+
+_ECHO = """
+import os, socket, sys, tempfile, threading
+def serve(end):
+    got = bytearray()
+    while data := end.recv(1 << 20):
+        got += data
+    end.sendall(bytes(got[::-1]))
+    end.close()
+if sys.argv[1] == "unix":
+    folder = tempfile.mkdtemp(dir="." if os.access(".", os.W_OK) else None)
+    path = os.path.abspath(os.path.join(folder, "s"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    endpoint = "unix:" + path
+else:
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint = "tcp:127.0.0.1:%d" % listener.getsockname()[1]
+listener.listen(64)
+print(endpoint, flush=True)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+_ENDED = 'kill -0 "$1" 2>/dev/null && ! grep -q "^State:.Z" "/proc/$1/status" && exit 1; exit 0'
+
+
+def plain_wish() -> Wish:
+    """A machine with nothing special about it."""
+    return Wish(None, None, None, Image(), ())
+
+
+class ProviderSuite:
+    """What a pool relies on, as tests for pytest; each brings its own event loop.
+
+    A subclass has two fixtures: `provider`, able to make `machines` machines at once, and `wish`,
+    what to ask of each. They need `sh`, `cat` and, to have something to dial, a Python.
+    """
+
+    machines = 2
+    python = "python3"
+    """For a machine that does not name one."""
+
+    def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
+        """`sky down` makes it anew from them."""
+        described = json.loads(json.dumps(dict(provider.describe())))
+
+        again = _again(provider)
+
+        assert dict(again.describe()) == described
+        assert again.name == provider.name
+
+    def test_it_is_found_by_its_name(self, provider: Provider) -> None:
+        """In the registry, or through an entry point."""
+        assert find_provider(provider.name) is type(provider)
+
+    def test_its_price_is_a_number_or_unknown(self, provider: Provider, wish: Wish) -> None:
+        """And what it can give is not refused."""
+        provider.check(wish)
+        price = provider.price(wish)
+
+        assert price is None or price >= 0
+
+    def test_a_machine_knows_its_node_and_how_it_is_reached(
+        self, provider: Provider, wish: Wish
+    ) -> None:
+        """An id to destroy it by, an address for its peers."""
+
+        async def scenario() -> None:
+            order = _order(wish)
+            async with _made(provider, order) as machine:
+                assert machine.node == order.node
+                assert machine.id
+                assert machine.address
+                assert machine.direct is None or machine.direct
+                assert await machine.alive()
+
+        asyncio.run(scenario())
+
+    def test_a_command_returns_its_exit_status(self, provider: Provider, wish: Wish) -> None:
+        """As a shell would."""
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                assert await machine.run(["true"]) == 0
+                assert await machine.run(["sh", "-c", "exit 7"]) == 7
+                assert await machine.run(["sh", "-c", "kill -9 $$"]) == 137
+                assert await machine.run(["no-such-command-here"]) == 127
+
+        asyncio.run(scenario())
+
+    def test_arguments_arrive_as_they_are(self, provider: Provider, wish: Wish) -> None:
+        """No shell on the way reads them."""
+        arguments = ["a b", "'", '"', "$HOME", "`id`", "\\n", "*", "", "~", ";", "ä\n!x", "-n"]
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                said = bytearray()
+                command = ["sh", "-c", 'printf "<%s>" "$@"', "sh", *arguments]
+                assert await machine.run(command, output=said.extend) == 0
+                assert said.decode() == "".join(f"<{each}>" for each in arguments)
+
+        asyncio.run(scenario())
+
+    def test_both_streams_of_a_command_come_out(self, provider: Provider, wish: Wish) -> None:
+        """Nothing it says is lost."""
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                said = bytearray()
+                command = ["sh", "-c", "echo out; echo err >&2"]
+                assert await machine.run(command, output=said.extend) == 0
+                assert sorted(said.split()) == [b"err", b"out"]
+
+        asyncio.run(scenario())
+
+    def test_input_and_output_may_be_large_and_binary(self, provider: Provider, wish: Wish) -> None:
+        """A wheel travels this way."""
+        data = os.urandom(1 << 20) * 8
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                said = bytearray()
+                assert await machine.run(["cat"], input=data, output=said.extend) == 0
+                assert said == data
+                assert await machine.run(["true"], input=data) == 0
+
+        asyncio.run(scenario())
+
+    def test_cancelling_a_command_ends_it(self, provider: Provider, wish: Wish) -> None:
+        """With what it started."""
+        script = "sleep 600 & echo $! $$; wait"
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                said = bytearray()
+                task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
+                await _until(lambda: b"\n" in said)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                assert task.cancelled()
+                for pid in said.decode().split():
+                    await _until_status(machine, ["sh", "-c", _ENDED, "sh", pid], 0)
+                assert await machine.run(["true"]) == 0
+
+        asyncio.run(scenario())
+
+    def test_dialling_a_unix_socket(self, provider: Provider, wish: Wish) -> None:
+        """Bytes both ways, and the end of each way by itself."""
+        asyncio.run(self._dial(provider, wish, "unix", 1, 8 << 20))
+
+    def test_dialling_a_port(self, provider: Provider, wish: Wish) -> None:
+        """On the machine's own loopback."""
+        asyncio.run(self._dial(provider, wish, "tcp", 1, 1 << 20))
+
+    def test_many_dial_at_once(self, provider: Provider, wish: Wish) -> None:
+        """Each gets its own bytes."""
+        asyncio.run(self._dial(provider, wish, "unix", 16, 64 << 10))
+
+    async def _dial(
+        self, provider: Provider, wish: Wish, family: str, times: int, size: int
+    ) -> None:
+        async with _made(provider, _order(wish)) as machine:
+            async with self._listening(machine, family) as endpoint:
+                ends = await asyncio.gather(*(machine.dial(endpoint) for _ in range(times)))
+                data = [os.urandom(size) for _ in ends]
+                exchanges = zip(ends, data, strict=True)
+                answers = await asyncio.gather(
+                    *(asyncio.to_thread(_exchanged, end, sent) for end, sent in exchanges)
+                )
+                assert answers == [sent[::-1] for sent in data]
+                assert all(end.getblocking() for end in ends)
+                for end in ends:
+                    end.close()
+
+    def test_dialling_nobody_says_so(self, provider: Provider, wish: Wish) -> None:
+        """By an error, or by an end of file; never by silence."""
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                try:
+                    end = await machine.dial("unix:/nowhere/at/all")
+                except OSError:
+                    return
+                end.settimeout(PATIENCE)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.to_thread(end.recv, 1) == b""
+                end.close()
+
+        asyncio.run(scenario())
+
+    def test_destroying_is_final_and_may_be_repeated(self, provider: Provider, wish: Wish) -> None:
+        """Also with a command still running."""
+
+        async def scenario() -> None:
+            order = _order(wish)
+            machine = await provider.create(order)
+            said = bytearray()
+            script = "echo on; sleep 600"
+            task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
+            await _until(lambda: b"on" in said)
+
+            await machine.destroy()
+
+            await asyncio.wait({task}, timeout=PATIENCE)
+            assert task.done()
+            with contextlib.suppress(UnreachableError, OSError):
+                assert task.result() != 0
+            assert not await machine.alive()
+            assert list(await provider.find(order.pool)) == []
+            await machine.destroy()
+
+        asyncio.run(scenario())
+
+    def test_machines_of_a_pool_are_made_and_destroyed_side_by_side(
+        self, provider: Provider, wish: Wish
+    ) -> None:
+        """And only those of the pool are found."""
+
+        async def scenario() -> None:
+            pool = _order(wish).pool
+            orders = [Order(pool, node, wish) for node in range(self.machines)]
+            made = await asyncio.gather(*(provider.create(order) for order in orders))
+            try:
+                assert [machine.node for machine in made] == list(range(self.machines))
+                assert len({machine.id for machine in made}) == self.machines
+                found = await provider.find(pool)
+                assert sorted(each.id for each in found) == sorted(each.id for each in made)
+                assert list(await provider.find(f"{pool}x")) == []
+                assert list(await provider.find(pool[:-1])) == []
+            finally:
+                await asyncio.gather(*(machine.destroy() for machine in made))
+            assert list(await provider.find(pool)) == []
+
+        asyncio.run(scenario())
+
+    def test_what_a_killed_client_made_is_found_and_destroyed(
+        self, provider: Provider, wish: Wish
+    ) -> None:
+        """By a provider made anew from its description, in another process."""
+        order = _order(wish)
+        client = multiprocessing.get_context("spawn").Process(
+            target=_create_and_die, args=(provider, order)
+        )
+        client.start()
+        client.join(2 * PATIENCE)
+        assert client.exitcode == 9
+
+        async def scenario() -> None:
+            again = _again(provider)
+            found = list(await again.find(order.pool))
+            assert [machine.node for machine in found] == [order.node]
+            assert await found[0].alive()
+            assert await found[0].run(["true"]) == 0
+            await found[0].destroy()
+            assert list(await again.find(order.pool)) == []
+
+        asyncio.run(scenario())
+
+    def test_a_create_that_is_cancelled_leaves_nothing_unknown(
+        self, provider: Provider, wish: Wish
+    ) -> None:
+        """At whatever moment: what there is can be found, and destroyed."""
+
+        async def scenario() -> None:
+            for seconds in (0.0, 0.05, 0.2):
+                order = _order(wish)
+                task = asyncio.create_task(provider.create(order))
+                await asyncio.wait({task}, timeout=seconds)
+                task.cancel()
+                await asyncio.wait({task})
+                for machine in await provider.find(order.pool):
+                    await machine.destroy()
+                if not task.cancelled():
+                    await task.result().destroy()
+                assert list(await provider.find(order.pool)) == []
+
+        asyncio.run(scenario())
+
+    @contextlib.asynccontextmanager
+    async def _listening(self, machine: Machine, family: str) -> AsyncIterator[str]:
+        """A server on the machine that sends back, reversed, what it got."""
+        said = bytearray()
+        command = [machine.python or self.python, "-c", _ECHO, family]
+        task = asyncio.create_task(machine.run(command, output=said.extend))
+        try:
+            await _until(lambda: b"\n" in said or task.done())
+            assert not task.done(), said.decode(errors="replace")
+            yield said.decode().splitlines()[0]
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+def _order(wish: Wish) -> Order:
+    return Order(f"suite-{uuid.uuid4().hex[:8]}", 0, wish)
+
+
+def _again(provider: Provider) -> Provider:
+    kind: Any = type(provider)
+    made: Provider = kind(**json.loads(json.dumps(dict(provider.describe()))))
+    return made
+
+
+@contextlib.asynccontextmanager
+async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
+    machine = await provider.create(order)
+    try:
+        yield machine
+    finally:
+        await machine.destroy()
+
+
+def _create_and_die(provider: Provider, order: Order) -> None:
+    async def create() -> None:
+        await provider.create(order)
+        os._exit(9)
+
+    asyncio.run(create())
+
+
+def _exchanged(end: socket.socket, data: bytes) -> bytes:
+    """Send everything and half a close, and read until the end."""
+    end.settimeout(PATIENCE)
+    sending = threading.Thread(target=_send, args=(end, data))
+    sending.start()
+    got = bytearray()
+    while piece := end.recv(1 << 20):
+        got += piece
+    sending.join()
+    end.settimeout(None)
+    return bytes(got)
+
+
+def _send(end: socket.socket, data: bytes) -> None:
+    end.sendall(data)
+    end.shutdown(socket.SHUT_WR)
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _until_status(machine: Machine, command: Sequence[str], status: int) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await machine.run(command) != status:
+            await asyncio.sleep(0.02)

@@ -1,0 +1,40 @@
+"""SSH hosts on this machine, for these tests alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .ssh_hosts import TESTBED, Sshd, free_port
+
+
+@pytest.fixture(scope="session")
+def sshd() -> Iterator[Sshd]:
+    """Two SSH hosts; skips where there is no testbed."""
+    if not (TESTBED / "sshd-up").exists():
+        pytest.skip("no testbed here; name its folder with SKYWARD_TESTBED")
+    # Short, because Unix sockets end up below it.
+    folder = Path(tempfile.mkdtemp(prefix="skysshd-", dir="/tmp"))
+    port = free_port()
+    hosts = Sshd(folder, ("127.0.0.1", "127.0.0.2"), port, "", "", "")
+    try:
+        said = dict(re.findall(r"export (\w+)='(.*)'", hosts.up()))
+        yield Sshd(
+            folder,
+            tuple(said["SKY_SSH_HOSTS"].split(",")),
+            port,
+            said["SKY_SSH_USER"],
+            said["SKY_SSH_KEY"],
+            said["SKY_SSH_KNOWN_HOSTS"],
+        )
+    finally:
+        environment = os.environ | {"TESTBED_STATE": str(folder)}
+        subprocess.run([str(TESTBED / "sshd-down")], env=environment, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,197 @@
+"""Getting into an SSH host: host keys, user keys, and what is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward as sky
+from skyward.providers import Order
+from skyward.testing import plain_wish
+
+from .ssh_hosts import Sshd, created, free_port, listens, refusal
+
+
+def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    empty = tmp_path / "known hosts"
+
+    message = refusal(sshd.provider(known_hosts=str(empty)), sky.HostKeyError)
+
+    shown = subprocess.run(
+        ["ssh-keygen", "-lf", str(sshd.folder / "sshd" / "host1.pub")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()[1]
+    assert shown.startswith("SHA256:")
+    assert f"is not known. It showed ssh-ed25519 {shown}" in message
+    assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> '{empty}'" in message
+    assert f"-p {sshd.port} {sshd.user}@127.0.0.1" in message
+
+    fix = next(line for line in message.splitlines() if "ssh-keyscan" in line)
+    subprocess.run(fix, shell=True, check=True, capture_output=True)
+
+    asyncio.run(created(sshd.provider(known_hosts=str(empty))))
+
+
+def test_a_changed_host_key_is_loud(sshd: Sshd, tmp_path: Path) -> None:
+    known = tmp_path / "known_hosts"
+    other = (sshd.folder / "sshd" / "host2.pub").read_text()
+    known.write_text(f"[127.0.0.1]:{sshd.port} {other}")
+
+    message = refusal(sshd.provider(known_hosts=str(known)), sky.HostKeyError)
+
+    assert "ITS HOST KEY HAS CHANGED" in message
+    assert f"ssh-keygen -f {known} -R '[127.0.0.1]:{sshd.port}'" in message
+
+
+def test_an_ssh_config_that_turns_checking_off_does_not(sshd: Sshd, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host *\n  UserKnownHostsFile none\n  StrictHostKeyChecking no\n")
+
+    refusal(sshd.provider(config=str(config), known_hosts=None), sky.HostKeyError)
+
+
+def test_hashed_names_are_known(sshd: Sshd, tmp_path: Path) -> None:
+    hashed = tmp_path / "hashed"
+    shutil.copy(sshd.known_hosts, hashed)
+    subprocess.run(["ssh-keygen", "-qHf", str(hashed)], check=True, capture_output=True)
+    assert "127.0.0.1" not in hashed.read_text()
+
+    asyncio.run(created(sshd.provider(known_hosts=str(hashed))))
+
+
+def test_an_authority_vouches_for_a_host(
+    sshd: Sshd, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    keygen = ["ssh-keygen", "-q"]
+    for name in ("authority", "host"):
+        subprocess.run([*keygen, "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    sign = ["-s", str(tmp_path / "authority"), "-I", "t", "-h", "-n", "127.0.0.1"]
+    subprocess.run([*keygen, *sign, str(tmp_path / "host.pub")], check=True)
+    known = tmp_path / "known_hosts"
+    known.write_text(f"@cert-authority * {(tmp_path / 'authority.pub').read_text()}")
+    port = free_port()
+    plain = (sshd.folder / "sshd" / "sshd1.conf").read_text()
+    lines = [line for line in plain.splitlines() if not line.startswith(("Port", "HostKey"))]
+    lines += [
+        f"Port {port}",
+        f"HostKey {tmp_path}/host",
+        f"HostCertificate {tmp_path}/host-cert.pub",
+    ]
+    config = tmp_path / "sshd.conf"
+    config.write_text("\n".join(lines) + "\n")
+
+    daemon = subprocess.Popen(
+        ["/usr/sbin/sshd", "-D", "-f", str(config)], stderr=subprocess.DEVNULL
+    )
+    try:
+        eventually(lambda: listens(port), 5, "the sshd")
+        asyncio.run(created(sshd.provider("127.0.0.1", known_hosts=str(known), port=port)))
+        strange = tmp_path / "strange"
+        strange.write_text(f"@cert-authority * {(tmp_path / 'host.pub').read_text()}")
+        refusal(sshd.provider("127.0.0.1", known_hosts=str(strange), port=port), sky.HostKeyError)
+    finally:
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_a_key_that_is_not_let_in_is_named(sshd: Sshd, tmp_path: Path) -> None:
+    key = tmp_path / "stranger"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "stranger@test", "-f", str(key)]
+    subprocess.run(make, check=True)
+
+    message = refusal(sshd.provider(key=str(key)), sky.LoginError)
+
+    assert f"127.0.0.1:{sshd.port}: no login as {sshd.user!r}" in message
+    assert "stranger@test (SHA256:" in message
+    assert f"ssh -i {key}" in message
+
+
+@pytest.fixture
+def locked_key(sshd: Sshd, tmp_path: Path) -> Path:
+    """The key that is let in, with a passphrase on its file."""
+    key = tmp_path / "locked"
+    shutil.copy(sshd.key, key)
+    key.chmod(0o600)
+    change = ["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret phrase", "-f", str(key)]
+    subprocess.run(change, check=True, capture_output=True)
+    return key
+
+
+def test_a_key_with_a_passphrase_needs_the_agent(
+    sshd: Sshd, locked_key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+
+    message = refusal(sshd.provider(key=str(locked_key)), sky.LoginError)
+
+    assert f"ssh-add {locked_key}" in message
+
+
+@pytest.fixture
+def agent(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An ssh-agent that holds the key that is let in."""
+    path = str(sshd.folder / "agent")
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("SSH_AUTH_SOCK", path)
+    while not os.path.exists(path):
+        time.sleep(0.005)
+    subprocess.run(["ssh-add", "-q", sshd.key], check=True, capture_output=True)
+    yield
+    process.terminate()
+    process.wait()
+
+
+def test_the_agent_opens_a_key_with_a_passphrase(sshd: Sshd, locked_key: Path, agent: None) -> None:
+    asyncio.run(created(sshd.provider(key=str(locked_key))))
+
+
+def test_a_key_that_is_not_there_is_named(sshd: Sshd) -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"/nowhere/key.*name the private key's file"):
+        asyncio.run(sshd.provider(key="/nowhere/key").create(Order("t", 0, plain_wish())))
+
+
+def test_a_refused_port_is_named(sshd: Sshd) -> None:
+    assert "SSH host 127.0.0.1:1: connection refused" in refusal(sshd.provider(port=1))
+
+
+def test_a_name_nobody_knows_is_named(sshd: Sshd) -> None:
+    message = refusal(sshd.provider("no-such-host.invalid"))
+
+    assert "no-such-host.invalid" in message
+
+
+def test_a_host_that_never_answers_is_given_up(sshd: Sshd) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        started = time.monotonic()
+
+        message = refusal(sshd.provider("127.0.0.1", port=port, timeout=0.3))
+
+    assert time.monotonic() - started < 5
+    assert f"127.0.0.1:{port}: no answer within 0.3 s" in message
+
+
+def test_a_host_that_is_no_sshd_is_no_riddle(sshd: Sshd) -> None:
+    def greet(listener: socket.socket) -> None:
+        with listener.accept()[0] as peer:
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=greet, args=(listener,), daemon=True).start()
+
+        message = refusal(sshd.provider("127.0.0.1", port=listener.getsockname()[1]))
+
+    assert "SSH host 127.0.0.1" in message
