@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from . import podman
 from .ssh_hosts import TESTBED, Sshd, free_port
 
 
@@ -38,3 +39,20 @@ def sshd() -> Iterator[Sshd]:
         environment = os.environ | {"TESTBED_STATE": str(folder)}
         subprocess.run([str(TESTBED / "sshd-down")], env=environment, capture_output=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[None]:
+    """A Podman of the testbed's, at `DOCKER_HOST`."""
+    variables = podman.start()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        podman.stop()

@@ -10,6 +10,7 @@ import skyward as sky
 from skyward.providers import Wish
 from skyward.testing import ProviderSuite, plain_wish
 
+from . import podman
 from .ssh_hosts import Sshd
 
 
@@ -36,6 +37,20 @@ class TestSSH(ProviderSuite):
     def provider(self, sshd: Sshd) -> sky.SSH:
         """The testbed's."""
         return sshd.provider()
+
+    @pytest.fixture
+    def wish(self) -> Wish:
+        """What any machine has."""
+        return plain_wish()
+
+
+class TestContainer(ProviderSuite):
+    """Containers in Podman."""
+
+    @pytest.fixture
+    def provider(self, engine: None) -> sky.Container:
+        """The testbed's."""
+        return podman.provider()
 
     @pytest.fixture
     def wish(self) -> Wish:

@@ -121,22 +121,21 @@ class Container:
         return await asyncio.to_thread(self._find, pool)
 
     def _create(self, order: Order) -> ContainerMachine:
-        docker = self._client()
-        try:
-            return self._run(docker, order)
-        except BaseException as problem:
-            with contextlib.suppress(Exception):
-                docker.containers.get(_name(order.pool, order.node)).remove(force=True, v=True)
-            _remove_unused_network(docker, order.pool)
-            if isinstance(problem, (PoolStartError, ConfigurationError)):
-                raise
-            if isinstance(problem, Exception):
+        service = self._service()
+        with service.connected() as docker:
+            try:
+                return ContainerMachine(service, self._run(docker, order), self.python)
+            except Exception as problem:
+                with contextlib.suppress(Exception):
+                    docker.containers.get(_name(order.pool, order.node)).remove(force=True, v=True)
+                _remove_unused_network(docker, order.pool)
+                if isinstance(problem, (PoolStartError, ConfigurationError)):
+                    raise
                 raise PoolStartError(
                     f"node {order.node}: the container did not start: {_said(problem)}"
                 ) from problem
-            raise
 
-    def _run(self, docker: Any, order: Order) -> ContainerMachine:
+    def _run(self, docker: Any, order: Order) -> Any:
         wish = order.wish
         image = self.image or os.environ.get(IMAGE) or _official_python(wish)
         _have_image(docker, image)
@@ -150,7 +149,7 @@ class Container:
             options["device_requests"] = [_gpus(wish.accelerator.count)]
         # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
         options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
-        container = docker.containers.run(
+        return docker.containers.run(
             image,
             ["sh", "-c", _MAIN],
             name=_name(order.pool, order.node),
@@ -163,43 +162,60 @@ class Container:
             detach=True,
             **options,
         )
-        return ContainerMachine(docker, container, self.python)
 
     def _find(self, pool: str) -> list[ContainerMachine]:
-        docker = self._client()
-        found = docker.containers.list(all=True, filters={"label": f"{POOL}={pool}"})
-        if not found:
-            _remove_unused_network(docker, pool)
-        return [ContainerMachine(docker, container, self.python) for container in found]
+        service = self._service()
+        with service.connected() as docker:
+            found = docker.containers.list(all=True, filters={"label": f"{POOL}={pool}"})
+            if not found:
+                _remove_unused_network(docker, pool)
+            return [ContainerMachine(service, container, self.python) for container in found]
 
-    def _client(self) -> Any:
-        try:
-            import docker
-        except ImportError:
-            raise ConfigurationError(
-                "Container(): the docker package is missing; install skyward[container]"
-            ) from None
+    def _service(self) -> _Service:
         tried = []
         for address in _addresses(self.host):
+            service = _Service(address)
             try:
-                client = docker.DockerClient(base_url=address, timeout=_TIMEOUT)
-                client.ping()
+                with service.connected() as docker:
+                    docker.ping()
+            except ConfigurationError:
+                raise
             except Exception as problem:
                 tried.append(f"{address} ({_said(problem)})")
                 continue
-            return client
+            return service
         raise ConfigurationError(
             f"Container(): no Docker or Podman answers at {'; '.join(tried)}; start one "
             "(`systemctl start docker`, or `podman system service --time=0`), or set DOCKER_HOST"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """Docker or Podman at an address; connected to for as long as something is asked."""
+
+    address: str
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Any]:
+        try:
+            import docker
+        except ImportError:
+            raise ConfigurationError(
+                "Container(): the docker package is missing; install skyward[container]"
+            ) from None
+        client = docker.DockerClient(base_url=self.address, timeout=_TIMEOUT)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
 class ContainerMachine:
     """One container."""
 
-    def __init__(self, docker: Any, container: Any, python: str | None) -> None:
-        self._docker = docker
-        self._container = container
+    def __init__(self, service: _Service, container: Any, python: str | None) -> None:
+        self._service = service
         self.id = str(container.name)
         self.python = python
         self.node = int(container.labels.get(NODE, 0))
@@ -211,7 +227,7 @@ class ContainerMachine:
     @property
     def direct(self) -> str | None:
         """On the same kernel, a container's address can be reached from the host."""
-        local = self._docker.api.base_url.startswith("http+docker")
+        local = self._service.address.startswith("unix:")
         return self.address if local and sys.platform == "linux" and self.address else None
 
     async def run(
@@ -238,14 +254,14 @@ class ContainerMachine:
     def _run(
         self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
     ) -> int:
-        with self._executing(command) as (process, stream):
+        with self._executing(command) as (stream, exit_status):
             feeder = threading.Thread(target=_feed, args=(stream, input), daemon=True)
             feeder.start()
             for data in _output(stream):
                 if output is not None:
                     output(data)
             feeder.join()
-        return int(self._docker.api.exec_inspect(process)["ExitCode"])
+            return exit_status()
 
     def _end(self, mark: str) -> None:
         """Kill a command and its children; their shell left its process id behind."""
@@ -266,7 +282,7 @@ class ContainerMachine:
     def _dial(self, endpoint: str) -> socket.socket:
         command = [self.python or "python3", "-c", _RELAY, endpoint]
         executing = self._executing(command)
-        _, stream = executing.__enter__()
+        stream, _ = executing.__enter__()
         near, far = socket.socketpair()
 
         def upward() -> None:
@@ -292,20 +308,25 @@ class ContainerMachine:
         return near
 
     @contextlib.contextmanager
-    def _executing(self, command: Sequence[str]) -> Iterator[tuple[str, socket.socket]]:
-        api = self._docker.api
-        try:
-            process = api.exec_create(self.id, list(command), stdin=True)["Id"]
-            raw = api.exec_start(process, socket=True)
-        except Exception as problem:
-            raise PoolStartError(
-                f"node {self.node}: `{shlex.join(command)[:80]}` could not be run in container "
-                f"{self.id}: {_said(problem)}"
-            ) from problem
-        try:
-            yield process, getattr(raw, "_sock", raw)
-        finally:
-            raw.close()
+    def _executing(
+        self, command: Sequence[str]
+    ) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
+        with self._service.connected() as docker:
+            try:
+                process = docker.api.exec_create(self.id, list(command), stdin=True)["Id"]
+                raw = docker.api.exec_start(process, socket=True)
+            except Exception as problem:
+                raise PoolStartError(
+                    f"node {self.node}: `{shlex.join(command)[:80]}` could not be run in container "
+                    f"{self.id}: {_said(problem)}"
+                ) from problem
+            # The package hands out a wrapper that leaves its socket open.
+            stream = getattr(raw, "_sock", raw)
+            try:
+                yield stream, lambda: int(docker.api.exec_inspect(process)["ExitCode"])
+            finally:
+                raw.close()
+                stream.close()
 
     async def alive(self) -> bool:
         """Whether the container runs."""
@@ -313,29 +334,31 @@ class ContainerMachine:
 
     def _alive(self) -> bool:
         try:
-            self._container.reload()
+            with self._service.connected() as docker:
+                return bool(docker.containers.get(self.id).status == "running")
         except Exception:
             return False
-        return bool(self._container.status == "running")
 
     async def destroy(self) -> None:
         """Remove the container, and with the last one the pool's network."""
         await asyncio.to_thread(self._destroy)
 
     def _destroy(self) -> None:
-        import docker.errors
+        from docker.errors import APIError, NotFound
 
-        try:
-            self._container.remove(force=True, v=True)
-        except docker.errors.NotFound:
-            pass
-        except docker.errors.APIError as problem:
-            # It is on its way out by itself: wait until it has gone.
-            if problem.status_code != 409:
-                raise
-            with contextlib.suppress(docker.errors.NotFound):
-                self._container.wait(condition="removed", timeout=_TIMEOUT)
-        _remove_unused_network(self._docker, self._pool)
+        with self._service.connected() as docker:
+            try:
+                container = docker.containers.get(self.id)
+                try:
+                    container.remove(force=True, v=True)
+                except APIError as problem:
+                    # It is on its way out by itself: wait until it has gone.
+                    if problem.status_code != 409:
+                        raise
+                    container.wait(condition="removed", timeout=_TIMEOUT)
+            except NotFound:
+                pass
+            _remove_unused_network(docker, self._pool)
 
 
 def _addresses(host: str | None) -> list[str]:
@@ -424,7 +447,7 @@ def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
     """What a command writes, piece by piece."""
     buffer = b""
     left, wanted = 0, False
-    while data := stream.recv(1 << 18):
+    while data := _received(stream):
         buffer += data
         while buffer:
             if not left:
@@ -438,6 +461,14 @@ def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
             left -= len(piece)
             if wanted:
                 yield piece
+
+
+def _received(stream: socket.socket) -> bytes:
+    try:
+        return stream.recv(1 << 18)
+    except ConnectionResetError:
+        # So ends a command that did not read all of its input.
+        return b""
 
 
 def _said(problem: Exception) -> str:

@@ -1,0 +1,55 @@
+"""Podman for the tests of containers, with this machine's own programs inside."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+
+from .ssh_hosts import TESTBED
+
+IMAGE = "localhost/hostbind:1"
+SOURCE = str(Path(sky.__file__).parents[1])
+
+
+def start() -> dict[str, str]:
+    """Bring Podman up, and return the variables that lead to it; skips where that cannot be."""
+    if not (TESTBED / "podman-up").exists():
+        pytest.skip("no testbed here; name its folder with SKYWARD_TESTBED")
+    if os.geteuid() != 0:
+        pytest.skip("the testbed's Podman needs root")
+    done = subprocess.run([str(TESTBED / "podman-up")], capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        pytest.skip(f"Podman does not start here: {done.stderr.strip()[-300:]}")
+    return dict(re.findall(r"export (\w+)='(.*)'", done.stdout))
+
+
+def stop() -> None:
+    """Take Podman down."""
+    subprocess.run([str(TESTBED / "podman-down")], capture_output=True, timeout=120)
+
+
+def mounts() -> list[sky.Volume]:
+    """What makes this machine's Python run in a container that has nothing."""
+    listed = subprocess.run(
+        [str(TESTBED / "hostbind-mounts"), "podman", sys.prefix],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = [each.split(":") for each in re.findall(r"-v (\S+)", listed)]
+    folders = [sky.Volume(source, target, read_only=True) for source, target, *_ in found]
+    return [*folders, sky.Volume(SOURCE, read_only=True)]
+
+
+def provider(**changed: Any) -> sky.Container:
+    """Containers in which this very environment is ready."""
+    arguments = {"image": IMAGE, "mounts": mounts(), "python": sys.executable}
+    return sky.Container(**{**arguments, **changed})

@@ -1,0 +1,231 @@
+"""Containers: pools in them, their limits and networks, and nothing left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.pool.journal import Journal
+
+from . import podman
+
+QUIET = sky.Options(console=False)
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@sky.function
+def where() -> tuple[str, str, tuple[str, ...]]:
+    import os
+    import socket
+
+    info = sky.instance_info()
+    return socket.gethostname(), os.getcwd(), tuple(peer.address for peer in info.peers)
+
+
+@sky.function
+def total(values: Any) -> float:
+    return float(values.sum())
+
+
+@sky.function
+def greeting(address: str) -> str:
+    """What a peer's server says, over the network between the containers."""
+    import socket
+    import threading
+
+    info = sky.instance_info()
+    if info.node == 0:
+        with socket.create_server((info.peers[0].address, 4747)) as server:
+            server.settimeout(20)
+            end, _ = server.accept()
+            end.sendall(b"hello from node 0")
+            end.close()
+        return ""
+    threading.Event().wait(0.5)
+    with socket.create_connection((address, 4747), 20) as end:
+        return end.recv(100).decode()
+
+
+def test_a_pool_runs_in_containers_that_see_each_other() -> None:
+    import torch
+
+    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
+        places = where() @ compute
+        addresses = [node.address for node in compute.nodes]
+
+        assert [place[0] for place in places] == ["node-0", "node-1"]
+        assert [list(place[2]) for place in places] == [addresses, addresses]
+        assert len(set(addresses)) == 2
+        assert total(torch.ones(1 << 20)) >> compute == 1 << 20
+        assert (greeting(addresses[0]) @ compute)[1] == "hello from node 0"
+    assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
+    assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
+
+
+def test_torch_trains_across_containers() -> None:
+    @sky.function
+    def summed() -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return float(value)
+
+    plugins = [sky.plugins.torch()]
+    with sky.Compute(podman.provider(), nodes=2, plugins=plugins, options=QUIET) as compute:
+        assert summed() @ compute == [2.0, 2.0]
+
+
+def test_limits_are_those_of_the_pool() -> None:
+    @sky.function
+    def limits() -> tuple[str, str]:
+        for memory in ("memory/memory.limit_in_bytes", "memory.max"):
+            if os.path.exists(f"/sys/fs/cgroup/{memory}"):
+                limit = Path("/sys/fs/cgroup", memory).read_text().strip()
+        return limit, os.environ.get("GREETING", "")
+
+    image = sky.Image(env={"GREETING": "hello"})
+    with sky.Compute(
+        podman.provider(), memory_gb=1.5, vcpus=1, image=image, options=QUIET
+    ) as compute:
+        assert limits() >> compute == (str(int(1.5 * 2**30)), "hello")
+
+
+def test_volumes_are_mounted(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("from outside")
+
+    @sky.function
+    def read() -> str:
+        return Path("/data/note").read_text()
+
+    volumes = [sky.Volume(str(tmp_path), "/data", read_only=True)]
+    with sky.Compute(podman.provider(), volumes=volumes, options=QUIET) as compute:
+        assert read() >> compute == "from outside"
+
+
+def test_a_killed_container_is_replaced() -> None:
+    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
+        name = podman_says("ps", "--format", "{{.Names}}").split()[0]
+        podman_says("kill", name)
+
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(set(podman_says("ps", "-q").split())) < 2:
+            time.sleep(0.2)
+        while time.monotonic() < deadline and {n.state for n in compute.nodes} != {"ready"}:
+            time.sleep(0.1)
+        assert [place[0] for place in where() @ compute] == ["node-0", "node-1"]
+
+
+def test_an_image_nobody_has_is_named() -> None:
+    provider = podman.provider(image="localhost/nowhere:1")
+
+    with pytest.raises(sky.PoolStartError, match=r"localhost/nowhere:1.*Container\(image="):
+        with sky.Compute(provider, options=QUIET):
+            pass
+
+
+def test_without_a_service_the_error_says_what_was_tried() -> None:
+    provider = podman.provider(host="unix:///nowhere/docker.sock")
+
+    with pytest.raises(sky.ConfigurationError, match=r"no Docker or Podman answers at unix:///now"):
+        with sky.Compute(provider, options=QUIET):
+            pass
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import skyward as sky
+from providers import podman
+print("began", flush=True)
+with sky.Compute(podman.provider(), nodes=2, options=sky.Options(console=True)) as compute:
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    return Journal()
+
+
+@pytest.fixture
+def script(state: Journal) -> Any:
+    """Starts a pool in a process of its own, and waits until it says something."""
+
+    def started(until: str) -> subprocess.Popen[str]:
+        code = SCRIPT.format(tests=str(Path(__file__).parents[1]))
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if until in line:
+                return process
+        raise AssertionError(f"never said {until!r}")
+
+    return started
+
+
+PHASES = ["creating", "looking at", "starting the agent", "starting workers", "ready"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_a_killed_script_leaves_is_shown_and_removed(
+    script: Callable[[str], subprocess.Popen[str]], state: Journal, phase: str
+) -> None:
+    process = script(phase)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+    shown = json.loads(sky_says("ps", "--json"))
+    assert [each["state"] for each in shown] == ["gone"]
+    sky_says("down")
+
+    assert state.pools() == []
+    assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
+    assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_leaves_nothing(
+    script: Callable[[str], subprocess.Popen[str]], state: Journal, phase: str
+) -> None:
+    process = script(phase)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.stdout is not None
+    process.stdout.read()
+
+    assert process.wait() != 0
+    assert state.pools() == []
+    assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
+
+
+def sky_says(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "skyward", *command], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def podman_says(*command: str) -> str:
+    done = subprocess.run(["podman", *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
