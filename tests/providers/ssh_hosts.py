@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from skyward.providers import Order
 from skyward.providers.ssh import link
 from skyward.providers.ssh.machine import SSHMachine
 from skyward.testing import plain_wish
+
+from ..conftest import wait_until
 
 TESTBED = Path(
     os.environ.get("SKYWARD_TESTBED") or Path(__file__).parents[3] / "shared" / "testbed"
@@ -94,6 +96,25 @@ class Sshd:
                 process.kill()
         with contextlib.suppress(psutil.NoSuchProcess):
             daemons[0].wait(10)
+
+
+@contextlib.contextmanager
+def another(sshd: Sshd, folder: Path, *settings: str) -> Iterator[int]:
+    """One more sshd at the first address, with settings of its own; gives its port."""
+    port = free_port()
+    plain = (sshd.folder / "sshd" / "sshd1.conf").read_text().splitlines()
+    first = [f"Port {port}", *settings]
+    names = tuple(line.split()[0] for line in first)
+    config = folder / "sshd.conf"
+    config.write_text("\n".join([*first, *(x for x in plain if not x.startswith(names))]) + "\n")
+    command = ["/usr/sbin/sshd", "-D", "-f", str(config)]
+    daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: listens(port), 10, "the sshd")
+        yield port
+    finally:
+        daemon.terminate()
+        daemon.wait()
 
 
 def free_port() -> int:

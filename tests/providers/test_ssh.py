@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from skyward.providers.ssh import link
 from skyward.providers.ssh.machine import _Session
 from skyward.testing import plain_wish
 
-from .ssh_hosts import LISTENER, Sshd, made, said, serving
+from .ssh_hosts import LISTENER, Sshd, another, made, said, serving
 
 
 def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
@@ -45,6 +46,21 @@ def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(sshd: Sshd) 
             assert len(set(came)) == 2
 
     asyncio.run(scenario())
+
+
+def test_an_sshd_that_takes_few_commands_gets_more_connections(sshd: Sshd, tmp_path: Path) -> None:
+    async def scenario(port: int) -> None:
+        host = (sshd.folder / "sshd" / "host1.pub").read_text()
+        known = tmp_path / "known_hosts"
+        known.write_text(f"[127.0.0.1]:{port} {host}")
+        provider = sshd.provider("127.0.0.1", port=port, known_hosts=str(known))
+        async with made(provider) as machine:
+            script = "echo $SSH_CONNECTION; sleep 0.5"
+            came = await asyncio.gather(*(said(machine, "sh", "-c", script) for _ in range(5)))
+            assert len(set(came)) > 2
+
+    with another(sshd, tmp_path, "MaxSessions 2") as port:
+        asyncio.run(scenario(port))
 
 
 def test_an_output_callback_that_raises_ends_the_command(

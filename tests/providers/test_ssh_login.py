@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import skyward as sky
 from skyward.providers import Order
 from skyward.testing import plain_wish
 
-from .ssh_hosts import Sshd, created, free_port, listens, refusal
+from .ssh_hosts import Sshd, another, created, refusal
 
 
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
@@ -72,9 +72,7 @@ def test_hashed_names_are_known(sshd: Sshd, tmp_path: Path) -> None:
     asyncio.run(created(sshd.provider(known_hosts=str(hashed))))
 
 
-def test_an_authority_vouches_for_a_host(
-    sshd: Sshd, tmp_path: Path, eventually: Callable[..., None]
-) -> None:
+def test_an_authority_vouches_for_a_host(sshd: Sshd, tmp_path: Path) -> None:
     keygen = ["ssh-keygen", "-q"]
     for name in ("authority", "host"):
         subprocess.run([*keygen, "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
@@ -82,29 +80,13 @@ def test_an_authority_vouches_for_a_host(
     subprocess.run([*keygen, *sign, str(tmp_path / "host.pub")], check=True)
     known = tmp_path / "known_hosts"
     known.write_text(f"@cert-authority * {(tmp_path / 'authority.pub').read_text()}")
-    port = free_port()
-    plain = (sshd.folder / "sshd" / "sshd1.conf").read_text()
-    lines = [line for line in plain.splitlines() if not line.startswith(("Port", "HostKey"))]
-    lines += [
-        f"Port {port}",
-        f"HostKey {tmp_path}/host",
-        f"HostCertificate {tmp_path}/host-cert.pub",
-    ]
-    config = tmp_path / "sshd.conf"
-    config.write_text("\n".join(lines) + "\n")
+    settings = [f"HostKey {tmp_path}/host", f"HostCertificate {tmp_path}/host-cert.pub"]
+    strange = tmp_path / "strange"
+    strange.write_text(f"@cert-authority * {(tmp_path / 'host.pub').read_text()}")
 
-    daemon = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-f", str(config)], stderr=subprocess.DEVNULL
-    )
-    try:
-        eventually(lambda: listens(port), 5, "the sshd")
+    with another(sshd, tmp_path, *settings) as port:
         asyncio.run(created(sshd.provider("127.0.0.1", known_hosts=str(known), port=port)))
-        strange = tmp_path / "strange"
-        strange.write_text(f"@cert-authority * {(tmp_path / 'host.pub').read_text()}")
         refusal(sshd.provider("127.0.0.1", known_hosts=str(strange), port=port), sky.HostKeyError)
-    finally:
-        daemon.terminate()
-        daemon.wait()
 
 
 def test_a_key_that_is_not_let_in_is_named(sshd: Sshd, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shlex
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ KEEPALIVE_MISSES = 3
 FAREWELL_SECONDS = 3.0
 """How long a host that may be dead gets to take the last bytes."""
 COMMANDS_EACH = 8
-"""How many commands share a connection: an sshd takes 10 unless told otherwise."""
+"""How many commands share a connection: an sshd takes 10 unless told otherwise. One that takes
+fewer says so, and is remembered."""
 
 
 class Link:
@@ -50,26 +51,38 @@ class Link:
 
     async def connection(self) -> asyncssh.SSHClientConnection:
         """The one for streams."""
-        return (await self._line(None)).connection
+        return (await self._line(lambda line: True)).connection
 
     @contextlib.asynccontextmanager
-    async def room_for_a_command(self) -> AsyncIterator[asyncssh.SSHClientConnection]:
-        """A connection with room for one more command; opens a further one when all are full."""
-        line = await self._line(COMMANDS_EACH)
-        line.commands += 1
-        try:
-            yield line.connection
-        finally:
-            line.commands -= 1
+    async def command(
+        self, session: asyncssh.SSHClientSession[bytes], text: str
+    ) -> AsyncIterator[None]:
+        """Start a command where there is room for one more, on a further connection if need be."""
+        while True:
+            line = await self._line(lambda line: line.commands < line.room)
+            line.commands += 1
+            try:
+                start = line.connection.create_session(lambda: session, text, encoding=None)
+                try:
+                    await opened(start)
+                except asyncssh.ChannelOpenError:
+                    if line.commands == 1:
+                        raise
+                    line.room = line.commands - 1
+                    continue
+                yield
+                return
+            finally:
+                line.commands -= 1
 
-    async def _line(self, limit: int | None) -> _Line:
+    async def _line(self, fits: Callable[[_Line], bool]) -> _Line:
         async with self._opening:
             lost = [line for line in self._lines if line.connection.is_closed()]
             self._lines = [line for line in self._lines if line not in lost]
             for line in lost:
                 await line.leave()
             for line in self._lines:
-                if limit is None or line.commands < limit:
+                if fits(line):
                     return line
             line = _Line(*await _connected(self.destination))
             self._lines.append(line)
@@ -96,6 +109,7 @@ class _Line:
         self.connection = connection
         self._through = through
         self.commands = 0
+        self.room = COMMANDS_EACH
 
     async def leave(self) -> None:
         """See a closed connection's end, and let go of the way there."""

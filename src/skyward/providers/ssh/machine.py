@@ -20,7 +20,6 @@ from skyward.providers.ssh.link import (
     Link,
     command_line,
     hold,
-    opened,
     release,
     resolved,
 )
@@ -162,14 +161,17 @@ class SSHMachine:
             try:
                 async with asyncio.timeout(self._destination.timeout):
                     bridge, end = await Bridge.built(connection, endpoint, ended)
-            except BaseException as error:
+            except (asyncssh.Error, OSError) as error:
                 ended()
                 raise self._no_bridge(error, link, endpoint) from error
+            except BaseException:
+                ended()
+                raise
             if not bridge.over:
                 self._bridges.add(bridge)
             return end
 
-    def _no_bridge(self, error: BaseException, link: Link, endpoint: str) -> BaseException:
+    def _no_bridge(self, error: Exception, link: Link, endpoint: str) -> OSError:
         name = self._destination.place.name
         if isinstance(error, asyncssh.ChannelOpenError):
             if error.code == asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED:
@@ -185,9 +187,7 @@ class SSHMachine:
                 f"SSH host {name}: no answer for {self._destination.timeout:g} s; it will be "
                 "connected to anew"
             )
-        if isinstance(error, asyncssh.Error | OSError):
-            return UnreachableError(f"SSH host {name}: the connection was lost: {error}")
-        return error
+        return UnreachableError(f"SSH host {name}: the connection was lost: {error}")
 
     async def alive(self) -> bool:
         """Whether it answers within seconds, and still has the machine's folder."""
@@ -235,13 +235,17 @@ class SSHMachine:
     async def _execute(self, link: Link, session: _Session, line: str, input: bytes) -> int:
         name = self._destination.place.name
         try:
-            async with link.room_for_a_command() as connection:
-                await opened(connection.create_session(lambda: session, line, encoding=None))
+            async with link.command(session, line):
                 await session.feed(input)
                 status = await session.ended
+        except PoolStartError:
+            raise
+        except asyncssh.ChannelOpenError as error:
+            raise UnreachableError(
+                f"SSH host {name}: it runs no command: {error.reason}; is MaxSessions 0 in its "
+                "sshd_config?"
+            ) from error
         except (asyncssh.Error, OSError) as error:
-            if isinstance(error, UnreachableError | PoolStartError):
-                raise
             raise UnreachableError(
                 f"SSH host {name}: the connection was lost while a command ran: {error}"
             ) from error
