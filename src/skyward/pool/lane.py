@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CODE_MAX = 256
 """Functions an executor keeps before the client tells it to forget the oldest."""
 
+PROMPT_BYTES = 16 << 10
+"""What is not larger is sent without waiting, whatever the network does."""
 LONG_BYTES = 1 << 20
 """Larger frames are not waited for to send a message after them."""
 
@@ -64,6 +66,10 @@ class Lane(Place[Task]):
     """Whether the plugins' hooks are entered in it."""
     joined: bool = False
     """Whether it was told to prepare, which it can do once."""
+    paused: bool = False
+    """Whether it gets nothing new only because it is cut off."""
+    back_since: float = 0.0
+    """When it was last connected again."""
     replaced: bool = False
     """Whether its group is over: it gets nothing new, and is ended when it is idle."""
     last_result: float = 0.0
@@ -84,6 +90,28 @@ class Lane(Place[Task]):
         """Send a small message; if the executor is gone, whoever watches it knows soon."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
+
+    def takes_long(self, task: Task) -> bool:
+        """Whether sending a task may take long enough that the loop must not wait for it."""
+        if task.parcel.heavy or self.channel.shares_memory:
+            return task.parcel.heavy
+        return (
+            self.sending is not None
+            or task.parcel.encoded.size > PROMPT_BYTES
+            or any(d.parcel.heavy and d.key not in self._known for d in (task.code, *task.handles))
+        )
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Do something with the lock: now, or when a transfer that lasts has let go of it."""
+
+        def locked() -> None:
+            with self._lock:
+                action()
+
+        if self.sending is None or self.channel.shares_memory:
+            locked()
+        else:
+            threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
     def send(self, task: Task) -> bool:
         """Send a task with whatever its executor does not have yet, unless it was cancelled."""
@@ -119,8 +147,7 @@ class Lane(Place[Task]):
         if self.sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
-        with self._lock:
-            self.tell(Cancel(task.id))
+        self._soon(lambda: self.tell(Cancel(task.id)))
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
         """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
@@ -251,7 +278,8 @@ class Lane(Place[Task]):
         digests: Sequence[bytes] = (),
     ) -> None:
         """Tell the executor that nobody will refer to these again."""
-        with self._lock:
+
+        def tell() -> None:
             # Still held until it says so: `let_go` unpins them.
             ours = [segment for segment in segments if segment in self._segments]
             self._leaving.update(ours)
@@ -259,8 +287,9 @@ class Lane(Place[Task]):
             stale = [digest for digest in digests if digest in self._digests]
             self._digests.difference_update(stale)
             if ours or known or stale:
-                with contextlib.suppress(OSError):
-                    self.channel.send(Forget(known, ours, stale))
+                self.tell(Forget(known, ours, stale))
+
+        self._soon(tell)
 
     def flush_releases(self) -> None:
         """Tell the executor which of its segments nothing here maps any more."""

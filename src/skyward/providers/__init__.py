@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -43,6 +44,18 @@ class Machine(Protocol):
 
 
 @runtime_checkable
+class OwnWay(Protocol):
+    """A machine whose processes the network does not lead to directly."""
+
+    def dial(self, endpoint: str, seconds: float) -> socket.socket:
+        """A stream to what listens at that endpoint there, opened within so many seconds.
+
+        For the agent, and for the processes it announces later. `ConnectionRefusedError` only if
+        it is known that nobody listens there; any other `OSError` is tried again.
+        """
+
+
+@runtime_checkable
 class Provider(Protocol):
     """A source of machines. A value: it holds no connection and makes nothing until asked."""
 
@@ -57,4 +70,4 @@ class Provider(Protocol):
         """A machine for one node; nothing is created before its `start`."""
 
 
-__all__ = ["Credentials", "Machine", "Provider", "Wish"]
+__all__ = ["Credentials", "Machine", "OwnWay", "Provider", "Wish"]
