@@ -422,16 +422,19 @@ class Dispatcher:
             if lane.takes_long(task):
                 threading.Thread(target=self._send, args=(lane, task), daemon=True).start()
             elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
-                self._send(lane, task)
+                lane.soon(functools.partial(self._send, lane, task))
             else:
                 light.append(task)
         if light:
-            try:
-                unsent = lane.send_small(light)
-            except OSError:
-                return
-            for task in unsent:
-                self._drop(lane, task)
+            lane.soon(lambda: self._send_light(lane, light))
+
+    def _send_light(self, lane: Lane, tasks: list[Task]) -> None:
+        try:
+            unsent = lane.send_small(tasks)
+        except OSError:
+            return
+        for task in unsent:
+            self._drop(lane, task)
 
     def recall_stuck(self) -> None:
         """Call back tasks that were sent ahead and now wait behind a slow one."""

@@ -79,7 +79,7 @@ class Lane(Place[Task]):
     _segments: set[int] = field(default_factory=set)
     _leaving: set[int] = field(default_factory=set)
     """Segments the executor was told to forget and has not released yet."""
-    _lock: Any = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
 
     @property
     def where(self) -> str:
@@ -95,22 +95,34 @@ class Lane(Place[Task]):
         """Whether sending a task may take long enough that the loop must not wait for it."""
         if task.parcel.heavy or self.channel.shares_memory:
             return task.parcel.heavy
-        return (
-            self.sending is not None
-            or task.parcel.encoded.size > PROMPT_BYTES
-            or any(d.parcel.heavy and d.key not in self._known for d in (task.code, *task.handles))
+        return task.parcel.encoded.size > PROMPT_BYTES or any(
+            d.parcel.heavy and d.key not in self._known for d in (task.code, *task.handles)
         )
 
-    def _soon(self, action: Callable[[], None]) -> None:
-        """Do something with the lock: now, or when a transfer that lasts has let go of it."""
+    def soon(self, action: Callable[[], None]) -> None:
+        """Do something with the lock: now, or when a transfer that lasts has let go of it.
+
+        A transfer over a network may last for as long as that is gone, and the loop must go on: it
+        is the loop that hears how far the transfer has come.
+        """
 
         def locked() -> None:
             with self._lock:
                 action()
 
-        if self.sending is None or self.channel.shares_memory:
+        if self.channel.shares_memory:
             locked()
-        else:
+            return
+        held: list[bool] = []
+        try:
+            # One step for the interpreter: no Ctrl-C between taking the lock and noting it.
+            held.extend(map(self._lock.acquire, (False,)))
+            if held[0]:
+                action()
+        finally:
+            if held and held[0]:
+                self._lock.release()
+        if not held[0]:
             threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
     def send(self, task: Task) -> bool:
@@ -147,7 +159,7 @@ class Lane(Place[Task]):
         if self.sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
-        self._soon(lambda: self.tell(Cancel(task.id)))
+        self.soon(lambda: self.tell(Cancel(task.id)))
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
         """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
@@ -258,8 +270,7 @@ class Lane(Place[Task]):
 
     def evicted(self, digests: list[bytes]) -> None:
         """The executor dropped these to stay within its cap."""
-        with self._lock:
-            self._digests.difference_update(digests)
+        self.soon(lambda: self._digests.difference_update(digests))
 
     def let_go(self, segments: list[int]) -> None:
         """The executor no longer maps these segments of ours."""
@@ -289,7 +300,7 @@ class Lane(Place[Task]):
             if ours or known or stale:
                 self.tell(Forget(known, ours, stale))
 
-        self._soon(tell)
+        self.soon(tell)
 
     def flush_releases(self) -> None:
         """Tell the executor which of its segments nothing here maps any more."""
