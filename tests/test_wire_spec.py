@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from skyward.device import pump, route
+from skyward.pool import contact
 from skyward.pool import streams as pool_streams
-from skyward.wire import blobs, frames, identity, memory, messages
+from skyward.wire import blobs, dial, frames, identity, link, memory, messages
 from skyward.worker import streams as worker_streams
 
 ROOT = Path(__file__).parents[1]
@@ -90,8 +91,23 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert typing.get_args(messages.Size)[1] == msgspec.Meta(ge=0, le=1 << 48)
 
 
-def test_the_links_of_a_device_are_as_described() -> None:
+def test_links_are_as_described() -> None:
     links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
+    assert link.RECORD.format == "<Q"
+    assert link.IS_COUNT == 1 << 63
+    for words in (
+        f"from 1 byte to {link.RECORD_MAX >> 20} MiB",
+        f"for every {link.COUNT_EVERY >> 20} MiB received",
+        f"keeps more than {link.LINK_WINDOW >> 20} MiB",
+        f"the refusal `{identity.SESSION_UNKNOWN}`",
+        f"no `Ping` back for {contact.SILENCE_SECONDS:g} s",
+        f"refused connections for {dial.REFUSED_SECONDS:g} s",
+    ):
+        assert words in links
+
+
+def test_the_links_of_a_device_are_as_described() -> None:
+    links = PAGE.partition("## Links of a device\n")[2].partition("\n## ")[0]
     assert route.GREETING.format == "<16sQ"
     assert pump.COUNT.format == "<Q"
     for words in (

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import skyward as sky
-from skyward.device import backlog, pump
-from skyward.device.backlog import Backlog
+from skyward.device import pump
 from skyward.device.core import core
 from skyward.device.route import GREETING, Dial
 from skyward.errors import ProtocolError
 from skyward.pool import fleet
+from skyward.wire import backlog
+from skyward.wire.backlog import Backlog
 from skyward.wire.channel import Channel
 from skyward.wire.identity import GREETING_SECONDS
 from skyward.wire.messages import Hello

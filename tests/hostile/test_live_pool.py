@@ -261,7 +261,7 @@ def test_a_function_that_scribbles_on_the_wire_costs_its_worker_only(
 
 def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowd at a new executor's door may keep its own client out."""
-    from skyward.pool import fleet
+    from skyward.pool import contact
 
     kept_out = []
 
@@ -277,7 +277,7 @@ def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyP
 
     options = sky.Options(console=False, default_timeout=30)
     with sky.Compute(options=options) as compute:
-        monkeypatch.setattr(fleet, "connect", crowded)
+        monkeypatch.setattr(contact, "connect", crowded)
         with pytest.raises(sky.WorkerDiedError):
             die() >> compute
         assert add(1, 2) >> compute == 3

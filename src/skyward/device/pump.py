@@ -21,9 +21,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from skyward.device.backlog import Backlog
 from skyward.device.route import Route
 from skyward.errors import ProtocolError
+from skyward.wire.backlog import Backlog
 from skyward.wire.channel import Channel
 
 RECORD = 16 << 10

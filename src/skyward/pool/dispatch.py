@@ -98,8 +98,25 @@ class Dispatcher:
     def drain(self, lane: Lane) -> None:
         """Give a lane nothing new."""
         with self._lock:
+            lane.paused = False
             if lane.open:
                 self._scheduler.remove(lane)
+
+    def pause(self, lane: Lane) -> None:
+        """Give a lane nothing new for now: it is cut off. What it has been sent stays there."""
+        with self._lock:
+            if lane.open:
+                self._scheduler.remove(lane)
+                lane.paused = True
+
+    def resume(self, lane: Lane) -> None:
+        """A lane is connected again."""
+        with self._lock:
+            lane.back_since = time.monotonic()
+            if lane.paused and not lane.lost:
+                lane.paused, lane.open = False, True
+                self._scheduler.add(lane)
+                self._dirty.add(lane)
 
     def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
         """A lane is gone for good: what ran on it is struck, what only waited there goes on."""
@@ -402,21 +419,22 @@ class Dispatcher:
                 task.waiting = False
                 task.lane = lane
                 self._scheduler.begin(lane, task)
-            if task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
-                sender = threading.Thread if task.parcel.heavy else None
-                if sender is not None:
-                    sender(target=self._send, args=(lane, task), daemon=True).start()
-                else:
-                    self._send(lane, task)
+            if lane.takes_long(task):
+                threading.Thread(target=self._send, args=(lane, task), daemon=True).start()
+            elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
+                lane.soon(functools.partial(self._send, lane, task))
             else:
                 light.append(task)
         if light:
-            try:
-                unsent = lane.send_small(light)
-            except OSError:
-                return
-            for task in unsent:
-                self._drop(lane, task)
+            lane.soon(lambda: self._send_light(lane, light))
+
+    def _send_light(self, lane: Lane, tasks: list[Task]) -> None:
+        try:
+            unsent = lane.send_small(tasks)
+        except OSError:
+            return
+        for task in unsent:
+            self._drop(lane, task)
 
     def recall_stuck(self) -> None:
         """Call back tasks that were sent ahead and now wait behind a slow one."""
@@ -451,7 +469,13 @@ class Dispatcher:
 
     def _insist(self, lane: Lane, task: Task) -> None:
         """The grace is over: if the task still holds its place, its process has to go."""
-        if task.id in lane.tasks and not lane.lost:
+        if task.id not in lane.tasks or lane.lost:
+            return
+        back_for = time.monotonic() - lane.back_since
+        if not lane.channel.connected or back_for < CANCEL_GRACE:
+            # The cancellation has not reached it, or only just.
+            self._loop.later(CANCEL_GRACE, lambda: self._insist(lane, task))
+        else:
             lane.kill(f"{task.name} was cancelled and did not end within {CANCEL_GRACE} s")
 
     def _abandon(self, task: Task) -> None:

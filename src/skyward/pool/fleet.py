@@ -22,6 +22,7 @@ from skyward.errors import (
     SkywardError,
     WorkerDiedError,
 )
+from skyward.pool.contact import Contacts, reach
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.host import RemoteHost
@@ -38,7 +39,15 @@ from skyward.wire import messages
 from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Authority, check_compatible, connect, my_versions, node_name
+from skyward.wire.identity import (
+    GREETING_SECONDS,
+    Authority,
+    check_compatible,
+    connect,
+    direct,
+    my_versions,
+    node_name,
+)
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
@@ -115,6 +124,7 @@ class Fleet:
         self._devices = DeviceDesk(
             self._tell_node, self._connect_device, spec.options.orphan_timeout
         )
+        self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         dispatcher.has_hope = self._has_hope
         dispatcher.why_hopeless = self._why_hopeless
 
@@ -187,14 +197,18 @@ class Fleet:
             node.machine.start(self._agent_config(node))
             self._console.phase(node.index, "connecting")
             hello = Hello(self._id, "control", versions=self._versions, pid=os.getpid())
-            control, welcome = connect(
+            control, welcome = reach(
                 node.route(node.machine.endpoint),
                 hello,
                 self._credentials,
                 node_name(self._id, node.index),
+                node.dial,
+                gone="its agent is gone",
             )
             node.control = control
-            node.heard = time.monotonic()
+            node.cut_off = False
+            node.hear()
+            self._contacts.watch_node(node, control)
             where = f"node {node.index}"
             for warning in check_compatible(self._versions, welcome.versions, where):
                 self._console.note(warning)
@@ -203,7 +217,7 @@ class Fleet:
             self._loop.watch(
                 control,
                 lambda frame: self._on_control(node, frame),
-                lambda problem: self._node_lost(node, "its agent is gone"),
+                lambda problem: self._agent_lost(node, control, problem),
             )
         except Exception as problem:
             # Whatever a provider raises: nobody else would notice that the node never comes.
@@ -334,8 +348,8 @@ class Fleet:
         with self._lock:
             node.state = "stopped"
         node.tell(Shutdown())
-        # One that is still starting was told nothing it could end by itself for.
-        node.machine.stop(seconds if node.control is not None else 0)
+        # One that is still starting, or cut off, was told nothing it could end by itself for.
+        node.machine.stop(seconds if node.reachable else 0)
         if node.launch is not None:
             node.launch.join(5.0)
         if node.control is not None:
@@ -392,7 +406,11 @@ class Fleet:
 
     def _connect_device(self, node: int, endpoint: str, role: str) -> Channel:
         hello = Hello(self._id, role, versions=self._versions, pid=os.getpid())
-        channel, _ = connect(endpoint, hello, self._credentials, node_name(self._id, node))
+        found = next((each for each in self.nodes if each.index == node), None)
+        dial = direct if found is None else found.dial
+        place = endpoint if found is None else found.route(endpoint)
+        name = node_name(self._id, node)
+        channel, _ = connect(place, hello, self._credentials, name, GREETING_SECONDS, dial)
         return channel
 
     def _has_hope(self, task: Task) -> bool:
@@ -416,7 +434,7 @@ class Fleet:
 
     def _on_control(self, node: Node, frame: Frame) -> None:
         message = messages.decode(frame.kind, frame.meta)
-        node.heard = time.monotonic()
+        node.hear()
         match message:
             case Ping():
                 pass
@@ -439,9 +457,15 @@ class Fleet:
 
     def _open_lane(self, node: Node, up: ExecutorUp) -> None:
         hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
+        control = node.control
         try:
-            channel, _ = connect(
-                node.route(up.endpoint), hello, self._credentials, node_name(self._id, node.index)
+            channel, _ = reach(
+                node.route(up.endpoint),
+                hello,
+                self._credentials,
+                node_name(self._id, node.index),
+                node.dial,
+                persist=lambda: not self.closed and node.control is control is not None,
             )
         except (OSError, EOFError, SkywardError) as problem:
             if not self.closed and node.state == "starting":
@@ -476,10 +500,11 @@ class Fleet:
                 channel.close()
                 return
             node.lanes[up.worker, up.slot] = lane
+        self._contacts.watch_lane(lane, lambda reason: self._bury(node, lane, reason))
         self._loop.watch(
             channel,
             lambda frame: self._on_data(node, lane, frame),
-            lambda problem: self._lane_lost(node, lane),
+            lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)
 
@@ -529,12 +554,16 @@ class Fleet:
 
     # Losing things.
 
-    def _lane_lost(self, node: Node, lane: Lane) -> None:
+    def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
         """The connection ended; why, the agent will say, if it is not gone itself."""
         if lane.lost or self.closed:
             return
         self._dispatcher.drain(lane)
+        resumes = lane.channel.resumes
         lane.close()
+        if resumes:
+            # Its process waits for us to come back, which we will not.
+            node.kill(lane, f"its connection was given up: {problem}")
         if lane.end_reason:
             self._bury(node, lane, lane.end_reason)
             return
@@ -547,7 +576,8 @@ class Fleet:
             # Results it sent before it died come before the end of its connection, unless a
             # process it left behind keeps that open.
             lane.end_reason = down.reason
-            seconds = 0.0 if lane.lost else LAST_RESULTS_SECONDS
+            over = lane.lost or lane.channel.exhausted
+            seconds = 0.0 if over else LAST_RESULTS_SECONDS
             self._loop.later(seconds, lambda: self._bury(node, lane, down.reason))
         if not down.restarting:
             failure = PoolStartError(
@@ -574,6 +604,11 @@ class Fleet:
             lane,
             lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
         )
+
+    def _agent_lost(self, node: Node, control: Channel, problem: BaseException) -> None:
+        """The control connection is over, and will not be made again."""
+        if node.control is control:
+            self._node_lost(node, str(problem) if control.resumes else "its agent is gone")
 
     def _node_lost(self, node: Node, reason: str) -> None:
         """A whole node is gone; its tasks are struck, and it is started anew."""
@@ -627,8 +662,9 @@ class Fleet:
             if node.control is None:
                 continue
             node.ping()
-            if node.silent_too_long:
-                self._node_lost(node, "it has stopped answering")
+            reason = self._contacts.why_lost(node)
+            if reason:
+                self._node_lost(node, reason)
         self._dispatcher.recall_stuck()
         self._scaler.look(len(self.nodes))
 
@@ -655,7 +691,7 @@ class Fleet:
             return [
                 NodeView(
                     node.index,
-                    node.state,
+                    "reconnecting" if node.cut_off and node.state == "ready" else node.state,
                     node.machine.address,
                     node.machine.accelerator,
                     node.machine.accelerators,

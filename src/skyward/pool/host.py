@@ -14,6 +14,7 @@ from skyward.errors import PoolStartError
 from skyward.pool.journal import Journal
 from skyward.providers import Machine, Order, Provider, bootstrap, loop
 from skyward.providers.bootstrap import Prepared
+from skyward.wire.identity import direct
 from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5
@@ -22,11 +23,6 @@ DESTROY_SECONDS = 60.0
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
-
-
-def direct(endpoint: str, seconds: float) -> socket.socket:
-    host, _, port = endpoint.partition(":")[2].rpartition(":")
-    return socket.create_connection((host, int(port)), seconds)
 
 
 class RemoteHost:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CODE_MAX = 256
 """Functions an executor keeps before the client tells it to forget the oldest."""
 
+PROMPT_BYTES = 16 << 10
+"""What is not larger is sent without waiting, whatever the network does."""
 LONG_BYTES = 1 << 20
 """Larger frames are not waited for to send a message after them."""
 
@@ -64,6 +66,10 @@ class Lane(Place[Task]):
     """Whether the plugins' hooks are entered in it."""
     joined: bool = False
     """Whether it was told to prepare, which it can do once."""
+    paused: bool = False
+    """Whether it gets nothing new only because it is cut off."""
+    back_since: float = 0.0
+    """When it was last connected again."""
     replaced: bool = False
     """Whether its group is over: it gets nothing new, and is ended when it is idle."""
     last_result: float = 0.0
@@ -73,7 +79,7 @@ class Lane(Place[Task]):
     _segments: set[int] = field(default_factory=set)
     _leaving: set[int] = field(default_factory=set)
     """Segments the executor was told to forget and has not released yet."""
-    _lock: Any = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
 
     @property
     def where(self) -> str:
@@ -84,6 +90,40 @@ class Lane(Place[Task]):
         """Send a small message; if the executor is gone, whoever watches it knows soon."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
+
+    def takes_long(self, task: Task) -> bool:
+        """Whether sending a task may take long enough that the loop must not wait for it."""
+        if task.parcel.heavy or self.channel.shares_memory:
+            return task.parcel.heavy
+        return task.parcel.encoded.size > PROMPT_BYTES or any(
+            d.parcel.heavy and d.key not in self._known for d in (task.code, *task.handles)
+        )
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Do something with the lock: now, or when a transfer that lasts has let go of it.
+
+        A transfer over a network may last for as long as that is gone, and the loop must go on: it
+        is the loop that hears how far the transfer has come.
+        """
+
+        def locked() -> None:
+            with self._lock:
+                action()
+
+        if self.channel.shares_memory:
+            locked()
+            return
+        held: list[bool] = []
+        try:
+            # One step for the interpreter: no Ctrl-C between taking the lock and noting it.
+            held.extend(map(self._lock.acquire, (False,)))
+            if held[0]:
+                action()
+        finally:
+            if held and held[0]:
+                self._lock.release()
+        if not held[0]:
+            threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
     def send(self, task: Task) -> bool:
         """Send a task with whatever its executor does not have yet, unless it was cancelled."""
@@ -119,8 +159,7 @@ class Lane(Place[Task]):
         if self.sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
-        with self._lock:
-            self.tell(Cancel(task.id))
+        self.soon(lambda: self.tell(Cancel(task.id)))
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
         """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
@@ -231,8 +270,7 @@ class Lane(Place[Task]):
 
     def evicted(self, digests: list[bytes]) -> None:
         """The executor dropped these to stay within its cap."""
-        with self._lock:
-            self._digests.difference_update(digests)
+        self.soon(lambda: self._digests.difference_update(digests))
 
     def let_go(self, segments: list[int]) -> None:
         """The executor no longer maps these segments of ours."""
@@ -251,7 +289,8 @@ class Lane(Place[Task]):
         digests: Sequence[bytes] = (),
     ) -> None:
         """Tell the executor that nobody will refer to these again."""
-        with self._lock:
+
+        def tell() -> None:
             # Still held until it says so: `let_go` unpins them.
             ours = [segment for segment in segments if segment in self._segments]
             self._leaving.update(ours)
@@ -259,8 +298,9 @@ class Lane(Place[Task]):
             stale = [digest for digest in digests if digest in self._digests]
             self._digests.difference_update(stale)
             if ours or known or stale:
-                with contextlib.suppress(OSError):
-                    self.channel.send(Forget(known, ours, stale))
+                self.tell(Forget(known, ours, stale))
+
+        self.soon(tell)
 
     def flush_releases(self) -> None:
         """Tell the executor which of its segments nothing here maps any more."""

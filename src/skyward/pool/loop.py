@@ -17,6 +17,7 @@ from typing import Any
 
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
+from skyward.wire.link import Disconnected
 
 OnFrame = Callable[[Frame], None]
 OnLost = Callable[[BaseException], None]
@@ -72,8 +73,10 @@ class Loop:
         self.soon(lambda: self._register(channel, on_frame, on_lost))
 
     def _register(self, channel: Channel, on_frame: OnFrame, on_lost: OnLost) -> None:
-        if channel.closed:
-            on_lost(EOFError("the channel is closed"))
+        if not channel.ready(lambda: self.soon(_later(self._register, channel, on_frame, on_lost))):
+            return
+        if channel.ended:
+            self._lose(channel, on_lost, EOFError("the channel is closed"))
             return
         self._selector.register(channel, selectors.EVENT_READ, (channel, on_frame, on_lost))
         # Bytes read along with the handshake or with a large body wake no selector.
@@ -140,6 +143,9 @@ class Loop:
                     self._take_large(channel, frame, on_frame, on_lost)
                     return
                 on_frame(frame)
+        except Disconnected:
+            self._selector.unregister(channel)
+            self._register(channel, on_frame, on_lost)
         except (EOFError, OSError) as problem:
             self._lose(channel, on_lost, problem)
         except Exception as problem:

@@ -11,9 +11,10 @@ from typing import Literal
 from skyward.pool.lane import Lane
 from skyward.providers import Host, OwnWay
 from skyward.wire.channel import Channel
+from skyward.wire.identity import Dial, direct
 from skyward.wire.messages import Kill, Message, Ping
 
-State = Literal["starting", "ready", "draining", "lost", "stopped"]
+State = Literal["starting", "ready", "reconnecting", "draining", "lost", "stopped"]
 
 PING_SECONDS = 0.5
 DOUBT_SECONDS = 1.5
@@ -32,6 +33,8 @@ class Node:
         self.control: Channel | None = None
         self.lanes: dict[tuple[int, int], Lane] = {}
         self.heard = time.monotonic()
+        self.cut_off = False
+        """Whether its agent cannot be reached, which may pass."""
         self.failure: BaseException | None = None
         self.ready = threading.Event()
         """Set when it is usable, or has failed for good."""
@@ -42,6 +45,18 @@ class Node:
         self.ready_since = 0.0
         self.starts = 0
         self._pings = 0
+        self._asked: float | None = None
+
+    @property
+    def dial(self) -> Dial:
+        """How its processes are connected to."""
+        machine = self.machine
+        return machine.dial if isinstance(machine, OwnWay) else direct
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its agent can be told something, as far as known."""
+        return self.control is not None and not self.cut_off
 
     def route(self, endpoints: str) -> str:
         """Of the places where something on it listens, the one to connect to."""
@@ -55,12 +70,25 @@ class Node:
 
     def ping(self) -> None:
         """Send a heartbeat."""
+        if self.cut_off:
+            return
         self._pings += 1
+        self._asked = self._asked or time.monotonic()
         self.tell(Ping(self._pings))
 
     def kill(self, lane: Lane, reason: str) -> None:
         """Have the agent end an executor; it starts a new one."""
         self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
+
+    def hear(self) -> None:
+        """Its agent has said something."""
+        self.heard = time.monotonic()
+        self._asked = None
+
+    @property
+    def unanswered(self) -> float:
+        """For how long a heartbeat has gone unanswered; a client that slept has asked nothing."""
+        return 0.0 if self._asked is None else time.monotonic() - self._asked
 
     @property
     def silent_too_long(self) -> bool:

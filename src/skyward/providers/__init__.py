@@ -148,8 +148,8 @@ class OwnWay(Protocol):
     def dial(self, endpoint: str, seconds: float) -> socket.socket:
         """A stream to what listens at that endpoint there, opened within so many seconds.
 
-        `ConnectionRefusedError` only if it is known that nobody listens there; any other `OSError`
-        is tried again.
+        For the agent, and for the processes it announces later. `ConnectionRefusedError` only if
+        it is known that nobody listens there; any other `OSError` is tried again.
         """
 
 

@@ -8,10 +8,12 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from skyward.errors import ProtocolError
 from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame, FrameDecoder, header
+from skyward.wire.link import Link
 from skyward.wire.messages import Message, encode
 
 Bytes = bytes | bytearray | memoryview
@@ -30,10 +32,11 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsi
 
 
 class Channel:
-    """Frames over one socket, or over one socket a direction when they are TLS.
+    """Frames over one socket, over one socket a direction when they are TLS, or over a link.
 
     OpenSSL does not allow one connection to be read and written from two threads at once, so an
     encrypted channel is a pair of connections. Any thread may send; one thread at a time receives.
+    Over a link, one pair follows another, and nobody notices but by the time it takes.
     """
 
     def __init__(
@@ -41,11 +44,14 @@ class Channel:
         sender: socket.socket,
         receiver: socket.socket | None = None,
         decoder: FrameDecoder | None = None,
+        link: Link | None = None,
     ) -> None:
+        self._link = link
         self._sender = sender
         self._receiver = receiver or sender
         self._encrypted = isinstance(sender, ssl.SSLSocket)
-        self.shares_memory = sender.family == socket.AF_UNIX
+        # A pair of plain connections leads to another machine, through a way of its provider's.
+        self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
         self._incoming = bytearray(RECEIVE_SIZE)
@@ -55,21 +61,82 @@ class Channel:
         self.closed = False
         self.aborted = False
 
+    @classmethod
+    def over(cls, link: Link) -> Channel:
+        """A channel that outlives its connections."""
+        pair = link.first
+        return cls(pair.sender, pair.receiver, link=link)
+
     def fileno(self) -> int:
         """The descriptor to wait on for incoming frames."""
-        return self._receiver.fileno()
+        return self._receiver.fileno() if self._link is None else self._link.fileno()
+
+    # What a link adds; without one, a channel is connected until it is lost.
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it survives the loss of its connections."""
+        return self._link is not None
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has a connection now."""
+        return not self.closed if self._link is None else self._link.connected
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether its connection is lost, and all that came over it has been read."""
+        return self.closed if self._link is None else self._link.exhausted
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to be over."""
+        return self.closed or (self._link is not None and self._link.ended)
+
+    def ready(self, again: Callable[[], None]) -> bool:
+        """Whether frames can come; else `again` is called, once, when they can or never will."""
+        return self._link is None or self._link.ready(again)
+
+    def on_change(self, told: Callable[[bool], None]) -> None:
+        """Have somebody told, on any thread, when a connection is lost (False) and made (True)."""
+        if self._link is not None:
+            self._link.on_change = told
+
+    def doubt(self) -> None:
+        """Nothing is heard any more: have a new connection made, if this can."""
+        if self._link is not None:
+            self._link.doubt()
+
+    def be_patient(self) -> None:
+        """From now on, what is sent has left this process if there is a connection at all."""
+        if self._link is not None:
+            self._link.patient = True
+
+    def wait_for_room(self) -> None:
+        """Wait while much of what was sent is still here, for lack of a connection."""
+        if self._link is not None:
+            self._link.wait_for_room()
 
     def send(
         self, message: Message, body: Sequence[Bytes] = (), descriptors: Sequence[int] = ()
     ) -> None:
-        """Send one frame; returns when the kernel has all of it."""
+        """Send one frame; returns when the kernel, or the link, has all of it."""
         meta = encode(message)
         length = sum(map(len, body)) if body else 0
         head = header(message.KIND, len(meta), length, len(descriptors)) + meta
         if length < JOIN_BELOW and not descriptors:
             whole = b"".join((head, *body)) if body else head
-            with self._send_lock:
-                self._sender.sendall(whole)
+            if self._link is not None:
+                self._link.send(whole)
+            else:
+                with self._send_lock:
+                    self._sender.sendall(whole)
+        elif self._link is not None:
+            try:
+                self._link.send_parts(_joined([head, *body]))
+            except BaseException:
+                self.abort()
+                raise
         else:
             with self._send_lock:
                 self._send_parts([head, *body], descriptors)
@@ -83,13 +150,20 @@ class Channel:
             parts.append(header(message.KIND, len(meta), sum(map(len, body))) + meta)
             parts += body
         joined = b"".join(parts)
-        with self._send_lock:
-            self._sender.sendall(joined)
+        if self._link is not None:
+            self._link.send(joined)
+        else:
+            with self._send_lock:
+                self._sender.sendall(joined)
         self.bytes_sent += len(joined)
 
     def abort(self) -> None:
         """End the connection for both readers to see; it stays its owner's to close."""
         self.aborted = True
+        if self._link is not None:
+            # The other end cannot tell this from an outage; who owns this channel says it there.
+            self._link.end("the channel was aborted")
+            return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
@@ -138,14 +212,13 @@ class Channel:
     def poll(self) -> list[Frame]:
         """Whatever frames can be read without waiting; `EOFError` when the other end is gone."""
         try:
-            count = self._receive_some(_DONT_WAIT)
+            part = self._receive_some(_DONT_WAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
             return []
-        frames = self._cut(count)
+        frames = self._cut(part)
         while self._encrypted and (not frames or frames[-1].body is not None):
             # OpenSSL may hold decrypted bytes the selector cannot see.
-            assert isinstance(self._receiver, ssl.SSLSocket)
-            if not self._receiver.pending():
+            if not (self._link or cast(ssl.SSLSocket, self._receiver)).pending():
                 break
             frames += self._cut(self._receive_some(0))
         return frames
@@ -156,16 +229,15 @@ class Channel:
             frame = self._decoder.next()
             if frame is not None:
                 return frame
-            count = self._receive_some(0)
-            self._decoder.feed(self._view[:count])
+            self._decoder.feed(self._receive_some(0))
 
     def buffered(self) -> list[Frame]:
         """Frames already read but not yet returned, after a large body was taken."""
-        return self._cut(0)
+        return self._cut(None)
 
-    def _cut(self, count: int) -> list[Frame]:
-        if count:
-            self._decoder.feed(self._view[:count])
+    def _cut(self, part: memoryview | None) -> list[Frame]:
+        if part is not None:
+            self._decoder.feed(part)
         frames = []
         while (frame := self._decoder.next()) is not None:
             frames.append(frame)
@@ -173,7 +245,11 @@ class Channel:
                 break
         return frames
 
-    def _receive_some(self, flags: int) -> int:
+    def _receive_some(self, flags: int) -> memoryview:
+        if self._link is not None:
+            part = self._link.receive(self._view)
+            self.bytes_received += len(part)
+            return part
         if not self.shares_memory:
             count = (
                 self._receiver.recv_into(self._view)
@@ -192,7 +268,7 @@ class Channel:
         if not count:
             raise EOFError("the other end closed the connection")
         self.bytes_received += count
-        return count
+        return self._view[:count]
 
     def read_body(self, frame: Frame, places: Sequence[memoryview]) -> None:
         """Take the rest of a frame with a large body straight into its final places."""
@@ -202,6 +278,10 @@ class Channel:
             )
         for place in places:
             at = self._decoder.take(place)
+            if self._link is not None:
+                self._link.fill(place[at:])
+                self.bytes_received += len(place) - at
+                continue
             while at < len(place):
                 count = self._receiver.recv_into(place[at : at + (64 << 20)])
                 if not count:
@@ -211,16 +291,22 @@ class Channel:
 
     def set_blocking(self, blocking: bool) -> None:
         """Whether reads of an encrypted channel wait; plain ones choose per call."""
-        if self._encrypted:
+        if self._link is not None:
+            self._link.set_blocking(blocking)
+        elif self._encrypted:
             self._receiver.setblocking(blocking)
 
     def detach(self) -> tuple[socket.socket, socket.socket]:
         """The sockets to send and receive on, for a protocol of their own from here on."""
+        assert self._link is None
         return self._sender, self._receiver
 
     def close(self) -> None:
         """Wake whoever reads or writes, and give the sockets back."""
         self.closed = True
+        if self._link is not None:
+            self._link.close()
+            return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):
                 # On the plain socket underneath: unwrapping TLS would wait for the peer.

@@ -65,6 +65,16 @@ class FrameDecoder:
         """How many bytes are held but not yet consumed."""
         return len(self._data) - self._at
 
+    @property
+    def missing(self) -> int:
+        """How many bytes are known to be needed before there can be a frame."""
+        have = self.buffered
+        if have < HEADER.size:
+            return HEADER.size - have
+        *_, meta_length, body_length = HEADER.unpack_from(self._data, self._at)
+        inline = int(body_length) if body_length <= INLINE_BODY else 0
+        return int(HEADER.size + meta_length + inline - have)
+
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Add bytes as they came off the socket."""
         if self._at == len(self._data):

@@ -30,13 +30,20 @@ import msgspec
 from skyward.errors import AuthenticationError, ProtocolError, VersionMismatchError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.frames import GREETING_LIMIT, PROTOCOL, FrameDecoder
+from skyward.wire.frames import GREETING_LIMIT, PROTOCOL, Frame, FrameDecoder
+from skyward.wire.link import Link, Pair
 from skyward.wire.messages import Hello, Welcome
 
+SESSION_UNKNOWN = "unknown session"
+"""The refusal of a connection that is to go on with a link this process does not have."""
 GREETING_SECONDS = 5.0
 UNPROVEN_PEERS = 16
 LIFETIME = datetime.timedelta(days=30)
 _NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
+
+
+class SessionUnknownError(AuthenticationError):
+    """The process that was reached is not the one that a link was with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,57 +205,99 @@ def check_compatible(client: dict[str, str], worker: dict[str, str], where: str)
     return warnings
 
 
+Dial = Callable[[str, float], socket.socket]
+"""Opens a connection to an endpoint within so many seconds."""
+
+
+def direct(endpoint: str, seconds: float) -> socket.socket:
+    """A connection to an endpoint that the network itself leads to."""
+    host, _, port = endpoint.partition(":")[2].rpartition(":")
+    end = socket.create_connection((host, int(port)), seconds)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
+
+
 def connect(
     endpoint: str,
     hello: Hello,
     credentials: Credentials | None,
     name: str,
     seconds: float = GREETING_SECONDS,
+    dial: Dial = direct,
 ) -> tuple[Channel, Welcome]:
-    """Open a channel to a listener and shake hands."""
-    if credentials is None or endpoint.startswith("unix:"):
-        end, decoder, welcome = _connect_one(endpoint, hello, None, name, seconds)
+    """Open a channel to a listener and shake hands; it ends with its connections."""
+    if credentials is None:
+        end, decoder, welcome = _connect_one(endpoint, hello, None, name, seconds, dial)
         return Channel(end, decoder=decoder), welcome
-    context = credentials.context(server=False)
-    session = secrets.token_hex(8)
-    half = msgspec.structs.replace(hello, direction="send", session=session)
-    sender, _, welcome = _connect_one(endpoint, half, context, name, seconds)
+    context = context_for(endpoint, credentials)
+    hello = msgspec.structs.replace(hello, session=secrets.token_hex(8))
+    sender, receiver, welcome = connect_pair(endpoint, hello, context, name, seconds, dial)
+    return Channel(sender, receiver), welcome
+
+
+def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
+    """TLS for the network; none for a Unix socket, since the way to one is private already."""
+    return None if endpoint.startswith("unix:") else credentials.context(server=False)
+
+
+def connect_pair(
+    endpoint: str,
+    hello: Hello,
+    context: ssl.SSLContext | None,
+    name: str,
+    seconds: float,
+    dial: Dial,
+) -> tuple[socket.socket, socket.socket, Welcome]:
+    """The two connections of one session, to send and to receive on."""
+    ends: list[socket.socket] = []
     try:
-        half.direction = "receive"
-        receiver, decoder, _ = _connect_one(endpoint, half, context, name, seconds)
+        for direction in ("send", "receive"):
+            half = msgspec.structs.replace(hello, direction=direction)
+            end, decoder, welcome = _connect_one(endpoint, half, context, name, seconds, dial)
+            ends.append(end)
+            if decoder.buffered:
+                raise ProtocolError(f"{endpoint} sent more than a Welcome")
     except BaseException:
-        sender.close()
+        for end in ends:
+            end.close()
         raise
-    return Channel(sender, receiver, decoder), welcome
+    sender, receiver = ends
+    return sender, receiver, welcome
 
 
 def _connect_one(
-    endpoint: str, hello: Hello, context: ssl.SSLContext | None, name: str, seconds: float
+    endpoint: str,
+    hello: Hello,
+    context: ssl.SSLContext | None,
+    name: str,
+    seconds: float,
+    dial: Dial,
 ) -> tuple[socket.socket, FrameDecoder, Welcome]:
     family, _, address = endpoint.partition(":")
-    if family == "unix":
+    is_here = family == "unix" and dial is direct
+    if is_here:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
-        host, _, port = address.rpartition(":")
-        end = socket.create_connection((host, int(port)), seconds)
+        end = dial(endpoint, seconds)
     try:
-        if family == "unix":
-            end.settimeout(seconds)
+        end.settimeout(seconds)
+        if is_here:
             _connect_unix(end, address, seconds)
             _check_peer(end)
-        else:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        elif family == "tcp":
             if context is None:
                 raise AuthenticationError(f"no credentials for {endpoint}")
+            _keep_alive(end)
             try:
                 end = context.wrap_socket(end, server_hostname=name)
             except ssl.SSLError as problem:
                 raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
         decoder = FrameDecoder()
-        channel = Channel(end, decoder=decoder)
-        channel.send(hello)
-        frame = channel.receive()
+        Channel(end).send(hello)
+        frame = _read_exactly_one(end, decoder)
         welcome = messages.decode_as(Welcome, frame.kind, frame.meta)
+        if welcome.refusal == SESSION_UNKNOWN:
+            raise SessionUnknownError(f"{endpoint} refused to go on: {welcome.refusal}")
         if welcome.refusal:
             raise AuthenticationError(f"{endpoint} refused the connection: {welcome.refusal}")
         end.settimeout(None)
@@ -256,6 +305,30 @@ def _connect_one(
         end.close()
         raise
     return end, decoder, welcome
+
+
+def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
+    """One frame and not a byte more: what follows belongs to whoever reads from here on."""
+    while (frame := decoder.next()) is None:
+        data = end.recv(decoder.missing)
+        if not data:
+            raise EOFError("the other end closed the connection")
+        decoder.feed(data)
+    return frame
+
+
+def _keep_alive(end: socket.socket) -> None:
+    """Have the kernel keep an idle connection known to whatever lies on its way.
+
+    Not with a limit on unacknowledged bytes (TCP_USER_TIMEOUT): that also ends a connection whose
+    other end is alive but has been busy, and has not read, for so long.
+    """
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
@@ -330,7 +403,8 @@ class Listener:
         self._seconds = seconds
         self._versions = my_versions()
         self._unproven: dict[int, socket.socket] = {}
-        self._halves: dict[tuple[str, str], tuple[socket.socket, FrameDecoder]] = {}
+        self._halves: dict[tuple[str, int, str], socket.socket] = {}
+        self._links: dict[str, Link] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._numbers = itertools.count()
@@ -374,6 +448,7 @@ class Listener:
             end.settimeout(self._seconds)
             if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _keep_alive(end)
                 end = context.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:
@@ -385,7 +460,10 @@ class Listener:
             hello = self._read_hello(end, decoder, deadline)
             decoder.accept_large()
             refusal = "" if hello.pool == self._pool else "this worker belongs to another pool"
-            Channel(end).send(Welcome(self._versions, os.getpid(), refusal))
+            received = self._received_of(hello) if hello.attempt and not refusal else 0
+            if received is None:
+                refusal, received = SESSION_UNKNOWN, 0
+            Channel(end).send(Welcome(self._versions, os.getpid(), refusal, received))
             if refusal:
                 raise AuthenticationError(refusal)
             end.settimeout(None)
@@ -400,28 +478,45 @@ class Listener:
         if channel is not None:
             self._accept(channel, hello)
 
+    def _received_of(self, hello: Hello) -> int | None:
+        """What came of a link whose client is back, or begins; None if it cannot go on."""
+        with self._lock:
+            link = self._links.get(hello.session)
+        if link is not None:
+            return link.suspend(hello.attempt)
+        return None if hello.received else 0
+
     def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
-        """The whole channel, or None while the other connection of its pair is still missing."""
+        """A new channel, or None if another connection is missing or belongs to an old one."""
         if hello.direction == "both":
             return Channel(end, decoder=decoder)
         opposite = "send" if hello.direction == "receive" else "receive"
         with self._lock:
-            if self._closed:
+            if self._closed or decoder.buffered:
                 end.close()
                 return None
-            other = self._halves.pop((hello.session, opposite), None)
+            other = self._halves.pop((hello.session, hello.attempt, opposite), None)
             if other is None:
-                stale = [self._halves.pop((hello.session, hello.direction), None)]
-                self._halves[hello.session, hello.direction] = (end, decoder)
+                key = (hello.session, hello.attempt, hello.direction)
+                stale = [self._halves.pop(key, None)]
+                self._halves[key] = end
                 if len(self._halves) > UNPROVEN_PEERS:
                     stale.append(self._halves.pop(next(iter(self._halves))))
                 for half in filter(None, stale):
-                    half[0].close()
+                    half.close()
                 return None
-        other_end, other_decoder = other
-        if hello.direction == "receive":
-            return Channel(end, other_end, other_decoder)
-        return Channel(other_end, end, decoder)
+            # What the client sends on, we receive on.
+            sender, receiver = (end, other) if hello.direction == "receive" else (other, end)
+            if not hello.attempt:
+                return Channel(sender, receiver)
+            pair = Pair(sender, receiver, hello.received)
+            link = self._links.get(hello.session)
+            if link is None:
+                self._links = {key: kept for key, kept in self._links.items() if not kept.ended}
+                link = self._links[hello.session] = Link(pair, attempt=hello.attempt)
+                return Channel.over(link)
+        link.install(pair, hello.attempt)
+        return None
 
     @staticmethod
     def _read_hello(end: socket.socket, decoder: FrameDecoder, deadline: float) -> Hello:
@@ -452,5 +547,5 @@ class Listener:
                 Path(address).unlink(missing_ok=True)
         with self._lock:
             halves, self._halves = self._halves, {}
-        for end, _ in halves.values():
+        for end in halves.values():
             end.close()

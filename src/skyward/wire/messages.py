@@ -56,9 +56,13 @@ class Hello(Message):
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
     session: str = ""
-    """Joins the two connections of a pair."""
+    """Joins the two connections of a pair; of a link, those of all its pairs."""
     versions: dict[str, str] = {}
     pid: int = 0
+    attempt: Size = 0
+    """Which of a link's pairs this belongs to, counted from 1; 0 if it is no link's."""
+    received: Size = 0
+    """How much of a link's stream the client has."""
 
 
 class Welcome(Message):
@@ -68,6 +72,8 @@ class Welcome(Message):
     versions: dict[str, str] = {}
     pid: int = 0
     refusal: str = ""
+    received: Size = 0
+    """How much of a link's stream the worker has."""
 
 
 class Ping(Message):

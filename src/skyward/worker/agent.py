@@ -121,6 +121,7 @@ class Agent:
         if hello.role != "control":
             channel.close()
             return
+        channel.on_change(self._client_changed)
         with self._lock:
             old, self._channel = self._channel, channel
             self._heard = time.monotonic()
@@ -139,6 +140,10 @@ class Agent:
             with self._lock:
                 if self._channel is channel:
                     self._channel = None
+
+    def _client_changed(self, connected: bool) -> None:
+        if connected:
+            self._heard = time.monotonic()
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -185,7 +190,8 @@ class Agent:
         if silent > self._config.orphan_timeout:
             self.end()
         pid = self._config.client_pid
-        if pid and self._channel is None and not _is_alive(pid):
+        away = self._channel is None or not self._channel.connected
+        if pid and away and not _is_alive(pid):
             self.end()
 
     # The executors.

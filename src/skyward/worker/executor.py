@@ -129,6 +129,8 @@ class Executor:
         if taken:
             channel.close()
             return
+        # A result that was sent must arrive even if the next task ends this process.
+        channel.be_patient()
         self._connected.set()
 
     # Receiving; never on a thread that is in user code.
@@ -453,6 +455,8 @@ class Executor:
         if self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.send(Written(task, stream, text, transient))
+                # Cut off from the client, a task that prints and prints must wait at some point.
+                self._channel.wait_for_room()
 
 
 def _no_need() -> None:

@@ -24,6 +24,21 @@ class Backlog:
         self._end = 0
 
     @property
+    def end(self) -> int:
+        """The position after its last byte."""
+        return self._end
+
+    @property
+    def held(self) -> int:
+        """How many bytes are kept."""
+        return self._end - self._acknowledged
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes are yet to be sent."""
+        return self._end - self._sent
+
+    @property
     def has_room(self) -> bool:
         """Whether more may be taken in before something is acknowledged."""
         return self._end - self._acknowledged < self._limit
@@ -38,6 +53,16 @@ class Backlog:
     def filled(self, count: int) -> None:
         """So many bytes came into the room."""
         self._end += count
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Take in a copy; an interrupt leaves only the part before the new end taken in."""
+        at = 0
+        while at < len(data):
+            room = self.room()
+            count = min(len(room), len(data) - at)
+            room[:count] = data[at : at + count]
+            at += count
+            self._end += count
 
     def unsent(self) -> memoryview:
         """The next bytes to send, as many as lie together; none when all are sent."""
@@ -63,6 +88,12 @@ class Backlog:
         self._forget_before(position)
         self._sent = position
 
+    def restart(self, position: int) -> None:
+        """Begin again, empty, at a later position that the other end has reached."""
+        while self._chunks:
+            self._give_back(self._chunks.popleft())
+        self._acknowledged = self._sent = self._end = position
+
     def _check(self, position: int) -> None:
         if not self._acknowledged <= position <= self._end:
             raise ProtocolError(
@@ -72,10 +103,12 @@ class Backlog:
 
     def _forget_before(self, position: int) -> None:
         for _ in range((position - self._first) // CHUNK):
-            chunk = self._chunks.popleft()
-            if len(self._spare) < SPARE_CHUNKS:
-                self._spare.append(chunk)
+            self._give_back(self._chunks.popleft())
         self._acknowledged = position
+
+    def _give_back(self, chunk: memoryview) -> None:
+        if len(self._spare) < SPARE_CHUNKS:
+            self._spare.append(chunk)
 
     @property
     def _first(self) -> int:

@@ -1,0 +1,199 @@
+"""A link by itself: bytes arrive once and in order, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import queue
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from skyward.errors import AuthenticationError
+from skyward.wire import link as links
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.dial import Dialer
+from skyward.wire.identity import (
+    Authority,
+    Listener,
+    SessionUnknownError,
+    connect_pair,
+    direct,
+    node_name,
+)
+from skyward.wire.link import IS_COUNT, LINK_WINDOW, RECORD
+from skyward.wire.messages import Hello, Item, Payload, Ping
+
+from .network import Network
+
+POOL = "0123456789ab"
+NAME = node_name(POOL, 0)
+MIB = 1 << 20
+Eventually = Callable[..., None]
+
+
+class Ends:
+    """A client and a worker, and the network between them."""
+
+    def __init__(self) -> None:
+        authority = Authority(POOL)
+        self.network = Network()
+        self.accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self.listener = Listener(
+            "tcp:127.0.0.1:0", POOL, authority.issue(NAME), lambda c, _: self.accepted.put(c)
+        )
+        self.credentials = authority.issue("client")
+        self.dialer = Dialer(
+            self.listener.endpoint,
+            Hello(POOL, "data"),
+            self.credentials,
+            NAME,
+            self.network.dial,
+        )
+        self.client, _ = self.dialer.open()
+        self.worker = self.accepted.get(timeout=5)
+
+    def hello(self, **changes: object) -> Hello:
+        """What the client would say on a new connection, but for some details."""
+        return msgspec.structs.replace(self.dialer._hello, attempt=99, **changes)
+
+    def knock(self, hello: Hello) -> None:
+        """Connect as the client does."""
+        context = self.credentials.context(server=False)
+        sender, receiver, _ = connect_pair(self.listener.endpoint, hello, context, NAME, 5, direct)
+        sender.close()
+        receiver.close()
+
+    def close(self) -> None:
+        self.client.close()
+        self.worker.close()
+        self.listener.close()
+        self.network.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: int) -> None:
+    choose = random.Random(seed)
+    bodies = [
+        choose.randbytes(choose.choice([0, 10, 3_000, 40_000, 300_000, 3 * MIB])) for _ in range(40)
+    ]
+    ends.network.cut_after(choose.randrange(1, 3 * MIB) for _ in range(12))
+
+    def send(channel: Channel) -> None:
+        for number, body in enumerate(bodies):
+            channel.send(Item(number, 0, Payload(0)), [body])
+
+    wrong: list[str] = []
+    complete = [threading.Event(), threading.Event()]
+
+    def check(channel: Channel, done: threading.Event) -> None:
+        for number, body in enumerate(bodies):
+            frame = channel.receive()
+            place = frame.body
+            if place is None:
+                place = bytearray(frame.body_length)
+                channel.read_body(frame, [memoryview(place)])
+            if messages.decode_as(Item, frame.kind, frame.meta).task != number or place != body:
+                wrong.append(f"frame {number} is not what was sent")
+        done.set()
+        # The other direction still needs a reader, for counts and for new connections.
+        _until_the_end(channel)
+
+    for channel, done in zip((ends.client, ends.worker), complete, strict=True):
+        threading.Thread(target=send, args=(channel,), daemon=True).start()
+        threading.Thread(target=check, args=(channel, done), daemon=True).start()
+    assert all(done.wait(60) for done in complete)
+    assert not wrong
+    assert ends.network.cuts >= 5
+
+
+def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
+    ends.network.turning_away = True
+    ends.network.cut()
+    reading = threading.Thread(target=lambda: received.append(ends.client.receive()))
+    received: list[object] = []
+    reading.start()
+    eventually(lambda: not ends.client.connected)
+    started = time.monotonic()
+    for number in range(1000):
+        ends.client.send(Ping(number))
+    assert time.monotonic() - started < 1
+    ends.network.turning_away = False
+    for number in range(1000):
+        frame = ends.worker.receive()
+        assert messages.decode_as(Ping, frame.kind, frame.meta).number == number
+    ends.worker.send(Ping(1))
+    reading.join(10)
+    assert received
+
+
+def test_no_more_than_a_window_is_kept_of_what_was_sent(ends: Ends) -> None:
+    body = secrets.token_bytes(64 * MIB)
+    whole = bytearray(len(body))
+
+    def receive() -> None:
+        frame = ends.worker.receive()
+        ends.worker.read_body(frame, [memoryview(whole)])
+
+    receiving = threading.Thread(target=receive)
+    receiving.start()
+    # Somebody has to listen for the counts.
+    threading.Thread(target=lambda: _until_the_end(ends.client), daemon=True).start()
+    ends.client.send(Item(1, 0, Payload(0)), [body])
+    link = ends.client._link
+    assert link is not None
+    assert link._backlog.held <= LINK_WINDOW
+    receiving.join(10)
+    assert whole == body
+
+
+def _until_the_end(channel: Channel) -> None:
+    with pytest.raises((EOFError, OSError)):
+        channel.receive()
+
+
+def test_a_session_that_is_not_there_is_refused_by_name(ends: Ends) -> None:
+    with pytest.raises(SessionUnknownError, match="unknown session"):
+        ends.knock(ends.hello(session="another", received=10))
+    ends.client.send(Ping(1))
+    assert ends.worker.receive().kind == Ping.KIND
+
+
+def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
+    late = ends.hello()
+    late.attempt = 0
+    with pytest.raises(AuthenticationError):
+        ends.knock(msgspec.structs.replace(late, pool="another"))
+    with pytest.raises((SessionUnknownError, EOFError, OSError)):
+        stale = ends.hello()
+        stale.attempt = 1
+        ends.worker._link._attempt = 2  # type: ignore[union-attr]
+        ends.knock(stale)
+    ends.client.send(Ping(1))
+    assert ends.worker.receive().kind == Ping.KIND
+
+
+@pytest.mark.parametrize(
+    "record",
+    [RECORD.pack(0), RECORD.pack(links.RECORD_MAX + 1), RECORD.pack(IS_COUNT | 10 * MIB)],
+    ids=["an empty part", "too large a part", "a count of what was never sent"],
+)
+def test_an_impossible_record_ends_the_link(ends: Ends, record: bytes) -> None:
+    link = ends.worker._link
+    assert link is not None
+    link._writing.sender.sendall(record)
+    with pytest.raises(EOFError, match=r"a record of|the other end has"):
+        ends.client.receive()
+    with pytest.raises(OSError):
+        ends.client.send(Ping(1))
