@@ -209,7 +209,9 @@ class Compute:
             self._close_surely()
             raise
         seconds = time.monotonic() - started
-        self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s")
+        price = spec.provider.price(spec.wish) if isinstance(spec.provider, Provider) else None
+        cost = f", ${price * count:.2f} an hour" if price else ""
+        self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s{cost}")
         functions.active.append(self)
         _entered.add(self)
 
