@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def pid() -> int:
 
 
 @sky.function
-def lasts(file: str, seconds: float) -> None:
+def lasts(file: str, seconds: float, _: bytes = b"") -> None:
     Path(file, "begun").touch()
     time.sleep(seconds)
     Path(file, "done").touch()
@@ -249,6 +250,45 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
         far.networks[0].turning_away = False
         assert (pid() > far.pool).result(10) == process
         assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("argument", [b"", bytes(64 * MIB)], ids=["small", "large"])
+def test_ctrl_c_in_an_outage_is_answered_at_once(
+    far_pool: Any, tmp_path: Path, nothing_left: None, argument: bytes
+) -> None:
+    with far_pool() as far:
+        assert pid() >> far.pool
+        with far.frozen():
+            time.sleep(0.1)
+            interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            interrupt.start()
+            started = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                lasts(str(tmp_path), 600, argument) >> far.pool
+            assert time.monotonic() - started < 2
+        assert (pid() > far.pool).result(20)
+        assert not (tmp_path / "done").exists()
+
+
+def test_a_device_and_its_process_outlast_a_silence(
+    far_pool: Any, eventually: Eventually, nothing_left: None
+) -> None:
+    """Slow: the silence must be long enough to be noticed by both of its links."""
+    import torch
+
+    with far_pool() as far:
+        device = far.pool.device("cpu")
+        x = torch.arange(8.0, device=device) + 1
+        assert x.sum().item() == 36.0
+        with far.frozen():
+            for _ in range(100):
+                x = x + 1
+            eventually(
+                lambda: far.pool.nodes[0].state == "reconnecting", contact.SILENCE_SECONDS + 3
+            )
+            time.sleep(1.0)
+        assert x.sum().item() == 36.0 + 8 * 100
+        assert pid() >> far.pool
 
 
 @pytest.mark.parametrize("how", ["frozen", "turned away"])
