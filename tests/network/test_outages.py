@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -270,25 +271,24 @@ def test_ctrl_c_in_an_outage_is_answered_at_once(
         assert not (tmp_path / "done").exists()
 
 
-def test_a_device_and_its_process_outlast_a_silence(
+def test_a_device_and_its_process_outlast_an_outage(
     far_pool: Any, eventually: Eventually, nothing_left: None
 ) -> None:
-    """Slow: the silence must be long enough to be noticed by both of its links."""
     import torch
 
     with far_pool() as far:
         device = far.pool.device("cpu")
         x = torch.arange(8.0, device=device) + 1
         assert x.sum().item() == 36.0
-        with far.frozen():
-            for _ in range(100):
-                x = x + 1
-            eventually(
-                lambda: far.pool.nodes[0].state == "reconnecting", contact.SILENCE_SECONDS + 3
-            )
-            time.sleep(1.0)
+        far.networks[0].turning_away = True
+        far.cut()
+        eventually(lambda: far.pool.nodes[0].state == "reconnecting")
+        for _ in range(100):
+            x = x + 1
+        time.sleep(1.5)
+        far.networks[0].turning_away = False
         assert x.sum().item() == 36.0 + 8 * 100
-        assert pid() >> far.pool
+        assert (pid() > far.pool).result(10)
 
 
 @pytest.mark.parametrize("how", ["frozen", "turned away"])
@@ -336,19 +336,19 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
         machine = far.pool._open_pool.nodes[0].machine
         machine.stop, stop = lambda seconds: None, machine.stop
         started = time.monotonic()
-        with far.frozen():
+        with contextlib.ExitStack() as stack, far.frozen():
+            stack.callback(stop, 0)
             with pytest.raises(
                 sky.NodeLostError, match=r"lasts lost node 0: .*no contact for 3 s \(orphan_timeout"
             ):
                 future.result(10)
-            assert 2.5 < time.monotonic() - started < 5
-            eventually(lambda: not executor.is_running(), 5, "the end of the executor")
+            assert 2 < time.monotonic() - started < 8
+            eventually(lambda: not executor.is_running(), 8, "the end of the executor")
             eventually(
                 lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE,
-                5,
+                8,
                 "the end of the agent",
             )
-            stop(0)
         # A new node has taken its place.
         assert (pid() > far.pool).result(30) != executor.pid
 
