@@ -382,6 +382,7 @@ def test_a_dead_executor_is_reported_as_ever(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_thirty_seconds_without_a_network_cost_nothing_but_time(
     far_pool: Any, tmp_path: Path, nothing_left: None
 ) -> None:
