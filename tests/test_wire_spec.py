@@ -15,7 +15,7 @@ import pytest
 from skyward.device import pump, route
 from skyward.pool import contact
 from skyward.pool import streams as pool_streams
-from skyward.wire import blobs, dial, frames, identity, link, memory, messages
+from skyward.wire import blobs, dial, frames, identity, link, memory, messages, records
 from skyward.worker import streams as worker_streams
 
 ROOT = Path(__file__).parents[1]
@@ -93,10 +93,10 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 def test_links_are_as_described() -> None:
     links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
-    assert link.RECORD.format == "<Q"
-    assert link.IS_COUNT == 1 << 63
+    assert records.RECORD.format == "<Q"
+    assert records.IS_COUNT == 1 << 63
     for words in (
-        f"from 1 byte to {link.RECORD_MAX >> 20} MiB",
+        f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
         f"for every {link.COUNT_EVERY >> 20} MiB received",
         f"keeps more than {link.LINK_WINDOW >> 20} MiB",
         f"the refusal `{identity.SESSION_UNKNOWN}`",

@@ -233,7 +233,8 @@ class Options:
     """How a pool behaves; every time is in seconds.
 
     `idle_timeout` is how long a node without work is kept, `orphan_timeout` how long one lives on
-    without its client. `console=None` shows progress in the way the terminal allows.
+    without its client, and so how long an outage of the network may last. `console=None` shows
+    progress in the way the terminal allows.
 
     >>> Options(default_timeout=30).retries
     0

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from skyward.errors import AuthenticationError
-from skyward.wire import link as links
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.dial import Dialer
@@ -25,8 +24,9 @@ from skyward.wire.identity import (
     direct,
     node_name,
 )
-from skyward.wire.link import IS_COUNT, LINK_WINDOW, RECORD
+from skyward.wire.link import LINK_WINDOW
 from skyward.wire.messages import Hello, Item, Payload, Ping
+from skyward.wire.records import IS_COUNT, RECORD, RECORD_MAX
 
 from .network import Network
 
@@ -95,6 +95,7 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
             channel.send(Item(number, 0, Payload(0)), [body])
 
     wrong: list[str] = []
+    senders: list[threading.Thread] = []
     complete = [threading.Event(), threading.Event()]
 
     def check(channel: Channel, done: threading.Event) -> None:
@@ -111,9 +112,13 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
         _until_the_end(channel)
 
     for channel, done in zip((ends.client, ends.worker), complete, strict=True):
-        threading.Thread(target=send, args=(channel,), daemon=True).start()
+        senders.append(threading.Thread(target=send, args=(channel,), daemon=True))
+        senders[-1].start()
         threading.Thread(target=check, args=(channel, done), daemon=True).start()
     assert all(done.wait(60) for done in complete)
+    for sender in senders:
+        sender.join(10)
+        assert not sender.is_alive()
     assert not wrong
     assert ends.network.cuts >= 5
 
@@ -186,7 +191,7 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [RECORD.pack(0), RECORD.pack(links.RECORD_MAX + 1), RECORD.pack(IS_COUNT | 10 * MIB)],
+    [RECORD.pack(0), RECORD.pack(RECORD_MAX + 1), RECORD.pack(IS_COUNT | 10 * MIB)],
     ids=["an empty part", "too large a part", "a count of what was never sent"],
 )
 def test_an_impossible_record_ends_the_link(ends: Ends, record: bytes) -> None:

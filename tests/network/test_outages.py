@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +71,7 @@ def pid() -> int:
 
 
 @sky.function
-def lasts(file: str, seconds: float) -> None:
+def lasts(file: str, seconds: float, _: bytes = b"") -> None:
     Path(file, "begun").touch()
     time.sleep(seconds)
     Path(file, "done").touch()
@@ -251,6 +253,44 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
         assert not (tmp_path / "done").exists()
 
 
+@pytest.mark.parametrize("argument", [b"", bytes(64 * MIB)], ids=["small", "large"])
+def test_ctrl_c_in_an_outage_is_answered_at_once(
+    far_pool: Any, tmp_path: Path, nothing_left: None, argument: bytes
+) -> None:
+    with far_pool() as far:
+        assert pid() >> far.pool
+        with far.frozen():
+            time.sleep(0.1)
+            interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            interrupt.start()
+            started = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                lasts(str(tmp_path), 600, argument) >> far.pool
+            assert time.monotonic() - started < 2
+        assert (pid() > far.pool).result(20)
+        assert not (tmp_path / "done").exists()
+
+
+def test_a_device_and_its_process_outlast_an_outage(
+    far_pool: Any, eventually: Eventually, nothing_left: None
+) -> None:
+    import torch
+
+    with far_pool() as far:
+        device = far.pool.device("cpu")
+        x = torch.arange(8.0, device=device) + 1
+        assert x.sum().item() == 36.0
+        far.networks[0].turning_away = True
+        far.cut()
+        eventually(lambda: far.pool.nodes[0].state == "reconnecting")
+        for _ in range(100):
+            x = x + 1
+        time.sleep(1.5)
+        far.networks[0].turning_away = False
+        assert x.sum().item() == 36.0 + 8 * 100
+        assert (pid() > far.pool).result(10)
+
+
 @pytest.mark.parametrize("how", ["frozen", "turned away"])
 def test_leaving_a_pool_in_an_outage_does_not_take_long(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None, how: str
@@ -296,19 +336,19 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
         machine = far.pool._open_pool.nodes[0].machine
         machine.stop, stop = lambda seconds: None, machine.stop
         started = time.monotonic()
-        with far.frozen():
+        with contextlib.ExitStack() as stack, far.frozen():
+            stack.callback(stop, 0)
             with pytest.raises(
                 sky.NodeLostError, match=r"lasts lost node 0: .*no contact for 3 s \(orphan_timeout"
             ):
                 future.result(10)
-            assert 2.5 < time.monotonic() - started < 5
-            eventually(lambda: not executor.is_running(), 5, "the end of the executor")
+            assert 2 < time.monotonic() - started < 8
+            eventually(lambda: not executor.is_running(), 8, "the end of the executor")
             eventually(
                 lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE,
-                5,
+                8,
                 "the end of the agent",
             )
-            stop(0)
         # A new node has taken its place.
         assert (pid() > far.pool).result(30) != executor.pid
 
@@ -342,6 +382,7 @@ def test_a_dead_executor_is_reported_as_ever(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_thirty_seconds_without_a_network_cost_nothing_but_time(
     far_pool: Any, tmp_path: Path, nothing_left: None
 ) -> None:

@@ -31,8 +31,9 @@ from skyward.errors import AuthenticationError, ProtocolError, VersionMismatchEr
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import GREETING_LIMIT, PROTOCOL, Frame, FrameDecoder
-from skyward.wire.link import Link, Pair
+from skyward.wire.link import Link
 from skyward.wire.messages import Hello, Welcome
+from skyward.wire.records import Pair
 
 SESSION_UNKNOWN = "unknown session"
 """The refusal of a connection that is to go on with a link this process does not have."""

@@ -16,29 +16,19 @@ when such a write returns, what is not counted of it has been copied.
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
 import ssl
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from skyward.errors import ProtocolError
 from skyward.wire.backlog import Backlog
+from skyward.wire.records import IS_COUNT, JOINED, RECORD, RECORD_MAX, Pair
 
-LAST_WORDS_SECONDS = 1.0
-"""How much longer a connection is read from when its twin has failed."""
 LINK_WINDOW = 8 << 20
 """The most that is kept of what the other end has not counted, once a write has returned."""
 COUNT_EVERY = 1 << 20
 """Bytes received after which the other end hears of them."""
-RECORD = struct.Struct("<Q")
-"""In front of every record: the length of a part of the stream, or a count, with `IS_COUNT`."""
-IS_COUNT = 1 << 63
-RECORD_MAX = 4 << 20
-JOINED = (16 << 10) - RECORD.size
-"""So much of a record goes out in one piece with its beginning: what TLS seals at a time."""
 QUEUED_MAX = 1 << 20
 """Up to this size a write is kept for later rather than made to wait for a connection."""
 PROMPT_MAX = 32 << 10
@@ -51,64 +41,6 @@ class LinkLost(Exception):
 
 class Disconnected(Exception):
     """There is no connection to read from now, and the reader does not wait for one."""
-
-
-class Pair:
-    """The two connections that carry a link for a while."""
-
-    def __init__(self, sender: socket.socket, receiver: socket.socket, arrived: int = 0) -> None:
-        self.sender, self.receiver = sender, receiver
-        self.arrived = arrived
-        """How much of our stream the other end had when they were made."""
-        self.broken = False
-        self.has_room = False
-        """Whether a small write is known not to wait."""
-        self.left = 0
-        """Of the part of the stream that is being received, how much is still to come."""
-        self.head = b""
-        """What has come of what is in front of the next record."""
-        self._room = select.poll()
-        self._room.register(sender, select.POLLOUT)
-
-    def writable(self) -> bool:
-        """Whether a small write would not wait."""
-        return bool(self._room.poll(0))
-
-    def write(self, part: memoryview, head: bytes = b"") -> None:
-        """Send bytes of the stream, with the beginning of a record in front of them if given."""
-        self.has_room = False
-        if head:
-            self.send(b"".join((head, part[:JOINED])))
-            part = part[JOINED:]
-        if part:
-            self.sender.sendall(part)
-
-    def send(self, data: bytes) -> None:
-        """Send what TLS can seal at once."""
-        sent = self.sender.send(data)
-        if sent < len(data):
-            self.sender.sendall(data[sent:])
-
-    def fail(self) -> None:
-        """Nothing more can be sent. What a process sent before it died may still be coming."""
-        if not self.broken:
-            self.broken = True
-            _shut(self.sender)
-            cutter = threading.Timer(LAST_WORDS_SECONDS, self.cut)
-            cutter.daemon = True
-            cutter.start()
-
-    def cut(self) -> None:
-        """Make everybody who uses them fail; what has arrived can still be read."""
-        self.broken = True
-        _shut(self.sender)
-        _shut(self.receiver)
-
-    def close(self) -> None:
-        """Give the sockets back."""
-        self.cut()
-        self.sender.close()
-        self.receiver.close()
 
 
 class Link:
@@ -684,12 +616,6 @@ class Link:
         for pair in {self._writing, self._reading, self._pair}:
             if pair is not None:
                 pair.close()
-
-
-def _shut(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        # On the plain socket underneath: unwrapping TLS would wait for the peer.
-        socket.socket.shutdown(end, socket.SHUT_RDWR)
 
 
 def _from(views: Sequence[memoryview], at: int) -> Iterator[memoryview]:
