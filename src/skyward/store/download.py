@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from skyward.errors import SerializationError, StoreDamagedError
 from skyward.store.layout import SAFETENSORS, Span, tensor_at
 from skyward.store.local import LocalFiles
 from skyward.store.manifest import ITEM_SIZES, Manifest, View, object_path
-from skyward.store.objects import ALIGNMENT, HEADER_LIMIT
+from skyward.store.objects import HEADER_LIMIT, framed
 from skyward.store.tree import DEPTH_LIMIT
 from skyward.wire import memory
 
@@ -43,7 +41,6 @@ class Download:
         self._files = files
         self._manifest = manifest
         self._verified: set[int] = set()
-        self._maps: dict[int, memoryview] = {}
         self._tensors = self._named()
         self._check_objects()
         self._head = self._header()
@@ -85,12 +82,12 @@ class Download:
         region = self._manifest.regions[index]
         stored = self._manifest.objects[region.object]
         path = object_path(stored.name)
-        if region.object not in self._maps:
-            view = self._files.view(path)
-            if view is None or len(view) != stored.size:
-                raise self._damaged(path, "is not as long as it was")
-            self._maps[region.object] = view
-        block = self._maps[region.object][region.start : region.start + region.size]
+        # Mapped anew for each tensor, which is cheap, and gone with it: a model may have more
+        # objects than a process may have mappings.
+        view = self._files.view(path)
+        if view is None or len(view) != stored.size:
+            raise self._damaged(path, "is not as long as it was")
+        block = view[region.start : region.start + region.size]
         if index not in self._verified:
             if memory.digests([block])[0].hex() != region.digest:
                 raise self._damaged(path, f"the bytes from {region.start} on are not as saved")
@@ -128,11 +125,10 @@ class Download:
                 "data_offsets": [at, at + tensor.size],
             }
             at += tensor.size
-        text = msgspec.json.encode(table)
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        if len(text) > HEADER_LIMIT:
+        head = framed(table)
+        if len(head) > HEADER_LIMIT:
             raise self._unfit("its names and shapes alone are too long")
-        return len(text).to_bytes(8, "little") + text
+        return head
 
     def _check_objects(self) -> None:
         """What is missing is found before the first byte is promised."""

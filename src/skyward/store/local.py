@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import mmap
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from skyward.errors import StoreError, StoreFullError
 from skyward.store.files import Draft, Entry, Part
+from skyward.store.mapping import mapped
 from skyward.wire import memory
 
 
@@ -49,9 +49,7 @@ class LocalFiles:
     def view(self, path: str) -> memoryview | None:
         """The file, mapped copy-on-write; it stays readable after the file is removed."""
         with self.reported("reading", path), self._path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(bytearray())
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return mapped(file.fileno())
 
     def size(self, path: str) -> int | None:
         """How long the file is."""
@@ -155,6 +153,10 @@ class LocalFiles:
                 raise StoreFullError(
                     f"{where}; make room, or delete versions and call gc(), then save again: "
                     "what has been written is not written twice"
+                ) from problem
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                raise StoreError(
+                    f"{where}; close files that are not needed, or raise the limit (`ulimit -n`)"
                 ) from problem
             raise StoreError(
                 f"{where}; check that the folder is there and that you may use it"

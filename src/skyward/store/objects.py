@@ -56,10 +56,15 @@ def header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
         }
         offsets.append(at)
         at += size
+    head = framed(table)
+    return head, [len(head) + offset for offset in offsets]
+
+
+def framed(table: dict[str, Any]) -> bytes:
+    """The head of a safetensors file: the length of its table, and that, up to the data."""
     text = msgspec.json.encode(table)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + offset for offset in offsets]
+    return len(text).to_bytes(8, "little") + text
 
 
 def identity(head: bytes) -> str:

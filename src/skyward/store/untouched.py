@@ -11,7 +11,9 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
+from skyward.store.mapping import Mapping
 from skyward.wire import memory
 
 _ENTRY = 8
@@ -23,7 +25,7 @@ _FINE = bytes(byte for byte in range(256) if byte >> _KIND in (_ABSENT, _FILE_IN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    mapping: weakref.ref[mmap.mmap]
+    mapping: weakref.ref[Mapping[Any]]
     size: int
     digest: str
 
@@ -35,10 +37,10 @@ def remember(block: memoryview, digest: str) -> None:
     """Note the digest of a region that was mapped from a file and verified."""
     mapping = block.obj
     start = memory.address(block)
-    if not isinstance(mapping, mmap.mmap) or start is None:
+    if not isinstance(mapping, Mapping) or start is None:
         return
 
-    def forget(gone: weakref.ref[mmap.mmap]) -> None:
+    def forget(gone: weakref.ref[Mapping[Any]]) -> None:
         # Another mapping may have taken the address before this one's end was told.
         if _origins.get(start) is origin:
             del _origins[start]
