@@ -293,6 +293,32 @@ def test_nested_values_get_dotted_names(serve: Serve, folder: Path) -> None:
     assert files.load(bare.data).keys() == {"tensor"}
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from pathlib import Path
+from skyward.store.catalog import Catalog
+from skyward.store.download import Download
+from skyward.store.local import LocalFiles
+
+files = LocalFiles(Path(sys.argv[1]))
+head = bytes(next(Download(files, Catalog(files).read("m", 1)).parts(0, 1 << 20)))
+print(head[8:].decode())
+"""
+
+
+def test_the_server_needs_no_torch_to_name_tensors(folder: Path) -> None:
+    odd = {"size": torch.Size([2]), 7: (torch.ones(1),), float("inf"): [None, torch.zeros(1)]}
+    sky.ModelStore(folder).save_model(odd, "m")
+
+    said = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, folder], capture_output=True, text=True
+    )
+
+    assert said.stderr == ""
+    assert set(json.loads(said.stdout)) == {"__metadata__", "7.0", "inf.1"}
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
