@@ -568,10 +568,8 @@ def test_on_a_gpu_the_node_loads_and_saves_too(store, compute) -> None:
 
 
 @sky.function
-def loads_kept() -> int:
-    from skyward.store import placing
-
-    return len(placing._opened)
+def loads_kept() -> list[placing.Order]:
+    return list(placing._loads._loadings)
 
 
 def test_a_node_keeps_nothing_of_a_load_that_is_over(
@@ -582,7 +580,8 @@ def test_a_node_keeps_nothing_of_a_load_that_is_over(
     store.load_model("kept", device=device)
     store.load_model("kept", into=nn.ParameterDict({"x": torch.empty(1 << 20)}).to(device))
 
-    assert loads_kept() >> compute == 0
+    kept = loads_kept() >> compute
+    assert [order for order in kept if order.name == "kept"] == []
 
 
 def test_a_load_whose_client_is_gone_is_forgotten_after_a_while(

@@ -199,7 +199,16 @@ class Opened:
             timer.cancel()
 
 
-_opened = Opened(_IDLE_SECONDS)
+_loads = Opened(_IDLE_SECONDS)
+
+
+# The functions below travel with the values of the globals they use, but not with functions.
+def _opened(order: Order) -> Loading | Refusal:
+    return _loads.get(order)
+
+
+def _over(order: Order) -> None:
+    _loads.drop(order)
 
 
 def _open(order: Order) -> Loading | Refusal:
@@ -215,7 +224,7 @@ def _open(order: Order) -> Loading | Refusal:
 
 @function(name="load_model", retries=1)
 def _verify(order: Order, wanted: list[int]) -> Refusal | None:
-    loading = _opened.get(order)
+    loading = _opened(order)
     if isinstance(loading, Refusal):
         return loading
     loading.verify(wanted)
@@ -225,7 +234,7 @@ def _verify(order: Order, wanted: list[int]) -> Refusal | None:
 @function(name="load_model", retries=1)
 def _fill(order: Order, targets: list[Target], memory: list[bytes], last: bool) -> Refusal | None:
     """Copy regions to the memory described; at most one object is held beside it."""
-    loading = _opened.get(order)
+    loading = _opened(order)
     if isinstance(loading, Refusal):
         return loading
     try:
@@ -237,5 +246,5 @@ def _fill(order: Order, targets: list[Target], memory: list[bytes], last: bool) 
         target = by_region[region]
         pieces[target.piece][target.start : target.start + len(flat)].copy_(flat)
     if last:
-        _opened.drop(order)
+        _over(order)
     return None
