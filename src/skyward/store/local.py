@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ class LocalFiles:
 
     transfers = 2
     whole = 1 << 20
+    drafts = True
 
     def __init__(self, root: Path, *, durable: bool = False) -> None:
         self.url = str(root)
@@ -81,17 +84,42 @@ class LocalFiles:
             return self.link(descriptor, aside, path)
 
     def list(self, folder: str) -> builtins.list[Entry]:
-        """Every file below a folder."""
-        found = []
-        with self.reported("listing", folder):
-            for place, _, names in os.walk(self._path(folder)):
-                for name in names:
-                    file = Path(place, name)
-                    with contextlib.suppress(FileNotFoundError):
-                        about = file.stat()
-                        path = file.relative_to(self._root).as_posix()
-                        found.append(Entry(path, about.st_size, about.st_mtime))
+        """Every file below a folder; a part that cannot be read fails the whole.
+
+        Links to folders are followed, each folder once, and under its own path where it has one:
+        what can be loaded through a link is in use.
+        """
+        found: list[Entry] = []
+        seen: set[tuple[int, int]] = set()
+        folders, links = collections.deque([folder]), collections.deque[str]()
+        while folders or links:
+            path = (folders or links).popleft()
+            with self.reported("listing", path), contextlib.suppress(FileNotFoundError):
+                about = self._path(path).stat()
+                if (about.st_dev, about.st_ino) not in seen:
+                    seen.add((about.st_dev, about.st_ino))
+                    self._list_one(path, found, folders, links)
         return found
+
+    def _list_one(
+        self,
+        folder: str,
+        found: builtins.list[Entry],
+        folders: collections.deque[str],
+        links: collections.deque[str],
+    ) -> None:
+        with os.scandir(self._path(folder)) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(path)
+                        continue
+                    about = entry.stat()
+                    if stat.S_ISDIR(about.st_mode):
+                        links.append(path)
+                    else:
+                        found.append(Entry(path, about.st_size, about.st_mtime))
 
     def delete(self, path: str) -> None:
         """Remove a file."""
@@ -121,7 +149,7 @@ class LocalFiles:
     def aside(self) -> Iterator[tuple[Path, int]]:
         """A new file in `tmp/` to write to, gone afterwards unless it was renamed."""
         folder = self._root / "tmp"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder(folder)
         aside = folder / uuid.uuid4().hex
         try:
             with aside.open("xb", buffering=0) as file:
@@ -134,8 +162,15 @@ class LocalFiles:
         if self._durable:
             os.fsync(descriptor)
         target = self._path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder(target.parent)
         return target
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it; a durable one is on the disk before it is used."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._settle(folder.parent)
 
     def _settle(self, folder: Path) -> None:
         if self._durable:
