@@ -22,14 +22,19 @@ READY = os.pipe()
 
 
 def base() -> dict[str, torch.Tensor]:
-    """What must survive everything."""
-    return {f"layer{i}": torch.full((500,), float(i)) for i in range(4)}
+    """What must survive everything; the last layer is mapped when it is loaded."""
+    sizes = (500, 500, 500, 1 << 18)
+    return {f"layer{i}": torch.full((size,), float(i)) for i, size in enumerate(sizes)}
 
 
 def save_for_ever(folder: str) -> NoReturn:
     store = sky.ModelStore(folder)
+    loaded = store.load_model("base")
     for step in count():
-        store.save_model(base() | {"step": torch.full((4000,), step), "n": step}, "m")
+        # Of a size that the store does not have: hashed while it is written.
+        large = torch.full((270_000 + step,), float(step))
+        small = torch.full((4000,), step)
+        store.save_model(loaded | {"step": small, "large": large, "n": step}, "m")
         if step == 0:
             os.write(READY[1], b"!")
     raise AssertionError
@@ -42,6 +47,8 @@ def check(folder: str) -> None:
     for version in sorted(there)[-3:]:
         found = store.load_model("m", version=version)
         assert (found["step"] == found["n"]).all(), version
+        assert found["n"] == -1 or (found["large"] == found["n"]).all(), version
+        assert torch.equal(found["layer3"], base()["layer3"]), version
     saved = store.save_model(base() | {"step": torch.tensor([-1]), "n": -1}, "m")
     assert saved.version > max(there, default=0)
     store.gc(older_than=0)
@@ -67,6 +74,7 @@ def forked(action: Callable[[str], None], folder: str) -> int:
 
 def main(folder: str, times: int) -> None:
     assert os.waitpid(forked(lambda at: sky.ModelStore(at).save_model(base(), "base"), folder), 0)
+    torch.set_num_threads(1)  # a team of threads anew in each child takes longer than the saves
     chance = random.Random(7)
     for attempt in range(times):
         child = forked(save_for_ever, folder)

@@ -18,13 +18,21 @@ from skyward.store.collecting import collect
 from skyward.store.local import LocalFiles
 from skyward.store.saving import GRACE, Saving
 
-STEPS = ("read", "read_into", "view", "size", "write", "create", "list", "delete")
-SAVE_STEPS = 12
+STEPS = {
+    *("read", "read_into", "view", "size", "write", "create", "list", "delete"),
+    *("draft", "rename"),  # a draft is published by renaming it
+}
+SAVE_STEPS = 14
 COLLECT_STEPS = 10
 
 
 class Stepped(LocalFiles):
-    """A folder that calls a function before one of its steps."""
+    """A folder that calls a function before one of its steps.
+
+    What it has no tensor of the size of is hashed while it is written, the others before.
+    """
+
+    whole = 16
 
     def __init__(self, root: Path, step: int, action: Callable[[], None]) -> None:
         super().__init__(root)

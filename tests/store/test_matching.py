@@ -161,3 +161,196 @@ def test_a_partial_load_reads_only_what_it_needs(store: sky.ModelStore, folder: 
     store.load_model("m", into=model, strict=False)
 
     assert torch.equal(model["body"].weight, saved["body"].weight)
+
+
+class Kept(nn.Module):
+    """Extra state that is a tensor, and some that has tensors inside."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "extra", [torch.arange(3.0), {"scales": [torch.ones(2), torch.empty(0)], "step": 3}]
+)
+def test_extra_state_may_hold_tensors(store: sky.ModelStore, same: Any, extra: Any) -> None:
+    saved, model = Kept(extra), Kept(None)
+    store.save_model(saved, "m")
+
+    store.load_model("m", into=model)
+
+    assert same(model.extra, extra)
+    assert torch.equal(model.layer.weight, saved.layer.weight)
+
+
+class Copying(nn.Module):
+    """Its state dict shows copies, as that of a sharded or quantised module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self._register_state_dict_hook(self._copied)
+
+    @staticmethod
+    def _copied(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in list(state):
+            state[name] = state[name].clone()
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_module_whose_state_dict_is_a_copy_is_loaded(store: sky.ModelStore, place: str) -> None:
+    saved = Copying()
+    store.save_model(saved, "m")
+    with torch.device(place):
+        model = Copying()
+
+    store.load_model("m", into=model)
+
+    assert torch.equal(model.layer.weight, saved.layer.weight)
+    assert torch.equal(model.layer.bias, saved.layer.bias)
+
+
+class Untied(Tied):
+    """The same names, and each a parameter of its own; as are its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = nn.Parameter(torch.zeros(5, 3))
+
+
+def test_what_is_not_tied_in_the_model_gets_memory_of_its_own(store: sky.ModelStore) -> None:
+    saved = Tied()
+    store.save_model(saved, "m")
+    with torch.device("meta"):
+        model = Untied()
+
+    store.load_model("m", into=model)
+    with torch.no_grad():
+        model.out.weight.zero_()
+
+    assert torch.equal(model.embedding.weight, saved.embedding.weight)
+
+
+def buffers(*tensors: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for index, tensor in enumerate(tensors):
+        module.register_buffer(f"b{index}", tensor)
+    return module
+
+
+def test_buffers_are_tied_as_the_model_has_them(store: sky.ModelStore) -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    store.save_model(buffers(one, one), "tied")
+    store.save_model(buffers(one, other), "untied")
+    meta = torch.empty(2, device="meta")
+    apart, together = buffers(meta, meta.clone()), buffers(meta, meta)
+
+    store.load_model("tied", into=apart)
+    store.load_model("untied", into=together)
+    apart.b0.zero_()
+
+    assert apart.b1.sum() == 2
+    assert together.b0 is together.b1
+
+
+def test_names_of_other_values_are_compared_too(store: sky.ModelStore) -> None:
+    store.save_model(nn.Linear(2, 2).state_dict() | {"step": 3}, "m")
+    layer = nn.Linear(2, 2)
+
+    with pytest.raises(sky.ModelMismatchError) as unexpected:
+        store.load_model("m", into=layer)
+    store.save_model({f"layer.{name}": each for name, each in layer.state_dict().items()}, "m")
+    with pytest.raises(sky.ModelMismatchError) as missing:
+        store.load_model("m", into=Extra())
+    store.save_model({"weight": 1, "bias": layer.bias}, "m")
+    with pytest.raises(sky.ModelMismatchError) as reshaped:
+        store.load_model("m", into=layer)
+
+    assert "unexpected, not in the model:\n    step  a value that is no tensor" in str(
+        unexpected.value
+    )
+    assert "missing from the store:\n    _extra_state  a value that is no tensor" in str(
+        missing.value
+    )
+    assert "weight  stored a value that is no tensor, model [2, 2] float32" in str(reshaped.value)
+
+
+def test_names_that_are_numbers_are_no_state_dict(store: sky.ModelStore) -> None:
+    store.save_model({0: torch.ones(1)}, "m")
+
+    with pytest.raises(sky.ModelMismatchError, match="no state dict but a dict with the key 0;"):
+        store.load_model("m", into=nn.Linear(2, 2))
+
+
+class Scaled(nn.Module):
+    """Holds what its first version held ten times larger."""
+
+    _version = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Rescaled(Scaled):
+    """The second version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, about: Any, *others: Any) -> None:
+        if about.get("version") == 1:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 10
+        super()._load_from_state_dict(state, prefix, about, *others)
+
+
+def test_a_module_converts_what_another_version_of_it_saved(store: sky.ModelStore) -> None:
+    model = network(inner=Rescaled())
+    store.save_model(network(inner=Scaled()), "old")
+    store.save_model(model, "new")
+
+    store.load_model("old", into=model)
+    assert model["inner"].weight.tolist() == pytest.approx([0.1, 0.1])
+    store.load_model("new", into=model)
+    assert model["inner"].weight.tolist() == [1, 1]
+
+
+def test_where_the_module_may_know_better_the_error_says_how_to_ask_it(
+    store: sky.ModelStore,
+) -> None:
+    old = nn.utils.weight_norm(nn.Linear(2, 2))
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    store.save_model(old, "m")
+
+    with pytest.raises(sky.ModelMismatchError) as caught:
+        store.load_model("m", into=new)
+
+    advice = "module.load_state_dict(store.load_model('m', version=1))"
+    assert str(caught.value).endswith(advice)
+    new.load_state_dict(store.load_model("m", version=1))
+    assert torch.allclose(new.weight, old.weight)
+
+
+def test_what_no_version_holds_stays_on_the_meta_device_and_is_told(
+    store: sky.ModelStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("mask", torch.ones(2), persistent=False)
+        return module
+
+    store.save_model(model(), "m")
+    with torch.device("meta"):
+        hollow = model()
+
+    store.load_model("m", into=hollow)
+
+    assert "'m' version 1 holds nothing for mask, still on the meta device" in caplog.text
+    assert "give it values before you use the model" in caplog.text

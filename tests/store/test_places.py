@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import skyward as sky
+from skyward.store import objects
+from skyward.store.catalog import Catalog
 from skyward.store.files import Files, open_files
 
 PLACES = ["folder", "file URL", "server", "memory", "renaming", "s3"]
@@ -96,9 +99,9 @@ def test_a_durable_folder_has_the_file_on_the_disk_before_its_name(
     place = open_files(tmp_path, None, durable=True)
 
     place.write("d/file", [b"1"])
-    assert seen == [[], ["file"]]
+    assert seen[-3:] == [[], [], ["file"]]
     assert place.create("d/other", b"2")
-    assert seen[2:] == [["file"], ["file", "other"]]
+    assert seen[-2:] == [["file"], ["file", "other"]]
 
 
 def test_a_listing_shows_files_with_sizes_and_times(place: Files) -> None:
@@ -115,6 +118,175 @@ def test_a_listing_shows_files_with_sizes_and_times(place: Files) -> None:
     assert all(entry.modified > 1_600_000_000 for entry in found)
     place.delete("objects/d/one")
     assert [entry.path for entry in place.list("objects/d")] == ["objects/d/e/two"]
+
+
+def test_new_folders_of_a_durable_one_are_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: settled.append(os.readlink(f"/dev/fd/{handle}"))
+    )
+    place = open_files(tmp_path / "new" / "store", None, durable=True)
+
+    place.write("objects/ab/file", [b"1"])
+
+    root = tmp_path / "new" / "store"
+    folders = [tmp_path, root.parent, root, root / "objects", root / "objects" / "ab"]
+    assert {str(folder) for folder in folders} <= set(settled)
+    settled.clear()
+    place.write("objects/ab/other", [b"1"])
+    assert settled[1:] == [str(root / "objects" / "ab")]
+
+
+def test_a_file_url_keeps_every_letter_of_its_path(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/a#b?c%20d", f"file://localhost{tmp_path}/a#b?c%20d"):
+        assert open_files(url, None, durable=False).url == f"{tmp_path}/a#b?c d"
+
+
+def test_a_place_that_connects_at_once_and_cannot_is_named() -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    with pytest.raises(sky.StoreError, match=r"ftp://\*\*\*@127.*failed.*check the addr") as caught:
+        sky.ModelStore("ftp://user:secret@127.0.0.1:1/x")
+    assert "secret" not in str(caught.value)
+
+
+class Unlisted(Exception):
+    """What some filesystem raises."""
+
+
+@pytest.mark.parametrize("problem", [PermissionError("no"), OSError(5, "broken"), Unlisted("no")])
+def test_a_folder_that_cannot_be_listed_fails_the_listing(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = pytest.importorskip("fsspec.implementations.memory", reason="fsspec is not installed")
+    place = open_files(f"memory://{uuid.uuid4().hex}", None, durable=False)
+    place.write("models/a/1.json", [b"1"])
+    place.write("models/b/1.json", [b"1"])
+    ls = spec.MemoryFileSystem.ls
+
+    def failing(fs: object, path: str, *args: object, **options: object) -> object:
+        if path.endswith("/b"):
+            raise problem
+        return ls(fs, path, *args, **options)
+
+    monkeypatch.setattr(spec.MemoryFileSystem, "ls", failing)
+    with pytest.raises(sky.StoreError, match="models: listing failed"):
+        place.list("models")
+
+
+@pytest.mark.parametrize("scheme", ["", "dir::file://"])
+def test_folders_behind_links_are_listed_once(tmp_path: Path, scheme: str) -> None:
+    if scheme:
+        pytest.importorskip("fsspec", reason="fsspec is not installed")
+    place = open_files(f"{scheme}{tmp_path}/store", None, durable=False)
+    place.write("models/a/1.json", [b"1"])
+    (models,) = tmp_path.rglob("models")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.json").write_text("1")
+    (models / "linked").symlink_to(tmp_path / "elsewhere")
+    (models / "dangling").symlink_to(tmp_path / "nowhere")
+    if not scheme:
+        (models / "alias").symlink_to(models / "a")
+        (models / "a" / "loop").symlink_to(models)
+
+    found = sorted(entry.path for entry in place.list("models"))
+
+    assert found == ["models/a/1.json", "models/linked/1.json"]
+
+
+def test_a_creation_that_is_cut_short_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = pytest.importorskip("fsspec.implementations.local", reason="fsspec is not installed")
+    place = open_files(f"dir::file://{tmp_path}", None, durable=False)
+
+    def cut(fs: object, path: str, data: bytes, **_: object) -> None:
+        Path(path).write_bytes(data[:3])
+        raise ConnectionResetError("cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.LocalFileSystem, "pipe_file", cut)
+        with pytest.raises(sky.StoreError, match="cut"):
+            place.create("models/m/1.json", b"manifest")
+    assert place.list("models") == []
+    assert place.create("models/m/1.json", b"manifest")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_filesystem_is_told_from_others(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = pytest.importorskip("fsspec.implementations.memory", reason="fsspec is not installed")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(spec.MemoryFileSystem, "pipe_file", full)
+    with pytest.raises(sky.StoreFullError, match="make room"):
+        open_files("memory://full", None, durable=False).write("objects/x", [b"1"])
+
+
+@pytest.mark.parametrize("count", [100, 5_000_000], ids=["packed", "alone"])
+def test_deleting_a_damaged_version_and_saving_it_again_heals(url: str, count: int) -> None:
+    value = {"x": torch.randn(count)}
+    place = damaged(url, value)
+    store = sky.ModelStore(url)
+
+    store.delete("m")
+    # What another process would do, which has not seen the damage.
+    objects._doubted.clear()
+    version = store.save_model(value, "m")
+
+    assert version.added == 4 * count
+    assert torch.equal(store.load_model("m")["x"], value["x"])
+    assert len(place.list("objects")) == 2
+
+
+def test_saving_a_model_that_was_found_damaged_heals(url: str) -> None:
+    value = {"x": torch.randn(400), "y": torch.randn(5_000_000)}
+    damaged(url, value)
+    store = sky.ModelStore(url)
+
+    store.save_model(value, "m")
+
+    loaded = store.load_model("m")
+    assert all(torch.equal(loaded[name], value[name]) for name in value)
+
+
+def damaged(url: str, value: dict[str, torch.Tensor]) -> Files:
+    """A store with one version, every object of which has a flipped bit; a load has noticed."""
+    sky.ModelStore(url).save_model(value, "m")
+    place = open_files(url, None, durable=False)
+    for entry in place.list("objects"):
+        whole = bytearray(place.read(entry.path, 0, entry.size))
+        whole[-1] ^= 1
+        place.write(entry.path, [bytes(whole)])
+    with pytest.raises(sky.StoreDamagedError):
+        sky.ModelStore(url).load_model("m")
+    return place
+
+
+def test_what_an_interrupted_save_left_behind_is_not_counted_as_added(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"x": torch.randn(400), "y": torch.randn(5_000_000)}
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sky.ModelStore(url).save_model(value, "m")
+    before = open_files(url, None, durable=False).list("objects")
+
+    assert (
+        sky.ModelStore(url).save_model(value | {"z": torch.randn(4_800_000)}, "m").added
+        == 19_200_000
+    )
+    assert len(before) == 2
+    assert len(open_files(url, None, durable=False).list("objects")) == 3
 
 
 def test_only_one_of_two_creates_a_file(place: Files) -> None:
@@ -183,6 +355,9 @@ def test_damage_is_noticed_there(url: str) -> None:
         ("", None, "not a place for models"),
         ("nonsense://x", None, "Protocol not known: nonsense"),
         ("/some/folder", "secret", "a folder takes no token"),
+        ("file://models", None, "names no folder of this machine; write file:///folder/models"),
+        ("file://", None, "names no folder of this machine"),
+        ("file://host/models", None, "names no folder of this machine"),
         ("s3://bucket", "secret", "s3 takes no token"),
         ("http://", None, "not a server's address"),
         ("http://host:port", None, "not a server's address"),

@@ -168,6 +168,12 @@ def test_a_store_can_still_be_sent_to_a_worker(folder: Path) -> None:
     assert pickle.loads(pickle.dumps(sky.ModelStore(folder))).load_model("m") == {"x": 1}
 
 
+def test_a_store_that_is_sent_keeps_quiet_if_it_did(folder: Path) -> None:
+    for given, expected in ((True, True), (False, False), (lambda title: Ear(), False)):
+        sent = pickle.loads(pickle.dumps(sky.ModelStore(folder, progress=given)))
+        assert sent._progress is expected
+
+
 def test_nothing_is_drawn_where_there_is_no_terminal(folder: Path) -> None:
     code = (
         "import sys\n"

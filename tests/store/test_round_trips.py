@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import skyward as sky
+from skyward.store import catalog, manifest
 from skyward.store.manifest import ITEM_SIZES
 
 DTYPES = [name for name in ITEM_SIZES if hasattr(torch, name)]
@@ -115,6 +116,42 @@ def test_tied_weights_stay_tied_and_are_stored_once(store: sky.ModelStore) -> No
 
     assert (loaded["embedding.weight"] == 7).all()
     assert version.size == 11 * 6 * 4 + 4 * 6 * 4 + 8
+
+
+@pytest.mark.parametrize("kind", ["parts of complex numbers", "bytes seen as numbers"])
+def test_overlapping_tensors_of_different_elements(
+    store: sky.ModelStore, same: Any, kind: str
+) -> None:
+    if kind == "parts of complex numbers":
+        numbers = torch.randn(4, dtype=torch.complex64)
+        value = {"imag": numbers.imag, "rest": numbers[1:]}
+    else:
+        raw = torch.arange(16, dtype=torch.uint8)
+        value = {"half": raw[2:10].view(torch.float16), "single": raw[4:12].view(torch.float32)}
+
+    store.save_model(value, "m")
+
+    assert same(store.load_model("m"), value)
+
+
+def test_what_no_reader_would_accept_is_not_published(
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_flaw", lambda view, regions: "begins between two elements")
+
+    with pytest.raises(sky.SerializationError, match="'m' cannot be stored: tensor 0 begins betw"):
+        store.save_model({"x": torch.ones(3)}, "m")
+    assert store.list() == ()
+
+
+def test_values_that_a_manifest_has_no_room_for_are_refused_before_anything_is_written(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MANIFEST_LIMIT", 1 << 20)
+
+    with pytest.raises(sky.SerializationError, match=r"would take 2 MiB, .* has room for 1; turn"):
+        store.save_model({"x": torch.ones(3), "text": b"x" * (3 << 19)}, "m")
+    assert not folder.exists()
 
 
 def test_overlapping_views_share_memory_again(store: sky.ModelStore) -> None:

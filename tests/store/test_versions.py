@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -271,3 +274,139 @@ def test_what_is_stored_has_the_name_of_what_was_written(
     else:
         store.save_model(value, "m")
         assert torch.equal(store.load_model("m")["x"], torch.ones(size))
+
+
+@pytest.mark.parametrize("version", [1.0, True, "1"])
+def test_a_version_is_a_whole_number(store: sky.ModelStore, version: object) -> None:
+    store.save_model({"x": 1}, "m")
+
+    for action in (store.delete, store.describe):
+        with pytest.raises(sky.ConfigurationError, match="a version is a whole number; pass an"):
+            action("m", version=version)  # type: ignore[arg-type]
+    assert len(store.versions("m")) == 1
+
+
+def test_what_is_deleted_while_it_is_listed_is_left_out(
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "a", "b"):
+        store.save_model({"x": 1}, name)
+    numbers = Catalog.numbers
+
+    def deleting(catalog: Catalog, name: str | None = None) -> dict[str, list[int]]:
+        found = numbers(catalog, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "numbers", numbers)
+            for other, version in (("a", 2), ("b", 1)):
+                with contextlib.suppress(sky.ModelNotFoundError):
+                    sky.ModelStore(store._files.url).delete(other, version=version)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "numbers", deleting)
+        assert [(each.name, each.version) for each in store.list()] == [("a", 1)]
+    store.save_model({"x": 1}, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "numbers", lambda catalog, name: {"a": [1, 2, 3]})
+        assert [each.version for each in store.versions("a")] == [1, 3]
+
+
+@pytest.mark.parametrize("action", ["versions", "delete"])
+def test_a_model_that_goes_while_it_is_looked_up(
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    store.save_model({"x": 1}, "m")
+    answers = iter([{"m": [1]}, {}])
+    monkeypatch.setattr(Catalog, "numbers", lambda catalog, name: next(answers))
+
+    if action == "delete":
+        store.delete("m")
+    else:
+        with pytest.raises(sky.ModelNotFoundError, match="'m' any more: it was deleted"):
+            store.versions("m")
+
+
+def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last_number = Catalog.last_number
+
+    def meanwhile(catalog: Catalog, name: str) -> int:
+        found = last_number(catalog, name)
+        monkeypatch.setattr(Catalog, "last_number", last_number)
+        other = sky.ModelStore(folder)
+        other.save_model({"x": 1}, "m")
+        other.delete("m")
+        return found
+
+    monkeypatch.setattr(Catalog, "last_number", meanwhile)
+
+    assert store.save_model({"x": 2}, "m").version == 2
+    assert [each.version for each in store.versions("m")] == [2]
+
+
+def test_metadata_must_be_unicode(store: sky.ModelStore, folder: Path) -> None:
+    for metadata in ({"note": "\ud800"}, {"\ud800": 1}):
+        with pytest.raises(sky.SerializationError, match="metadata cannot be written as JSON"):
+            store.save_model({"x": torch.ones(3)}, "m", metadata=metadata)
+    assert not folder.exists()
+
+
+def test_few_manifests_are_remembered_and_none_for_a_listing(
+    store: sky.ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.store.catalog._KEPT", 3)
+    for index in range(6):
+        store.save_model({"x": index}, f"m{index}")
+    assert len(store._catalog._kept) == 3
+
+    fresh = sky.ModelStore(store._files.url)
+    fresh.list()
+    fresh.versions("m1")
+    fresh.gc()
+    assert len(fresh._catalog._kept) == 0
+    fresh.load_model("m1")
+    assert list(fresh._catalog._kept) == ["models/m1/1.json"]
+
+
+@pytest.mark.parametrize("older_than", ["1d", None, True, float("nan")])
+def test_the_collector_takes_seconds(store: sky.ModelStore, older_than: object) -> None:
+    with pytest.raises(sky.ConfigurationError, match="takes seconds"):
+        store.gc(older_than=older_than)  # type: ignore[arg-type]
+
+
+def test_the_collector_removes_nothing_when_a_listing_fails(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever folder it is that a disk or a network fails to read."""
+    for name in ("a", "b/c"):
+        store.save_model({"x": torch.randn(10)}, name)
+    kept = sorted(folder.rglob("*"))
+    scandir = os.scandir
+
+    for broken in ("models", "models/a", "models/b", "models/b/c", "objects", "saves"):
+        (folder / "saves").mkdir(exist_ok=True)
+
+        def failing(path: Path, broken: str = broken) -> object:
+            if Path(path) == folder / broken:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", failing)
+        with pytest.raises(sky.StoreError, match=f"{broken}: listing failed: Stale file handle"):
+            store.gc(older_than=0)
+        monkeypatch.setattr(os, "scandir", scandir)
+        assert sorted(folder.rglob("*")) == sorted({*kept, folder / "saves"})
+
+
+def test_the_collector_spares_a_model_whose_folder_is_a_link(
+    store: sky.ModelStore, folder: Path, tmp_path: Path
+) -> None:
+    store.save_model({"x": torch.ones(10)}, "m")
+    (folder / "models" / "m").rename(tmp_path / "elsewhere")
+    (folder / "models" / "m").symlink_to(tmp_path / "elsewhere")
+
+    store.gc(older_than=0)
+
+    assert [each.name for each in store.list()] == ["m"]
+    assert (store.load_model("m")["x"] == 1).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import skyward as sky
+from skyward.wire import memory
 from skyward.wire.frames import DESCRIPTOR_LIMIT
 
 MIB = 1 << 20
@@ -192,3 +194,14 @@ def test_a_model_with_tied_weights_comes_back_tied(small_cap: sky.Compute) -> No
     got = nudged(model) >> small_cap
     assert got[1].weight is got[0].weight
     assert torch.equal(got[0].weight, model[0].weight + 1)
+
+
+def test_large_values_are_named_on_systems_that_pin_no_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = memoryview(bytes(8 << 20))
+    expected = memory.digests([block])
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(memory, "_crew", None)
+
+    assert memory.digests([block]) == expected

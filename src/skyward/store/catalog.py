@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 
-from skyward.errors import ConfigurationError, ModelNotFoundError, StoreDamagedError, StoreError
+from skyward.errors import (
+    ConfigurationError,
+    ModelNotFoundError,
+    SerializationError,
+    StoreDamagedError,
+    StoreError,
+)
 from skyward.store import manifest as manifests
 from skyward.store.files import Files
 from skyward.store.manifest import MANIFEST_LIMIT, Manifest
@@ -14,6 +21,8 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
 _VERSION = re.compile(r"models/(.+)/([1-9][0-9]{0,8})\.(json|gone)")
 _LONGEST = 200
+_KEPT = 64
+"""How many manifests are remembered; one may take as much memory as a small model."""
 
 
 def check_name(name: object) -> str:
@@ -43,7 +52,7 @@ class Catalog:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._read: dict[str, Manifest] = {}
+        self._kept: OrderedDict[str, Manifest] = OrderedDict()
 
     def numbers(self, name: str | None = None) -> dict[str, list[int]]:
         """The versions there are, oldest first, of every model or of one."""
@@ -55,6 +64,10 @@ class Catalog:
 
     def resolve(self, name: str, version: int | None) -> int:
         """The version asked for, or the newest."""
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise ConfigurationError(
+                f"version={version!r}: a version is a whole number; pass an int, such as version=1"
+            )
         there = self.numbers(name).get(name, [])
         if not there:
             names = ", ".join(self.numbers()) or "none yet"
@@ -89,12 +102,21 @@ class Catalog:
                 f"{where}: holds version {manifest.version} of {manifest.name!r}; on a filesystem "
                 "that ignores case, names must differ in more than that: use another name"
             )
-        self._read[path] = manifest
         return manifest
 
     def remember(self, name: str, version: int) -> Manifest:
-        """The same, as it was when it was last read or published here."""
-        return self._read.get(f"models/{name}/{version}.json") or self.read(name, version)
+        """The same, as it was when it was last kept here."""
+        kept = self._kept.get(f"models/{name}/{version}.json")
+        return self.keep(kept or self.read(name, version))
+
+    def keep(self, manifest: Manifest) -> Manifest:
+        """Remember a manifest in place of the one that was used least lately."""
+        path = f"models/{manifest.name}/{manifest.version}.json"
+        self._kept[path] = manifest
+        self._kept.move_to_end(path)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return manifest
 
     def has(self, name: str, version: int) -> bool:
         """Whether a version is still there."""
@@ -104,9 +126,12 @@ class Catalog:
         """Publish the first draft whose number is free; drafts are numbered upwards."""
         for draft in drafts:
             path = f"models/{name}/{draft.version}.json"
-            if self._files.create(path, manifests.encode(draft)):
-                self._read[path] = draft
-                return draft
+            if not self._files.create(path, _accepted(draft)):
+                continue
+            # The number may have been used and withdrawn since the drafts began to be numbered.
+            if self._files.size(f"models/{name}/{draft.version}.gone") is None:
+                return self.keep(draft)
+            self._files.delete(path)
         raise StoreError(
             f"{self._files.url}: no version number of {name!r} could be had, because others "
             "publish it all the time; save again, or under another name"
@@ -123,7 +148,7 @@ class Catalog:
             self._files.write(f"models/{name}/{last}.gone", [b"{}\n"])
         for number in versions:
             self._files.delete(f"models/{name}/{number}.json")
-            self._read.pop(f"models/{name}/{number}.json", None)
+            self._kept.pop(f"models/{name}/{number}.json", None)
         for owner, number, gone in self._listed(name):
             if owner == name and gone and number < last:
                 self._files.delete(f"models/{name}/{number}.gone")
@@ -136,3 +161,25 @@ class Catalog:
             if match and name in (None, match[1]):
                 found.append((match[1], int(match[2]), match[3] == "gone"))
         return found
+
+
+def _accepted(draft: Manifest) -> bytes:
+    """A draft as it is written, if readers accept it."""
+    for flaw in manifests.flaws(draft):
+        raise SerializationError(
+            f"{draft.name!r} cannot be stored: {flaw}; please report this, with the tensors' "
+            "shapes, strides and dtypes, and save copies of them meanwhile: tensor.clone()"
+        )
+    data = manifests.encode(draft)
+    check_length(draft.name, len(data))
+    return data
+
+
+def check_length(name: str, length: int) -> None:
+    """Raise for a manifest that no reader would take."""
+    if length > MANIFEST_LIMIT:
+        raise SerializationError(
+            f"{name!r} cannot be stored: what is not in tensors would take {length >> 20} MiB, and "
+            f"a version has room for {MANIFEST_LIMIT >> 20}; turn bytes, text and long lists into "
+            "tensors, such as torch.frombuffer(data, dtype=torch.uint8)"
+        )

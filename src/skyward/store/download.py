@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from skyward.errors import SerializationError, StoreDamagedError
+from skyward.store import tree
 from skyward.store.layout import SAFETENSORS, Span, tensor_at
+from skyward.store.loading import manifest_place
 from skyward.store.local import LocalFiles
 from skyward.store.manifest import ITEM_SIZES, Manifest, View, object_path
-from skyward.store.objects import ALIGNMENT, HEADER_LIMIT
-from skyward.store.tree import DEPTH_LIMIT
+from skyward.store.objects import HEADER_LIMIT, framed
 from skyward.wire import memory
 
 BLOCK = 1 << 20
@@ -43,7 +42,6 @@ class Download:
         self._files = files
         self._manifest = manifest
         self._verified: set[int] = set()
-        self._maps: dict[int, memoryview] = {}
         self._tensors = self._named()
         self._check_objects()
         self._head = self._header()
@@ -85,12 +83,12 @@ class Download:
         region = self._manifest.regions[index]
         stored = self._manifest.objects[region.object]
         path = object_path(stored.name)
-        if region.object not in self._maps:
-            view = self._files.view(path)
-            if view is None or len(view) != stored.size:
-                raise self._damaged(path, "is not as long as it was")
-            self._maps[region.object] = view
-        block = self._maps[region.object][region.start : region.start + region.size]
+        # Mapped anew for each tensor, which is cheap, and gone with it: a model may have more
+        # objects than a process may have mappings.
+        view = self._files.view(path)
+        if view is None or len(view) != stored.size:
+            raise self._damaged(path, "is not as long as it was")
+        block = view[region.start : region.start + region.size]
         if index not in self._verified:
             if memory.digests([block])[0].hex() != region.digest:
                 raise self._damaged(path, f"the bytes from {region.start} on are not as saved")
@@ -99,10 +97,14 @@ class Download:
 
     def _named(self) -> list[_Tensor]:
         found: dict[str, _Tensor] = {}
-        for name, number in _leaves(self._manifest.tree, "", 0):
-            if not 0 <= number < len(self._manifest.tensors):
-                raise self._damaged("its manifest", f"names the tensor {number}, which is missing")
-            view = self._manifest.tensors[number]
+        views = self._manifest.tensors
+        where = manifest_place(self._files, self._manifest)
+        # A server need not have torch.
+        value = tree.outline(self._manifest.tree, len(views), where, values=False)
+        if isinstance(value, tree.Number):
+            value = {"tensor": value}
+        for name, number in tree.numbers(value, join=_dotted):
+            view = views[number]
             if name in found or name == "__metadata__":
                 raise self._unfit(f"two things would be called {name[:80]!r}")
             if view.dtype not in SAFETENSORS:
@@ -128,11 +130,10 @@ class Download:
                 "data_offsets": [at, at + tensor.size],
             }
             at += tensor.size
-        text = msgspec.json.encode(table)
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        if len(text) > HEADER_LIMIT:
+        head = framed(table)
+        if len(head) > HEADER_LIMIT:
             raise self._unfit("its names and shapes alone are too long")
-        return len(text).to_bytes(8, "little") + text
+        return head
 
     def _check_objects(self) -> None:
         """What is missing is found before the first byte is promised."""
@@ -152,27 +153,8 @@ class Download:
         return f"{self._manifest.name!r} version {self._manifest.version}"
 
 
-def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """The tensors of a tree by number, each with its dotted path."""
-    if depth > DEPTH_LIMIT + 1 or not isinstance(node, dict | list):
-        return
-    if isinstance(node, list):
-        children = list(enumerate(node))
-    else:
-        kind, content = next(iter(node.items()), ("", None))
-        if kind == "tensor" and type(content) is int:
-            yield path or "tensor", content
-            return
-        if kind not in ("tuple", "dict", "ordered", "state") or not isinstance(content, list):
-            return
-        children = list(enumerate(content)) if kind == "tuple" else _pairs(content)
-    for key, child in children:
-        yield from _leaves(child, f"{path}.{key}" if path else str(key), depth + 1)
-
-
-def _pairs(content: list[Any]) -> list[tuple[Any, Any]]:
-    pairs = [pair for pair in content if isinstance(pair, list) and len(pair) == 2]
-    return [(next(iter(key.values())) if isinstance(key, dict) else key, at) for key, at in pairs]
+def _dotted(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _clipped(blocks: Iterator[memoryview], first: int, last: int) -> Iterator[memoryview]:

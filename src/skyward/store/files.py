@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, StoreError
 from skyward.store.access import is_loopback
 
 Part = bytes | memoryview
@@ -57,6 +57,9 @@ class Files(Protocol):
     whole: int
     """From this size on, a tensor is a file of its own here."""
 
+    drafts: bool
+    """Whether a file can be written here before its name is known."""
+
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on; fewer than `length` only where the file ends."""
 
@@ -73,7 +76,7 @@ class Files(Protocol):
         """Write a file whole: a reader sees what was there before or all of this."""
 
     def draft(self) -> AbstractContextManager[Draft] | None:
-        """A file to be written before its name is known, where the place can do that."""
+        """A file to be written before its name is known; None where `drafts` is False."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a file whole unless one is there already, and say whether it is this one now."""
@@ -130,13 +133,24 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
             )
         from skyward.store.local import LocalFiles
 
-        path = unquote(urlsplit(text).path) if text.startswith("file://") else text
+        path = _path_of(text) if text.startswith("file://") else text
         return LocalFiles(Path(path).expanduser().absolute(), durable=durable)
     if text.startswith(("http://", "https://")):
         from skyward.store.http import HttpFiles
 
         return HttpFiles(text, token)
     return _open_remote(text, token)
+
+
+def _path_of(url: str) -> str:
+    """The path of a file:// URL, in which `?` and `#` are letters like others."""
+    host, slash, path = url.removeprefix("file://").partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ConfigurationError(
+            f"ModelStore({url!r}): names no folder of this machine; "
+            "write file:///folder/models, or the path alone"
+        )
+    return unquote(f"/{path}")
 
 
 def _open_remote(url: str, token: str | None) -> Files:
@@ -166,6 +180,12 @@ def _open_remote(url: str, token: str | None) -> Files:
     except ValueError as problem:
         raise ConfigurationError(
             f"ModelStore({shown!r}): {problem}; pass a folder or a URL such as 's3://bucket/models'"
+        ) from problem
+    except Exception as problem:
+        # Some connect at once, and each has exceptions of its own.
+        told = _HIDDEN.sub("://***@", f"{type(problem).__name__}: {problem}")
+        raise StoreError(
+            f"{shown}: opening failed: {told}; check the address, the network and your credentials"
         ) from problem
     from skyward.store.remote import FsspecFiles
 

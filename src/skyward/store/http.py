@@ -43,6 +43,7 @@ class HttpFiles:
 
     transfers = 4
     whole = 16 << 20
+    drafts = False
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url, self._base = _checked(url)

@@ -121,7 +121,10 @@ def _overlapping(placed: list[_Placed]) -> list[list[_Placed]]:
 def _span(group: list[_Placed]) -> Span:
     lead = min(group, key=lambda placed: placed.index)
     dtype, item = _name(lead.tensor), lead.tensor.element_size()
-    first, last = group[0].first, max(placed.last for placed in group)
+    # Every view must begin at a multiple of its element, counted from where the region begins.
+    largest = max(placed.tensor.element_size() for placed in group)
+    first = group[0].first // largest * largest
+    last = max(placed.last for placed in group)
     payload = lead.tensor.numel() * item
     if len(group) == 1 and last - first > 2 * payload:
         # Mostly holes, such as one column of a matrix: worth more than its strides.

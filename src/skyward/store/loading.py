@@ -168,6 +168,7 @@ class Loading:
             raise self._damaged(path, "its header and the manifest disagree") from None
 
     def _damaged(self, path: str, what: str) -> StoreDamagedError:
+        objects.doubt(stored.name for stored in self._manifest.objects)
         name, version = self._manifest.name, self._manifest.version
         return StoreDamagedError(
             f"{self._files.url}/{path}, part of {name!r} version {version}: {what}; load another "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import errno
-import mmap
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skyward.errors import StoreError, StoreFullError
 from skyward.store.files import Draft, Entry, Part
+from skyward.store.mapping import mapped
 from skyward.wire import memory
 
 
@@ -25,6 +27,7 @@ class LocalFiles:
 
     transfers = 2
     whole = 1 << 20
+    drafts = True
 
     def __init__(self, root: Path, *, durable: bool = False) -> None:
         self.url = str(root)
@@ -49,9 +52,7 @@ class LocalFiles:
     def view(self, path: str) -> memoryview | None:
         """The file, mapped copy-on-write; it stays readable after the file is removed."""
         with self.reported("reading", path), self._path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(bytearray())
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            return mapped(file.fileno())
 
     def size(self, path: str) -> int | None:
         """How long the file is."""
@@ -63,7 +64,7 @@ class LocalFiles:
 
     def write(self, path: str, parts: Sequence[Part]) -> None:
         """Write to a file aside, then rename it."""
-        with self.reported("writing", path), self._aside() as (aside, descriptor):
+        with self.reported("writing", path), self.aside() as (aside, descriptor):
             start = 0
             for part in parts:
                 memory.write_all(descriptor, start, memoryview(part))
@@ -73,33 +74,52 @@ class LocalFiles:
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
         """A file aside, until it is renamed."""
-        with self.reported("writing", "tmp"), self._aside() as (aside, descriptor):
+        with self.reported("writing", "tmp"), self.aside() as (aside, descriptor):
             yield _Draft(self, aside, descriptor)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write to a file aside, then link it, which fails where a file is."""
-        with self.reported("writing", path), self._aside() as (aside, descriptor):
+        with self.reported("writing", path), self.aside() as (aside, descriptor):
             memory.write_all(descriptor, 0, memoryview(data))
-            target = self._ready(descriptor, path)
-            try:
-                os.link(aside, target)
-            except FileExistsError:
-                return False
-            self._settle(target.parent)
-            return True
+            return self.link(descriptor, aside, path)
 
     def list(self, folder: str) -> builtins.list[Entry]:
-        """Every file below a folder."""
-        found = []
-        with self.reported("listing", folder):
-            for place, _, names in os.walk(self._path(folder)):
-                for name in names:
-                    file = Path(place, name)
-                    with contextlib.suppress(FileNotFoundError):
-                        about = file.stat()
-                        path = file.relative_to(self._root).as_posix()
-                        found.append(Entry(path, about.st_size, about.st_mtime))
+        """Every file below a folder; a part that cannot be read fails the whole.
+
+        Links to folders are followed, each folder once, and under its own path where it has one:
+        what can be loaded through a link is in use.
+        """
+        found: list[Entry] = []
+        seen: set[tuple[int, int]] = set()
+        folders, links = collections.deque([folder]), collections.deque[str]()
+        while folders or links:
+            path = (folders or links).popleft()
+            with self.reported("listing", path), contextlib.suppress(FileNotFoundError):
+                about = self._path(path).stat()
+                if (about.st_dev, about.st_ino) not in seen:
+                    seen.add((about.st_dev, about.st_ino))
+                    self._list_one(path, found, folders, links)
         return found
+
+    def _list_one(
+        self,
+        folder: str,
+        found: builtins.list[Entry],
+        folders: collections.deque[str],
+        links: collections.deque[str],
+    ) -> None:
+        with os.scandir(self._path(folder)) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(path)
+                        continue
+                    about = entry.stat()
+                    if stat.S_ISDIR(about.st_mode):
+                        links.append(path)
+                    else:
+                        found.append(Entry(path, about.st_size, about.st_mtime))
 
     def delete(self, path: str) -> None:
         """Remove a file."""
@@ -115,10 +135,21 @@ class LocalFiles:
         aside.replace(target)
         self._settle(target.parent)
 
+    def link(self, descriptor: int, aside: Path, path: str) -> bool:
+        """The same, unless a file has the name already."""
+        target = self._ready(descriptor, path)
+        try:
+            os.link(aside, target)
+        except FileExistsError:
+            return False
+        self._settle(target.parent)
+        return True
+
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[tuple[Path, int]]:
+    def aside(self) -> Iterator[tuple[Path, int]]:
+        """A new file in `tmp/` to write to, gone afterwards unless it was renamed."""
         folder = self._root / "tmp"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder(folder)
         aside = folder / uuid.uuid4().hex
         try:
             with aside.open("xb", buffering=0) as file:
@@ -131,8 +162,15 @@ class LocalFiles:
         if self._durable:
             os.fsync(descriptor)
         target = self._path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder(target.parent)
         return target
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it; a durable one is on the disk before it is used."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._settle(folder.parent)
 
     def _settle(self, folder: Path) -> None:
         if self._durable:
@@ -155,6 +193,10 @@ class LocalFiles:
                 raise StoreFullError(
                     f"{where}; make room, or delete versions and call gc(), then save again: "
                     "what has been written is not written twice"
+                ) from problem
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                raise StoreError(
+                    f"{where}; close files that are not needed, or raise the limit (`ulimit -n`)"
                 ) from problem
             raise StoreError(
                 f"{where}; check that the folder is there and that you may use it"

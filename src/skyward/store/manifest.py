@@ -142,7 +142,7 @@ def decode(data: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
         raise _damaged(where, str(problem)) from None
-    for flaw in _flaws(manifest):
+    for flaw in flaws(manifest):
         raise _damaged(where, flaw)
     return manifest
 
@@ -154,7 +154,8 @@ def _damaged(where: str, what: str) -> StoreDamagedError:
     )
 
 
-def _flaws(manifest: Manifest) -> Iterator[str]:
+def flaws(manifest: Manifest) -> Iterator[str]:
+    """What makes a manifest one that no reader accepts."""
     for index, region in enumerate(manifest.regions):
         if region.object >= len(manifest.objects):
             yield f"region {index} lies in object {region.object} of {len(manifest.objects)}"

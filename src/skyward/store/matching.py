@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from skyward.store.manifest import View
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 _SHOWN = 20
+_NO_TENSOR = "a value that is no tensor"
+
+Stored = View | None
+"""A name's tensor in the store; None where that holds another value."""
+Present: TypeAlias = "torch.Tensor | None"
+"""A name's tensor in the model; None where that has another value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +37,50 @@ class Match:
         return not (self.missing or self.unexpected or self.reshaped or self.recast)
 
 
-def match(stored: Mapping[str, View], model: Mapping[str, torch.Tensor]) -> Match:
-    """Compare names, shapes and dtypes."""
+def match(stored: Mapping[str, Stored], model: Mapping[str, Present]) -> Match:
+    """Compare names, and of tensors shapes and dtypes."""
     both = [name for name in model if name in stored]
-    reshaped = [name for name in both if stored[name].shape != list(model[name].shape)]
-    fits = [name for name in both if name not in set(reshaped)]
+    reshaped = [name for name in both if not _alike(name, stored[name], model[name])]
+    unfit = set(reshaped)
+    fits = [name for name in both if name not in unfit]
     return Match(
         fits=tuple(fits),
         missing=tuple(name for name in model if name not in stored),
         unexpected=tuple(name for name in stored if name not in model),
         reshaped=tuple(reshaped),
-        recast=tuple(name for name in fits if stored[name].dtype != _dtype(model[name])),
+        recast=tuple(name for name in fits if _recast(stored[name], model[name])),
     )
 
 
+def _alike(name: str, stored: Stored, model: Present) -> bool:
+    if is_extra(name):  # the module says what it takes there
+        return True
+    if stored is None or model is None:
+        return stored is None and model is None
+    return stored.shape == list(model.shape)
+
+
+def _recast(stored: Stored, model: Present) -> bool:
+    return stored is not None and model is not None and stored.dtype != _dtype(model)
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name is that of a module's `get_extra_state`."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def report(
-    found: Match, stored: Mapping[str, View], model: Mapping[str, torch.Tensor], title: str
+    found: Match, stored: Mapping[str, Stored], model: Mapping[str, Present], title: str
 ) -> str:
     """Every difference, the nearest names beside those that have no partner."""
 
     def in_model(name: str) -> str:
-        return f"{list(model[name].shape)} {_dtype(model[name])}"
+        there = model[name]
+        return _NO_TENSOR if there is None else f"{list(there.shape)} {_dtype(there)}"
 
     def in_store(name: str) -> str:
-        return f"{stored[name].shape} {stored[name].dtype}"
+        there = stored[name]
+        return _NO_TENSOR if there is None else f"{there.shape} {there.dtype}"
 
     def nearest(name: str, others: Sequence[str]) -> str:
         close = difflib.get_close_matches(name, others[:2000], n=1)
@@ -79,7 +105,7 @@ def report(
         (
             "of another dtype",
             found.recast,
-            lambda name: f"stored {stored[name].dtype}, model {_dtype(model[name])}",
+            lambda name: f"stored {_last(in_store(name))}, model {_last(in_model(name))}",
         ),
     ]
     counts = ", ".join(f"{len(names)} {what}" for what, names, _ in sections if names)
@@ -91,6 +117,10 @@ def report(
         if len(names) > _SHOWN:
             lines.append(f"    and {len(names) - _SHOWN} more")
     return "\n".join(lines)
+
+
+def _last(looks: str) -> str:
+    return looks.rpartition(" ")[2]
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyward.errors import ConfigurationError, SerializationError
+import msgspec
+
+from skyward.errors import ConfigurationError, ModelNotFoundError, SerializationError
 from skyward.store import exchange, tree
 from skyward.store.catalog import Catalog, check_name
 from skyward.store.collecting import collect
@@ -93,9 +97,14 @@ class ModelStore:
         return f"ModelStore({self._files.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """It travels as its address, token included: other processes open the same place."""
+        """It travels as its address, token included: other processes open the same place.
+
+        A function that is told of progress stays here, and nothing is drawn there in its place.
+        """
         where = self._address
-        return functools.partial(type(self), durable=where.durable), (where.url, where.token)
+        progress = self._progress is True
+        opened = functools.partial(type(self), durable=where.durable, progress=progress)
+        return opened, (where.url, where.token)
 
     def save_model(
         self,
@@ -166,16 +175,32 @@ class ModelStore:
 
     def list(self) -> tuple[ModelVersion, ...]:
         """The newest version of every model, by name."""
-        return tuple(
-            _version(self._catalog.read(name, numbers[-1]))
+        newest = (
+            next(self._read(name, reversed(numbers)), None)
             for name, numbers in self._catalog.numbers().items()
         )
+        return tuple(version for version in newest if version is not None)
 
     def versions(self, name: str) -> tuple[ModelVersion, ...]:
         """Every version of a model, oldest first."""
         self._catalog.resolve(check_name(name), None)
-        numbers = self._catalog.numbers(name)[name]
-        return tuple(_version(self._catalog.read(name, number)) for number in numbers)
+        found = tuple(self._read(name, self._catalog.numbers(name).get(name, [])))
+        if not found:
+            raise ModelNotFoundError(
+                f"{self._files.url} has no model {name!r} any more: "
+                "it was deleted a moment ago; save it again"
+            )
+        return found
+
+    def _read(self, name: str, numbers: Iterable[int]) -> Iterator[ModelVersion]:
+        """Those of the versions that nobody has deleted since they were listed."""
+        for number in numbers:
+            with contextlib.suppress(ModelNotFoundError):
+                yield _version(self._catalog.read(name, number))
+
+    def numbers(self, name: str | None = None) -> dict[str, builtins.list[int]]:
+        """The numbers of each model's versions, or of one's, oldest first; none of them is read."""
+        return self._catalog.numbers(None if name is None else check_name(name))
 
     def describe(
         self, name: str, version: int | None = None
@@ -198,7 +223,7 @@ class ModelStore:
     def delete(self, name: str, version: int | None = None) -> None:
         """Delete a model, or one version of it; `gc` then frees what no other version needs."""
         self._catalog.resolve(check_name(name), version)
-        numbers = self._catalog.numbers(name)[name] if version is None else [version]
+        numbers = self._catalog.numbers(name).get(name, []) if version is None else [version]
         self._catalog.withdraw(name, numbers)
 
     def gc(self, older_than: float = GRACE) -> int:
@@ -207,6 +232,12 @@ class ModelStore:
         What is younger than `older_than` seconds stays, because a save in flight may be about to
         name it: go below the default of a day only while nobody saves.
         """
+        if isinstance(older_than, bool) or not isinstance(older_than, int | float):
+            raise ConfigurationError(
+                f"gc(older_than={older_than!r}): takes seconds; write older_than=3600 for an hour"
+            )
+        if math.isnan(older_than):
+            raise ConfigurationError("gc(older_than=nan): takes seconds; nan is no number of them")
         return collect(self._files, self._catalog, older_than)
 
     def import_file(
@@ -245,7 +276,8 @@ class ModelStore:
         return _version(manifest)
 
     def _manifest(self, name: str, version: int | None) -> Manifest:
-        return self._catalog.read(name, self._catalog.resolve(check_name(name), version))
+        number = self._catalog.resolve(check_name(name), version)
+        return self._catalog.keep(self._catalog.read(name, number))
 
 
 def _numbered(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
@@ -282,7 +314,8 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     try:
         kept: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as problem:
+        msgspec.json.encode(kept)  # refuses half a surrogate pair, which json lets pass
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise SerializationError(
             f"metadata cannot be written as JSON: {problem}; use text, numbers, lists and dicts"
         ) from None

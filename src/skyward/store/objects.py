@@ -8,7 +8,7 @@ garbage collector has condemned is never written again under the same name.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,15 @@ def header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
         }
         offsets.append(at)
         at += size
+    head = framed(table)
+    return head, [len(head) + offset for offset in offsets]
+
+
+def framed(table: dict[str, Any]) -> bytes:
+    """The head of a safetensors file: the length of its table, and that, up to the data."""
     text = msgspec.json.encode(table)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + offset for offset in offsets]
+    return len(text).to_bytes(8, "little") + text
 
 
 def identity(head: bytes) -> str:
@@ -70,3 +75,20 @@ def identity(head: bytes) -> str:
 def new_name(identity: str) -> str:
     """A name for a new object of this identity, never used before."""
     return f"{identity}-{os.urandom(4).hex()}"
+
+
+_doubted: set[str] = set()
+
+
+def doubt(names: Iterable[str]) -> None:
+    """Note the objects of a version that was found damaged.
+
+    From now on, no save of this process reuses them on a manifest's word: saving what should have
+    been loaded makes a version that is whole.
+    """
+    _doubted.update(names)
+
+
+def is_doubted(name: str) -> bool:
+    """Whether an object was in a damaged version; no two objects anywhere share a name."""
+    return name in _doubted

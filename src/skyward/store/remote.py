@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ _BLOCK = 16 << 20
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci"})
 """Where an upload appears at once and only when it is complete; elsewhere it is renamed."""
 
+_EXCLUSIVE = _WHOLE | {"memory"}
+"""Where `pipe_file(mode="create")` makes a whole file, and for one writer only."""
+
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
 
 
@@ -27,6 +31,7 @@ class FsspecFiles:
 
     transfers = 4
     whole = 16 << 20
+    drafts = False
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self.url = url.rstrip("/")
@@ -34,6 +39,7 @@ class FsspecFiles:
         self._root = root.rstrip("/")
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
         self._appears_whole = bool(_WHOLE & set(protocols))
+        self._exclusive = bool(_EXCLUSIVE & set(protocols))
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on."""
@@ -70,17 +76,9 @@ class FsspecFiles:
         """Upload a file whole."""
         with self._reported("writing", path):
             if self._appears_whole:
-                self._upload(self._path(path), parts)
-                return
-            aside = self._path(f"tmp/{uuid.uuid4().hex}")
-            try:
-                self._upload(aside, parts)
-                self._make_folder(path)
-                self._fs.mv(aside, self._path(path))
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(aside)
-                raise
+                self._upload(path, parts)
+            else:
+                self._rename(path, parts)
 
     def draft(self) -> None:
         """An upload has its name from the beginning."""
@@ -93,30 +91,58 @@ class FsspecFiles:
         lost from one that came second.
         """
         with self._reported("writing", path):
-            self._make_folder(path)
-            try:
-                self._fs.pipe_file(self._path(path), data, mode="create")
-            except FileExistsError:
-                pass
-            except OSError as problem:
-                if "recondition" not in str(problem) and "already exists" not in str(problem):
-                    raise
+            if not self._exclusive:
+                if self.size(path) is not None:
+                    return False
+                self._rename(path, [data])
+            else:
+                self._make_folder(path)
+                try:
+                    self._fs.pipe_file(self._path(path), data, mode="create")
+                except FileExistsError:
+                    pass
+                except OSError as problem:
+                    if "recondition" not in str(problem) and "already exists" not in str(problem):
+                        raise
             return self.read(path, 0, len(data) + 1) == data
 
     def list(self, folder: str) -> builtins.list[Entry]:
         """Every file below a folder."""
         with self._reported("listing", folder):
             self._fs.invalidate_cache()
-            try:
-                found = self._fs.find(self._path(folder), detail=True)
-            except FileNotFoundError:
-                return []
+            found = self._found(folder) if self._appears_whole else self._walked(folder)
         base = len(self._root) + 1
         return [
             Entry(name[base:], int(about.get("size") or 0), _modified(about))
             for name, about in found.items()
-            if about.get("type") != "directory"
         ]
+
+    def _found(self, folder: str) -> dict[str, dict[str, Any]]:
+        try:
+            found = self._fs.find(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {name: about for name, about in found.items() if about.get("type") != "directory"}
+
+    def _walked(self, folder: str) -> dict[str, dict[str, Any]]:
+        """The same, but `find` leaves out every folder that it fails to list."""
+        found: dict[str, dict[str, Any]] = {}
+        folders = [self._path(folder)]
+        while folders:
+            place = folders.pop()
+            with contextlib.suppress(FileNotFoundError):
+                for about in self._fs.ls(place, detail=True):
+                    name = about["name"].rstrip("/")
+                    if about["type"] not in ("file", "directory"):
+                        try:  # where a link leads
+                            about = self._fs.info(name)
+                        except FileNotFoundError:
+                            continue
+                    if about["type"] != "directory":
+                        found[name] = about
+                    elif name.strip("/") != place.strip("/"):
+                        folders.append(name)
+        return found
 
     def delete(self, path: str) -> None:
         """Remove a file."""
@@ -130,9 +156,21 @@ class FsspecFiles:
         if not self._appears_whole:
             self._fs.makedirs(self._path(path).rpartition("/")[0], exist_ok=True)
 
-    def _upload(self, target: str, parts: Sequence[Part]) -> None:
-        if not self._appears_whole:
-            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+    def _rename(self, path: str, parts: Sequence[Part]) -> None:
+        """Upload to a file aside, then give it its name."""
+        aside = f"tmp/{uuid.uuid4().hex}"
+        try:
+            self._upload(aside, parts)
+            self._make_folder(path)
+            self._fs.mv(self._path(aside), self._path(path))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(self._path(aside))
+            raise
+
+    def _upload(self, path: str, parts: Sequence[Part]) -> None:
+        self._make_folder(path)
+        target = self._path(path)
         if sum(len(part) for part in parts) <= _BLOCK:
             self._fs.pipe_file(target, b"".join(parts))
             return
@@ -159,7 +197,7 @@ class FsspecFiles:
         except Exception as problem:
             # Each filesystem has exceptions of its own, few of them an OSError.
             where = f"{self.url}/{path}: {doing} failed: {type(problem).__name__}: {problem}"
-            if getattr(problem, "errno", None) == 28:
+            if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFullError(
                     f"{where}; make room, or delete versions and call gc(), then save again"
                 ) from problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,8 +15,10 @@ from skyward.errors import StoreError
 from skyward.store.layout import SAFETENSORS, tensor_at
 from skyward.store.loading import Loading
 from skyward.store.manifest import ITEM_SIZES, RANK_LIMIT, Size, View
-from skyward.store.objects import ALIGNMENT, HEADER_LIMIT
+from skyward.store.mapping import mapped
+from skyward.store.objects import HEADER_LIMIT, framed
 from skyward.store.tree import Number
+from skyward.wire import memory
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         length = os.fstat(file.fileno()).st_size
         if length < 8:
             raise _refused(path, "it is too short for a header")
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        data = mapped(file.fileno())
     end = 8 + int.from_bytes(data[:8], "little")
     if end > min(length, HEADER_LIMIT):
         raise _refused(path, "it does not begin with a whole header")
@@ -159,9 +160,7 @@ def write(
             "shape": views[number].shape,
             "data_offsets": [starts[number], starts[number] + sized[number]],
         }
-    text = msgspec.json.encode(table)
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
+    head = framed(table)
     by_region: dict[int, list[int]] = {}
     for number in order:
         region = views[number].region
@@ -169,13 +168,15 @@ def write(
             by_region.setdefault(region, []).append(number)
     loading.begin(by_region)
     with path.open("xb", buffering=0) as file:
-        _write_at(file.fileno(), 0, memoryview(head))
+        memory.write_all(file.fileno(), 0, memoryview(head))
         os.truncate(file.fileno(), len(head) + at)
         for region, flat in loading.regions(by_region):
             for number in by_region[region]:
                 tensor = tensor_at(views[number], flat).contiguous()
                 block = (ctypes.c_char * sized[number]).from_address(tensor.data_ptr())
-                _write_at(file.fileno(), len(head) + starts[number], memoryview(block).cast("B"))
+                memory.write_all(
+                    file.fileno(), len(head) + starts[number], memoryview(block).cast("B")
+                )
 
 
 def unsuited(value: object, views: Iterable[View]) -> str:
@@ -221,12 +222,6 @@ def _facts(metadata: Mapping[str, Any], tied: dict[str, str]) -> dict[str, str]:
 
 def _item(view: View) -> int:
     return ITEM_SIZES[view.dtype]
-
-
-def _write_at(handle: int, at: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(handle, data[done : done + (64 << 20)], at + done)
 
 
 def _refused(path: Path, what: str) -> StoreError:

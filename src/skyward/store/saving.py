@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import time
 import uuid
@@ -17,8 +18,8 @@ import msgspec
 from skyward import __version__
 from skyward.errors import StoreDamagedError, StoreError
 from skyward.store import objects, tree, untouched
-from skyward.store.catalog import Catalog
-from skyward.store.files import Draft, Files
+from skyward.store.catalog import Catalog, check_length
+from skyward.store.files import Draft, Files, Part
 from skyward.store.layout import Span, lay_out
 from skyward.store.manifest import FORMAT, Manifest, Region, StoredObject, View, object_path
 from skyward.store.objects import Piece
@@ -38,6 +39,9 @@ _ATTEMPTS = 1000
 _TASTE = 4096
 """Tensors that begin with the same bytes, this many, may well be the same."""
 
+_BLOCK = 8 << 20
+"""What is read at a time of an object that is compared."""
+
 _log = logging.getLogger("skyward.store")
 
 
@@ -48,6 +52,17 @@ class _Place:
     size: int
     source: tuple[str, int] | None
     """The version whose manifest vouches for the object; None for one written by this save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A span that is stored; its bytes, which may be a copy, are not kept."""
+
+    span: Span
+    digest: str
+    place: _Place
+    is_new: bool
+    """Not left over from a save that was interrupted."""
 
 
 class Saving:
@@ -78,8 +93,8 @@ class Saving:
             _log.warning("not reusing tensors of %r version %d: %s", name, version, problem)
             return
         for region in manifest.regions:
-            if region.digest not in self._known:
-                stored = manifest.objects[region.object]
+            stored = manifest.objects[region.object]
+            if region.digest not in self._known and not objects.is_doubted(stored.name):
                 place = _Place(stored, region.start, region.size, (name, version))
                 self._known[region.digest] = place
                 self._sizes.add(region.size)
@@ -100,6 +115,7 @@ class Saving:
         import torch
 
         spans, views = lay_out(tensors)
+        check_length(self._name, len(msgspec.json.encode((shape, metadata, views))))
         states = [_state(tensor) for _, tensor in tensors]
         lease = f"saves/{uuid.uuid4().hex}.json"
         try:
@@ -164,12 +180,12 @@ class Saving:
 
             def settle() -> None:
                 unnamed.clear()
-                for piece, place in uploads.finish():
-                    digests[piece.span] = piece.digest
-                    if piece.digest not in self._known:
-                        self._known[piece.digest] = place
-                        self._sizes.add(place.size)
-                        self._added += place.size
+                for each in uploads.finish():
+                    digests[each.span] = each.digest
+                    if each.digest not in self._known:
+                        self._known[each.digest] = each.place
+                        self._sizes.add(each.place.size)
+                        self._added += each.place.size if each.is_new else 0
 
             for batch in _batches(spans):
                 doubtful: list[Piece] = []
@@ -211,7 +227,7 @@ class Saving:
     def _is_new(self, piece: Piece) -> bool:
         """Whether nothing stored can be the same, so that it need not be hashed to find out."""
         size = len(piece.data)
-        if size < self._files.whole or size in self._sizes or self._files.draft() is None:
+        if not self._files.drafts or size < self._files.whole or size in self._sizes:
             return False
         if self._left_over is None:
             named = {place.object.name for place in self._known.values()}
@@ -275,8 +291,8 @@ class _Uploads:
         self._files = files
         self._progress = progress
         self._pool = ThreadPoolExecutor(files.transfers, thread_name_prefix="skyward-store")
-        self._running: collections.deque[Future[list[tuple[Piece, _Place]]]] = collections.deque()
-        self._done: list[tuple[Piece, _Place]] = []
+        self._running: collections.deque[Future[list[_Written]]] = collections.deque()
+        self._done: list[_Written] = []
 
     def __enter__(self) -> _Uploads:
         return self
@@ -293,18 +309,19 @@ class _Uploads:
             self._done += self._running.popleft().result()
         self._running.append(self._pool.submit(self._write, pieces))
 
-    def finish(self) -> list[tuple[Piece, _Place]]:
+    def finish(self) -> list[_Written]:
         """Where everything is that was not said before, when all of it is there."""
         while self._running:
             self._done += self._running.popleft().result()
         done, self._done = self._done, []
         return done
 
-    def _write(self, pieces: list[Piece]) -> list[tuple[Piece, _Place]]:
+    def _write(self, pieces: list[Piece]) -> list[_Written]:
         pieces = sorted(pieces, key=objects.alignment, reverse=True)
         head, starts = objects.header(pieces)
         size = len(head) + sum(len(piece.data) for piece in pieces)
         name = self._left_over(head, size, pieces, starts) if pieces[0].digest else None
+        is_new = name is None
         if name is not None:
             self._progress.reused(size - len(head))
         else:
@@ -317,7 +334,7 @@ class _Uploads:
             self._progress.advance(size - len(head))
         stored = StoredObject(name, size)
         return [
-            (piece, _Place(stored, start, len(piece.data), None))
+            _Written(piece.span, piece.digest, _Place(stored, start, piece.span.size, None), is_new)
             for piece, start in zip(pieces, starts, strict=True)
         ]
 
@@ -357,14 +374,33 @@ class _Uploads:
                 continue
             if entry.modified < time.time() - GRACE / 2:
                 continue
-            try:
+            # Nobody has read it since it was written: a power failure may have taken its
+            # contents, and it may be why somebody deletes a damaged version and saves it again.
+            with contextlib.suppress(FileNotFoundError):
                 view = self._files.view(entry.path)
-            except FileNotFoundError:
-                continue
-            # A folder's files may have lost their contents in a power failure.
-            if view is None or _holds(view, size, pieces, starts):
-                return name
+                if view is None:
+                    holds = self._reads_back(entry.path, [head, *(each.data for each in pieces)])
+                else:
+                    holds = _holds(view, size, pieces, starts)
+                if holds:
+                    return name
         return None
+
+    def _reads_back(self, path: str, parts: list[Part]) -> bool:
+        """Whether a file that is as long as these parts consists of them."""
+        ahead, end = memoryview(b""), 0
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                if not ahead:
+                    ahead = memoryview(self._files.read(path, end, _BLOCK))
+                    end += len(ahead)
+                count = min(len(rest), len(ahead))
+                # Comparing views goes byte by byte.
+                if not count or bytes(rest[:count]) != bytes(ahead[:count]):
+                    return False
+                rest, ahead = rest[count:], ahead[count:]
+        return True
 
 
 def _state(tensor: torch.Tensor) -> int:

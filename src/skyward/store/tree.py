@@ -128,33 +128,49 @@ class Number:
     index: int
 
 
-def outline(tree: Any, count: int, where: str) -> Any:
-    """The value a tree stands for, with a number in the place of each of its `count` tensors."""
+def outline(tree: Any, count: int, where: str, *, values: bool = True) -> Any:
+    """The value a tree stands for, with a number in the place of each of its `count` tensors.
+
+    Without `values`, those that JSON lacks stay as they are written, and torch is not needed.
+    """
 
     def take(index: int) -> Number:
         if not 0 <= index < count:
             raise ValueError(f"tensor {index} of {count}")
         return Number(index)
 
-    return decode(tree, take, where)
+    return _decoded(tree, take, where, _decode_plain if values else _as_written)
 
 
-def numbers(outlined: Any, path: str = "") -> Iterator[tuple[str, int]]:
+def numbers(
+    outlined: Any, path: str = "", join: Callable[[str, object], str] = _join
+) -> Iterator[tuple[str, int]]:
     """The path to every tensor of an outline, and its number."""
     if isinstance(outlined, Number):
         yield path or "the tensor", outlined.index
-    elif isinstance(outlined, dict):
-        for key, value in outlined.items():
-            yield from numbers(value, _join(path, key))
+        return
+    if isinstance(outlined, dict):
+        inner: Iterable[tuple[Any, Any]] = outlined.items()
     elif isinstance(outlined, list | tuple):
-        for index, value in enumerate(outlined):
-            yield from numbers(value, f"{path}[{index}]")
+        inner = enumerate(outlined)
+    else:
+        return
+    for key, value in inner:
+        yield from numbers(value, join(path, key), join)
+
+
+_Plain = Callable[[str, Any], Any]
+"""Makes the value of a kind and its content, for what is neither a tensor nor a container."""
 
 
 def decode(tree: Any, tensor: Callable[[int], Any], where: str) -> Any:
     """The value a tree stands for; `tensor` gives the tensor of a number."""
+    return _decoded(tree, tensor, where, _decode_plain)
+
+
+def _decoded(tree: Any, tensor: Callable[[int], Any], where: str, plain: _Plain) -> Any:
     try:
-        return _decode(tree, tensor, 0)
+        return _decode(tree, tensor, plain, 0)
     except (_MalformedError, ValueError, TypeError, binascii.Error) as problem:
         raise StoreDamagedError(
             f"{where}: the manifest is damaged: its tree has {str(problem)[:200]}; "
@@ -166,13 +182,13 @@ class _MalformedError(Exception):
     """No encoder makes this."""
 
 
-def _decode(node: Any, tensor: Callable[[int], Any], depth: int) -> Any:
+def _decode(node: Any, tensor: Callable[[int], Any], plain: _Plain, depth: int) -> Any:
     if depth > DEPTH_LIMIT + 1:
         raise _MalformedError(f"more than {DEPTH_LIMIT} levels")
     if node is None or isinstance(node, bool | str | int | float):
         return node
     if isinstance(node, list):
-        return [_decode(item, tensor, depth + 1) for item in node]
+        return [_decode(item, tensor, plain, depth + 1) for item in node]
     if not isinstance(node, dict) or not node:
         raise _MalformedError("an entry that is no value")
     kind, content = next(iter(node.items()))
@@ -181,17 +197,23 @@ def _decode(node: Any, tensor: Callable[[int], Any], depth: int) -> Any:
     if kind == "tensor" and type(content) is int:
         return tensor(content)
     if kind == "tuple" and isinstance(content, list):
-        return tuple(_decode(item, tensor, depth + 1) for item in content)
+        return tuple(_decode(item, tensor, plain, depth + 1) for item in content)
     if kind in ("dict", "ordered", "state") and isinstance(content, list):
         made: dict[Any, Any] = {} if kind == "dict" else OrderedDict()
         for pair in content:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise _MalformedError("a dict entry that is no pair")
-            made[_decode(pair[0], tensor, depth + 1)] = _decode(pair[1], tensor, depth + 1)
+            made[_decode(pair[0], tensor, plain, depth + 1)] = _decode(
+                pair[1], tensor, plain, depth + 1
+            )
         if kind == "state":
-            made._metadata = _decode(node["about"], tensor, depth + 1)  # type: ignore[attr-defined]
+            made._metadata = _decode(node["about"], tensor, plain, depth + 1)  # type: ignore[attr-defined]
         return made
-    return _decode_plain(kind, content)
+    return plain(kind, content)
+
+
+def _as_written(kind: str, content: Any) -> Any:
+    return content
 
 
 def _decode_plain(kind: str, content: Any) -> Any:
@@ -202,7 +224,7 @@ def _decode_plain(kind: str, content: Any) -> Any:
     if kind == "float" and content in ("nan", "inf", "-inf"):
         return float(content)
     if kind == "complex" and isinstance(content, list) and len(content) == 2:
-        real, imaginary = (_decode(part, lambda _: None, 0) for part in content)
+        real, imaginary = (_decode(part, lambda _: None, _decode_plain, 0) for part in content)
         return complex(real, imaginary)
     if kind == "bytes" and isinstance(content, str):
         return base64.b64decode(content, validate=True)

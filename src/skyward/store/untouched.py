@@ -12,6 +12,7 @@ import os
 import weakref
 from dataclasses import dataclass
 
+from skyward.store.mapping import Mapping
 from skyward.wire import memory
 
 _ENTRY = 8
@@ -23,7 +24,7 @@ _FINE = bytes(byte for byte in range(256) if byte >> _KIND in (_ABSENT, _FILE_IN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    mapping: weakref.ref[mmap.mmap]
+    mapping: weakref.ref[Mapping]
     size: int
     digest: str
 
@@ -35,10 +36,10 @@ def remember(block: memoryview, digest: str) -> None:
     """Note the digest of a region that was mapped from a file and verified."""
     mapping = block.obj
     start = memory.address(block)
-    if not isinstance(mapping, mmap.mmap) or start is None:
+    if not isinstance(mapping, Mapping) or start is None:
         return
 
-    def forget(gone: weakref.ref[mmap.mmap]) -> None:
+    def forget(gone: weakref.ref[Mapping]) -> None:
         # Another mapping may have taken the address before this one's end was told.
         if _origins.get(start) is origin:
             del _origins[start]

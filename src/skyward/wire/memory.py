@@ -79,7 +79,9 @@ def _pool() -> Crew:
     global _crew
     with _crew_lock:
         if _crew is None:
-            _crew = Crew(max(1, min(4, len(os.sched_getaffinity(0)))))
+            allowed = getattr(os, "sched_getaffinity", None)  # not on every system
+            processors = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+            _crew = Crew(min(4, processors))
         return _crew
 
 
