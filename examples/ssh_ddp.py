@@ -3,9 +3,10 @@
     python examples/ssh_ddp.py me@gpu1 me@gpu2:2222
 
 Hosts are named as for `ssh`, aliases of ~/.ssh/config included, or in SKY_SSH_HOSTS, separated by
-commas; SKY_SSH_USER, SKY_SSH_PORT, SKY_SSH_KEY and SKY_SSH_KNOWN_HOSTS say how to log in where ssh's
-own settings do not. The hosts need no more than a shell: they get Python, PyTorch in the version
-that runs here and this skyward, the first time; SKYWARD_TORCH_INDEX names another index with torch.
+commas; SKY_SSH_USER, SKY_SSH_PORT, SKY_SSH_KEY and SKY_SSH_KNOWN_HOSTS say how to log in where
+ssh's own settings do not. The hosts need no more than a shell: the first time, they get Python,
+PyTorch in the version that runs here, and this skyward. SKYWARD_TORCH_INDEX names another index
+with torch, or a folder of the hosts with its wheel, such as file:///wheels.
 
 The digits are loaded here, and each host gets its half of them. Gradients are averaged over the
 network between the hosts. Exits with an error if the trained model recognises fewer than 90 % of
@@ -59,6 +60,7 @@ def train(x: torch.Tensor, y: torch.Tensor) -> tuple[str, int, nn.Module]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    torch.set_num_threads(1)  # So small a model is fastest on one.
     x, y = sky.shard(x, y)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -186,18 +186,17 @@ class Recipe:
             if not asked:
                 continue
             # The address may hold a password, so it is no argument.
-            from_index = f"PIP_INDEX_URL={shlex.quote(index.url)} PIP_FIND_LINKS="
+            address = shlex.quote(index.url)
             install = (
                 'PIP_EXTRA_INDEX_URL= "$environment/bin/python" -m pip install '
                 f"--disable-pip-version-check --no-input --no-deps {shlex.join(asked)} || return 1"
             )
-            if folder := _folder(index.url):
+            folder = _folder(index.url)
+            if folder:
                 lines += [f"if has_wheels {folder}; then"]
-                lines += [
-                    f"PIP_NO_INDEX=1 PIP_FIND_LINKS={shlex.quote(index.url)} {install}",
-                    "else",
-                ]
-            lines += [f"{from_index} {install}", *(["fi"] if folder else [])]
+                lines += [f"PIP_NO_INDEX=1 PIP_FIND_LINKS={address} {install}", "else"]
+            lines += [f"PIP_INDEX_URL={address} PIP_FIND_LINKS= {install}"]
+            lines += ["fi"] if folder else []
         body = "\n".join(lines) or ":"
         # What was installed without its dependencies gets them with the rest.
         again = assignments(requirements="".join(f"{line}\n" for line in self.image.pip))
