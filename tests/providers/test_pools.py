@@ -89,7 +89,7 @@ def test_torch_trains_across_hosts(sshd: Sshd) -> None:
         assert summed() @ compute == [2.0, 2.0]
 
 
-def test_a_pool_survives_an_agent_that_dies(sshd: Sshd) -> None:
+def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[..., None]) -> None:
     @sky.function
     def parent() -> int:
         import os
@@ -99,6 +99,8 @@ def test_a_pool_survives_an_agent_that_dies(sshd: Sshd) -> None:
     with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
         before = parent() @ compute
         os.kill(before[1], signal.SIGKILL)
+        eventually(lambda: compute.nodes[1].state != "ready", 30, "noticing it")
+        eventually(lambda: compute.nodes[1].state == "ready", 60, "another agent")
         after = parent() @ compute
 
         assert after[0] == before[0]
@@ -160,7 +162,9 @@ def agents(pool: str) -> list[str]:
     return [each for each in on_this_host(pool) if "/machines/" not in each]
 
 
-def test_a_lost_host_is_named(sshd: Sshd, setup: str, eventually: Callable[..., None]) -> None:
+def test_a_pool_goes_on_without_a_lost_host_until_it_is_back(
+    sshd: Sshd, eventually: Callable[..., None]
+) -> None:
     """Its sshd and its agent are gone; the other host works on."""
     with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
         folders = [folder for folder, _, _ in place() @ compute]
@@ -174,3 +178,5 @@ def test_a_lost_host_is_named(sshd: Sshd, setup: str, eventually: Callable[..., 
             assert doubled([4]) >> compute == [8]
         finally:
             sshd.up()
+        eventually(lambda: compute.nodes[1].state == "ready", 60, "the host's return")
+        assert doubled([5]) @ compute == [[10], [10]]
