@@ -99,7 +99,7 @@ class TestTheOneInTheDocumentation(ProviderSuite):
 
         async def scenario() -> None:
             provider = importlib.import_module("folders").Folders("/nowhere/at/all")
-            with pytest.raises(sky.PoolStartError, match="node 0: .*No such file"):
+            with pytest.raises(sky.PoolStartError, match=r"node 0: .*No such file"):
                 await provider.create(Order("t-nowhere", 0, wish))
 
         asyncio.run(scenario())
