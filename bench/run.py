@@ -32,6 +32,7 @@ SUITES = {
     "device": "The torch device, on a CPU worker",
     "ddp": "Distributed training",
     "store": "The model store",
+    "machines": "Containers and SSH hosts",
 }
 RECORDED = HERE / "recorded"
 """Runs on machines that not everybody has, kept as they came."""
@@ -85,6 +86,10 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   them is to sum every tensor, since `load_file` maps its file and reads nothing. Saving with 1 %
   *changed* is compared with the first save as bytes a second of the whole. *Over a socket* is
   `torch.save` into memory, a plain TCP connection on loopback, and `torch.load` on the other side.
+- *Containers and SSH hosts* are on this machine (the testbed's; containers need root), so
+  that both ends of SSH share its cores. A pool is *ready* when all its nodes take calls; it is
+  timed from `with` on, after one start that is not. `scp` copies from memory to memory, and its
+  time includes logging in, as that of any copy does.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from skyward.pool.journal import Journal
+
 from . import podman
 from .ssh_hosts import TESTBED, Sshd, free_port
 
@@ -56,3 +58,10 @@ def engine() -> Iterator[None]:
             else:
                 os.environ[name] = value
         podman.stop()
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+    """A journal for one test, also for the processes that it starts."""
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    return Journal()

@@ -19,6 +19,7 @@ from skyward.errors import ImageError, PoolStartError
 from skyward.providers import Order, Wish, blame, bootstrap
 from skyward.providers.bootstrap import Prepared
 from skyward.providers.local import LocalMachine
+from skyward.providers.recipe import Recipe
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -235,6 +236,22 @@ def test_an_index_serves_the_packages_it_is_for_and_no_others(lab: Lab, tmp_path
     assert said_by(lab, prepared.python, code) == "special main special"
     code = "import importlib.util as u; print(u.find_spec('skyunused'))"
     assert said_by(lab, prepared.python, code) == "None"
+
+
+@pytest.mark.parametrize("with_uv", [True, False])
+def test_an_index_may_be_a_folder_of_wheels(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_uv: bool
+) -> None:
+    index(tmp_path / "wheels of mine", skyalpha=("1.0", ()))
+    wheels = tmp_path / "wheels of mine" / "skyalpha"
+    (wheels / "index.html").unlink()
+    image = Image(pip=["skyalpha"], pip_indexes=[PipIndex(wheels.as_uri(), ["skyalpha"])])
+    if not with_uv:
+        instructions = Recipe.instructions
+        monkeypatch.setattr(Recipe, "instructions", lambda self, uv: instructions(self, uv=False))
+    _, prepared = lab.prepared(image)
+    code = "import skyalpha; print(skyalpha.origin)"
+    assert said_by(lab, prepared.python, code) == "wheels of mine"
 
 
 def test_pips_own_settings_on_the_machine_are_heeded(lab: Lab, tmp_path: Path) -> None:

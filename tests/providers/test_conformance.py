@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import skyward as sky
-from skyward.providers import Wish
+from skyward.providers import Order, Provider, Wish
 from skyward.testing import ProviderSuite, plain_wish
 
 from . import podman
@@ -56,3 +61,45 @@ class TestContainer(ProviderSuite):
     def wish(self) -> Wish:
         """What any machine has."""
         return plain_wish()
+
+
+class TestTheOneInTheDocumentation(ProviderSuite):
+    """Written there to be copied."""
+
+    python = sys.executable
+
+    @pytest.fixture(scope="class")
+    def installed(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+        """A package with it, as its author would have it."""
+        page = Path(__file__).parents[2] / "docs" / "providers.md"
+        (code,) = re.findall(r"```python\n(import asyncio\n.*?)```", page.read_text(), re.DOTALL)
+        folder = tmp_path_factory.mktemp("package")
+        (folder / "folders.py").write_text(code)
+        info = folder / "folders-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: folders\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[skyward.providers]\nfolders = folders:Folders\n")
+        sys.path.insert(0, str(folder))
+        yield folder
+        sys.path.remove(str(folder))
+
+    @pytest.fixture
+    def provider(self, installed: Path) -> Provider:
+        """With its machines below the temporary folder."""
+        made: Provider = importlib.import_module("folders").Folders()
+        return made
+
+    @pytest.fixture
+    def wish(self) -> Wish:
+        """What any machine has."""
+        return plain_wish()
+
+    def test_a_machine_that_cannot_be_made_says_so(self, provider: Provider, wish: Wish) -> None:
+        """And is not half made."""
+
+        async def scenario() -> None:
+            provider = importlib.import_module("folders").Folders("/nowhere/at/all")
+            with pytest.raises(sky.PoolStartError, match=r"node 0: .*No such file"):
+                await provider.create(Order("t-nowhere", 0, wish))
+
+        asyncio.run(scenario())

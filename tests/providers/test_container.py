@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import skyward as sky
 from skyward.pool.journal import Journal
 
 from . import podman
+from .leftovers import PHASES, Script, sky_says
 
 QUIET = sky.Options(console=False)
 pytestmark = pytest.mark.usefixtures("engine")
@@ -143,56 +142,14 @@ def test_without_a_service_the_error_says_what_was_tried() -> None:
             pass
 
 
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import skyward as sky
-from providers import podman
-print("began", flush=True)
-with sky.Compute(podman.provider(), nodes=2, options=sky.Options(console=True)) as compute:
-    print("ready", flush=True)
-    time.sleep(100)
-"""
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
-    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
-    return Journal()
-
-
-@pytest.fixture
-def script(state: Journal) -> Any:
-    """Starts a pool in a process of its own, and waits until it says something."""
-
-    def started(until: str) -> subprocess.Popen[str]:
-        code = SCRIPT.format(tests=str(Path(__file__).parents[1]))
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if until in line:
-                return process
-        raise AssertionError(f"never said {until!r}")
-
-    return started
-
-
-PHASES = ["creating", "looking at", "starting the agent", "starting workers", "ready"]
+SCRIPT = Script("podman.provider()", setup="from providers import podman")
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_a_killed_script_leaves_is_shown_and_removed(
-    script: Callable[[str], subprocess.Popen[str]], state: Journal, phase: str
-) -> None:
-    process = script(phase)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+def test_what_a_killed_script_leaves_is_shown_and_removed(state: Journal, phase: str) -> None:
+    with SCRIPT.reaching(phase) as process:
+        process.kill()
+        process.wait()
 
     shown = json.loads(sky_says("ps", "--json"))
     assert [each["state"] for each in shown] == ["gone"]
@@ -204,25 +161,14 @@ def test_what_a_killed_script_leaves_is_shown_and_removed(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_ctrl_c_leaves_nothing(
-    script: Callable[[str], subprocess.Popen[str]], state: Journal, phase: str
-) -> None:
-    process = script(phase)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.stdout is not None
-    process.stdout.read()
+def test_ctrl_c_leaves_nothing(state: Journal, phase: str) -> None:
+    with SCRIPT.reaching(phase) as process:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
 
-    assert process.wait() != 0
+        assert process.returncode != 0
     assert state.pools() == []
     assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
-
-
-def sky_says(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "skyward", *command], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def podman_says(*command: str) -> str:

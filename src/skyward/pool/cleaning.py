@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyward.errors import PoolError
 from skyward.pool.journal import Journal, PoolRecord
-from skyward.providers import Machine, Provider, find_provider
+from skyward.providers import Machine, Provider, bootstrap, find_provider
 
 _APPEARING_SECONDS = 10.0
 """How long after it was asked for a machine may take to be found."""
+_REMOVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
         found = await _found(provider, pool)
     except Exception as problem:
         return Cleaned(pool, (), (f"its machines cannot be looked up: {problem}",))
-    outcomes = await asyncio.gather(*(_destroyed(machine) for machine in found))
+    outcomes = await asyncio.gather(*(_destroyed(machine, pool.id) for machine in found))
     failures = tuple(outcome for outcome in outcomes if outcome is not None)
     if not failures:
         for record in pool.machines:
@@ -56,8 +58,12 @@ async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
         await asyncio.sleep(1)
 
 
-async def _destroyed(machine: Machine) -> str | None:
+async def _destroyed(machine: Machine, pool: str) -> str | None:
     try:
+        # Most machines go with all that is on them. Where one stays, its agent has to go first.
+        with contextlib.suppress(PoolError, OSError, TimeoutError):
+            async with asyncio.timeout(_REMOVE_SECONDS):
+                await bootstrap.remove(machine, pool, machine.node)
         await machine.destroy()
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"

@@ -61,6 +61,11 @@ class RemoteHost:
 
     def prepare(self) -> None:
         """Make the machine and its environment."""
+        self._phase("creating")
+        with self._lock:
+            self._refuse_if_stopped()
+            self._journal.intend(self._order.pool, self._order.node)
+            self._intended = True
         self._do(self._prepare())
 
     def start(self, config: AgentConfig) -> None:
@@ -69,9 +74,6 @@ class RemoteHost:
 
     async def _prepare(self) -> None:
         order = self._order
-        self._phase("creating")
-        await asyncio.to_thread(self._journal.intend, order.pool, order.node)
-        self._intended = True
         machine = self._machine = await self._provider.create(order)
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
@@ -107,15 +109,24 @@ class RemoteHost:
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
-            if self._stopped:
+            try:
+                self._refuse_if_stopped()
+            except PoolStartError:
                 work.close()
-                raise PoolStartError(f"node {self._order.node} was stopped while it started")
+                raise
             future: concurrent.futures.Future[T] = loop.submit(self._noted(work))
             self._work = future
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise PoolStartError(f"node {self._order.node} was stopped while it started") from None
+            raise self._stopped_early() from None
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise self._stopped_early()
+
+    def _stopped_early(self) -> PoolStartError:
+        return PoolStartError(f"node {self._order.node} was stopped while it started")
 
     async def _noted(self, work: Coroutine[Any, Any, T]) -> T:
         self._task = asyncio.current_task()

@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -30,6 +31,23 @@ def project_name(requirement: str) -> str | None:
 def normalised(name: str) -> str:
     """A package's name as indexes spell it."""
     return re.sub(r"[-_.]+", "-", name.strip("-_.")).lower()
+
+
+def _quoted(value: object) -> str:
+    # What JSON writes, TOML reads.
+    return msgspec.json.encode(value).decode()
+
+
+def _folder(url: str) -> str:
+    """The path of an index that is a folder on the machine."""
+    parts = urlsplit(url)
+    return shlex.quote(unquote(parts.path)) if parts.scheme == "file" else ""
+
+
+def _more_project(*lines: str) -> str:
+    """A shell command that adds lines to the project's file."""
+    text = "\n".join([*lines, ""])
+    return f'project="$project"{shlex.quote(text)}'
 
 
 def script(*names: str, prelude: str = "", between: str = "") -> bytes:
@@ -85,7 +103,7 @@ class Recipe:
             project=self._project,
             candidates=" ".join(self._only_named),
         )
-        return f"{asked}\n{self._exports}\n{self._scoped_with_pip}"
+        return f"{asked}\n{self._indexes}\n{self._exports}\n{self._scoped_with_pip}"
 
     @property
     def _exports(self) -> str:
@@ -129,26 +147,34 @@ class Recipe:
         if not self.image.pip_indexes:
             return ""
 
-        def quoted(value: object) -> str:
-            # What JSON writes, TOML reads.
-            return msgspec.json.encode(value).decode()
-
         minor = ".".join(self.python.split(".")[:2])
         lines = [
             "[project]",
-            f"name = {quoted(_PROJECT)}",
+            f"name = {_quoted(_PROJECT)}",
             'version = "0"',
-            f"requires-python = {quoted(f'=={minor}.*')}",
-            f"dependencies = {quoted(self._scoped)}",
+            f"requires-python = {_quoted(f'=={minor}.*')}",
+            f"dependencies = {_quoted(self._scoped)}",
             "[project.optional-dependencies]",
-            *(f"{name} = {quoted([name])}" for name in self._only_named),
+            *(f"{name} = {_quoted([name])}" for name in self._only_named),
             "[tool.uv.sources]",
-            *(f'{quoted(name)} = {{index = "i{number}"}}' for name, number in self._scopes.items()),
+            *(
+                f'{_quoted(name)} = {{index = "i{number}"}}'
+                for name, number in self._scopes.items()
+            ),
         ]
-        for number, index in enumerate(self.image.pip_indexes):
-            lines += ["[[tool.uv.index]]", f'name = "i{number}"', f"url = {quoted(index.url)}"]
-            lines += ["explicit = true"]
         return "\n".join([*lines, ""])
+
+    @property
+    def _indexes(self) -> str:
+        """The rest of it: whether a folder is an index or just has wheels, the machine can tell."""
+        lines = []
+        for number, index in enumerate(self.image.pip_indexes):
+            table = ["[[tool.uv.index]]", f'name = "i{number}"', f"url = {_quoted(index.url)}"]
+            lines.append(_more_project(*table, "explicit = true"))
+            if folder := _folder(index.url):
+                lines.append(f"if has_wheels {folder}; then")
+                lines += [_more_project('format = "flat"'), "fi"]
+        return "\n".join(lines)
 
     @property
     def _scoped_with_pip(self) -> str:
@@ -157,13 +183,20 @@ class Recipe:
         scopes = self._scopes
         for number, index in enumerate(self.image.pip_indexes):
             asked = [line for line in self._scoped if scopes[project_name(line) or ""] == number]
-            if asked:
-                lines.append(
-                    # The address may hold a password, so it is no argument.
-                    f"PIP_INDEX_URL={shlex.quote(index.url)} PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= "
-                    '"$environment/bin/python" -m pip install --disable-pip-version-check '
-                    f"--no-input --no-deps {shlex.join(asked)} || return 1"
-                )
+            if not asked:
+                continue
+            # The address may hold a password, so it is no argument.
+            address = shlex.quote(index.url)
+            install = (
+                'PIP_EXTRA_INDEX_URL= "$environment/bin/python" -m pip install '
+                f"--disable-pip-version-check --no-input --no-deps {shlex.join(asked)} || return 1"
+            )
+            folder = _folder(index.url)
+            if folder:
+                lines += [f"if has_wheels {folder}; then"]
+                lines += [f"PIP_NO_INDEX=1 PIP_FIND_LINKS={address} {install}", "else"]
+            lines += [f"PIP_INDEX_URL={address} PIP_FIND_LINKS= {install}"]
+            lines += ["fi"] if folder else []
         body = "\n".join(lines) or ":"
         # What was installed without its dependencies gets them with the rest.
         again = assignments(requirements="".join(f"{line}\n" for line in self.image.pip))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import OrderedDict
 from contextvars import copy_context
@@ -511,6 +512,8 @@ def main() -> None:
     lifeline.hold(config.lifeline)
     limits.raise_descriptors()
     sys.path[:] = config.search_path
+    # PyTorch works without it, and a script that needs it finds out by itself.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     executor = Executor(config)
     is_head = config.node == config.worker == config.slot == 0
     port = rendezvous.reserve() if is_head else 0

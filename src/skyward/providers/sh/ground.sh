@@ -6,6 +6,7 @@ umask 077
 
 tell() { printf '@sky %s\n' "$*"; }
 have() { command -v "$1" >/dev/null 2>&1; }
+has_wheels() { for each in "$1"/*.whl; do [ -e "$each" ] && return 0; done; return 1; }
 is_mine() { [ -d "$1" ] && [ ! -L "$1" ] && [ -O "$1" ]; }
 
 user=$(id -u)

@@ -1,0 +1,211 @@
+"""What other machines cost: starting pools on them, calls and bytes over SSH and over TLS."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from floors import RawLink, change, touch
+from measure import Sample, interleave, p50, timed
+from report import Row, absent, absolute, compared, run_suite
+from testbed import Hosts, NoTestbedError, containers, ssh_hosts
+
+import skyward as sky
+
+QUIET = sky.Options(console=False)
+IMAGE = sky.Image(pip=["numpy"])
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much to measure."""
+
+    payload: int
+    rounds: int
+    calls: int
+    starts: int
+
+
+FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5)
+QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1)
+
+
+@sky.function
+def nothing() -> None:
+    pass
+
+
+@sky.function
+def read_pages(floats: Any) -> float:
+    """Read one value of every page, so that the pages really have to be there."""
+    return float(floats[::1024].sum())
+
+
+def containers_start(size: Size) -> Sequence[Row]:
+    """From nothing to two nodes that take calls, in containers whose Python is ready."""
+    what = "container pool of 2 nodes, image there: until ready"
+    try:
+        with containers() as provider:
+            starts = started(provider, sky.Image(), size.starts)
+    except NoTestbedError as problem:
+        return [absent(what, "", str(problem))]
+    return [absolute(what, starts, "< 5 s", 5)]
+
+
+def hosts_start(size: Size) -> Sequence[Row]:
+    """The same on SSH hosts that have built the environment before."""
+    what = "SSH pool of 2 hosts, environment there: until ready"
+    try:
+        with ssh_hosts() as hosts:
+            starts = started(hosts.provider(), IMAGE, size.starts)
+    except NoTestbedError as problem:
+        return [absent(what, "", str(problem))]
+    return [absolute(what, starts, "< 3 s", 3)]
+
+
+def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> Sample:
+    """Seconds until a pool is ready; the first time is not counted."""
+
+    def start() -> float:
+        compute = sky.Compute(provider, nodes=2, image=image, options=QUIET)
+        taken = timed(compute.__enter__)
+        compute.__exit__(None, None, None)
+        return taken
+
+    return interleave({"start": start}, rounds=times)["start"]
+
+
+def calls_and_bytes(size: Size) -> Sequence[Row]:
+    """Two pools on one host, one through SSH and one straight to it, in turns with the plain."""
+    label = f"{size.payload // MIB} MiB to an SSH host"
+    try:
+        with ExitStack() as stack:
+            hosts = stack.enter_context(ssh_hosts())
+            through = opened(stack, hosts.provider(direct=False))
+            straight = opened(stack, hosts.provider(direct=True))
+            channel = stack.enter_context(Channel(hosts))
+            link = stack.enter_context(RawLink(tls=True))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            calls = interleave(
+                {
+                    "call": lambda: p50(lambda: nothing() >> through, size.calls),
+                    "channel": lambda: p50(channel.round_trip, size.calls),
+                },
+                rounds=size.rounds,
+            )
+            floats = np.random.default_rng(0).random(size.payload // 4, np.float32)
+            floats[::1024] = 1
+            seconds = interleave(
+                {
+                    "tunnel": sending(floats, through),
+                    "straight": sending(floats, straight),
+                    "scp": copying(floats, folder, hosts),
+                    "tls": plainly(floats, link),
+                },
+                rounds=size.rounds,
+            )
+    except NoTestbedError as problem:
+        what = ("no-op call through SSH", f"{label}, through SSH", f"{label}, direct TLS")
+        return [absent(each, "OpenSSH", str(problem)) for each in what]
+    rate = {name: sample.per(size.payload, "B/s") for name, sample in seconds.items()}
+    return [
+        compared(
+            "no-op call through SSH",
+            calls["call"],
+            "a byte there and back through `ssh`",
+            calls["channel"],
+            "<= 2x",
+        ),
+        compared(f"{label}, through SSH", rate["tunnel"], "scp", rate["scp"], ">= 0.8x"),
+        compared(f"{label}, direct TLS", rate["straight"], "scp", rate["scp"], ">= 3x"),
+        compared(
+            f"{label}, direct TLS",
+            rate["straight"],
+            "plain TLS sockets, into a new buffer",
+            rate["tls"],
+            ">= 0.8x",
+        ),
+    ]
+
+
+def opened(stack: ExitStack, provider: sky.SSH) -> sky.Compute:
+    return stack.enter_context(sky.Compute(provider, image=IMAGE, options=QUIET))
+
+
+class Channel:
+    """OpenSSH's own client, with a byte sent to `cat` and back."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        place = f"{hosts.user}@{hosts.names[0]}"
+        self._process = subprocess.Popen(
+            ["ssh", *hosts.options, place, "cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def round_trip(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"x")
+        assert self._process.stdout.read(1) == b"x"
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=20)
+
+
+def sending(floats: Any, compute: sky.Compute) -> Callable[[], float]:
+    """Times a call with the array as argument, new on every page."""
+
+    def send() -> float:
+        change(floats)
+        start = time.perf_counter()
+        seen = read_pages(floats) >> compute
+        taken = time.perf_counter() - start
+        assert seen == touch(floats)
+        return taken
+
+    return send
+
+
+def copying(floats: Any, folder: Path, hosts: Hosts) -> Callable[[], float]:
+    """Times `scp` of the same bytes, from memory to memory."""
+    source, target = folder / "source", folder / "target"
+    command = ["scp", "-q", *hosts.options, str(source)]
+    command.append(f"{hosts.user}@{hosts.names[0]}:{target}")
+
+    def copy() -> float:
+        change(floats)
+        source.write_bytes(memoryview(floats).cast("B"))
+        target.unlink(missing_ok=True)
+        return timed(lambda: subprocess.run(command, check=True))
+
+    return copy
+
+
+def plainly(floats: Any, link: RawLink) -> Callable[[], float]:
+    def send() -> float:
+        change(floats)
+        return timed(lambda: link.exchange([floats], reused=False))
+
+    return send
+
+
+if __name__ == "__main__":
+    run_suite(
+        "other machines",
+        [containers_start, hosts_start, calls_and_bytes],
+        full=FULL,
+        quick=QUICK,
+    )

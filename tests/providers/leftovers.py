@@ -1,0 +1,80 @@
+"""What a pool may leave behind, and the script that is killed to find out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from .ssh_hosts import MARKERS
+
+PHASES = ["creating", "looking at", "starting the agent", "starting workers", "ready"]
+"""What the console says, one after the other, while a pool of machines comes up."""
+_SCRIPT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import skyward as sky
+{setup}
+with sky.Compute({provider}, nodes=2, options=sky.Options(console=True, {options})) as compute:
+    print("skyward: all ready", flush=True)
+    time.sleep(100)
+"""
+
+
+class Script:
+    """A pool in a process of its own, which says how far it has come."""
+
+    def __init__(self, provider: str, setup: str = "", options: str = "") -> None:
+        tests = str(Path(__file__).parents[1])
+        self.code = _SCRIPT.format(tests=tests, setup=setup, provider=provider, options=options)
+
+    @contextlib.contextmanager
+    def reaching(self, phase: str) -> Iterator[subprocess.Popen[str]]:
+        """Start it, and wait until it says that it is there."""
+        wanted = "all ready" if phase == "ready" else phase
+        process = subprocess.Popen(
+            [sys.executable, "-c", self.code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if wanted in line:
+                    break
+            else:
+                raise AssertionError(f"never said {wanted!r}:\n{''.join(said)}")
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def sky_says(*command: str) -> str:
+    """What a command of `sky` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "skyward", *command], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def on_this_host(pool: str) -> list[str]:
+    """Folders, markers and processes that a pool has on this machine."""
+    found = [str(each) for each in Path("/tmp").glob(f"sky.{pool}.*")]
+    found += [str(each) for each in MARKERS.glob(f"*{pool}*")]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            where = process.cwd() + " ".join(process.cmdline())
+            if pool in where and process.pid != os.getpid():
+                found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+    return found

@@ -1,0 +1,182 @@
+"""Pools on SSH hosts: functions, peers, files, lost hosts, and nothing left of any of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import skyward as sky
+from skyward.pool.journal import Journal
+
+from .leftovers import PHASES, Script, on_this_host, sky_says
+from .ssh_hosts import Sshd
+from .torch_index import torch_image
+
+QUIET = sky.Options(console=False)
+
+
+@sky.function
+def place() -> tuple[str, str, tuple[str, ...]]:
+    import os
+
+    peers = tuple(peer.address for peer in sky.instance_info().peers)
+    return os.getcwd(), os.environ.get("GREETING", ""), peers
+
+
+@sky.function
+def doubled(values: list[int]) -> list[int]:
+    return [2 * value for value in values]
+
+
+@pytest.fixture(scope="module")
+def pool(sshd: Sshd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sky.Compute]:
+    """A pool of two hosts with a file and a variable, for the tests that do it no harm."""
+    folder = tmp_path_factory.mktemp("included")
+    (folder / "note.txt").write_text("from home")
+    image = sky.Image(env={"GREETING": "hello"}, includes=[str(folder / "note.txt")])
+    with sky.Compute(sshd.provider(), nodes=2, image=image, options=QUIET) as compute:
+        yield compute
+
+
+def test_functions_run_on_the_hosts(pool: sky.Compute) -> None:
+    assert doubled([1, 2]) >> pool == [2, 4]
+    assert doubled([3]) @ pool == [[6], [6]]
+
+
+def test_nodes_know_each_other_by_the_addresses_of_their_hosts(
+    pool: sky.Compute, sshd: Sshd
+) -> None:
+    assert [peers for _, _, peers in place() @ pool] == [sshd.hosts, sshd.hosts]
+    assert [node.address for node in pool.nodes] == list(sshd.hosts)
+
+
+def test_variables_and_files_of_the_image_arrive(pool: sky.Compute) -> None:
+    @sky.function
+    def note() -> str:
+        return Path("note.txt").read_text()
+
+    assert [greeting for _, greeting, _ in place() @ pool] == ["hello", "hello"]
+    assert note() @ pool == ["from home", "from home"]
+    assert len({folder for folder, _, _ in place() @ pool}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torch_trains_across_hosts(sshd: Sshd) -> None:
+    """Slow the first time: PyTorch is installed on the hosts, and kept there."""
+
+    @sky.function
+    def summed() -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return float(value)
+
+    plugins = [sky.plugins.torch()]
+    image = torch_image()
+    with sky.Compute(
+        sshd.provider(), nodes=2, image=image, plugins=plugins, options=QUIET
+    ) as compute:
+        assert summed() @ compute == [2.0, 2.0]
+
+
+def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[..., None]) -> None:
+    @sky.function
+    def parent() -> int:
+        import os
+
+        return os.getppid()
+
+    with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
+        before = parent() @ compute
+        os.kill(before[1], signal.SIGKILL)
+        eventually(lambda: compute.nodes[1].state != "ready", 30, "noticing it")
+        eventually(lambda: compute.nodes[1].state == "ready", 60, "another agent")
+        after = parent() @ compute
+
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+
+
+SETUP = "provider = sky.SSH({hosts!r}, user={user!r}, port={port}, key={key!r}, known_hosts={known_hosts!r}, config=None)"  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def setup(sshd: Sshd) -> str:
+    return SETUP.format(**vars(sshd) | {"hosts": list(sshd.hosts)})
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_a_killed_script_leaves_is_shown_and_removed(
+    state: Journal, setup: str, phase: str
+) -> None:
+    with Script("provider", setup).reaching(phase) as process:
+        process.kill()
+        process.wait()
+
+    shown = json.loads(sky_says("ps", "--json"))
+    assert [each["state"] for each in shown] == ["gone"]
+    sky_says("down")
+
+    assert state.pools() == []
+    assert on_this_host(shown[0]["id"]) == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_leaves_nothing(state: Journal, setup: str, phase: str) -> None:
+    with Script("provider", setup).reaching(phase) as process:
+        pools = [pool.id for pool in state.pools()]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+        assert process.returncode != 0
+    assert state.pools() == []
+    assert [on_this_host(pool) for pool in pools] == [[] for _ in pools]
+
+
+def test_an_agent_whose_client_was_killed_ends_by_itself(
+    state: Journal, setup: str, eventually: Callable[..., None]
+) -> None:
+    with Script("provider", setup, "orphan_timeout=2").reaching("ready") as process:
+        (pool,) = state.pools()
+        assert on_this_host(pool.id)
+        process.kill()
+        process.wait()
+
+    # The provider's own mark stays until somebody looks: it says that the pool was here.
+    eventually(lambda: not agents(pool.id), 30, "the end of the agents")
+    sky_says("down")
+    assert on_this_host(pool.id) == []
+
+
+def agents(pool: str) -> list[str]:
+    return [each for each in on_this_host(pool) if "/machines/" not in each]
+
+
+def test_a_pool_goes_on_without_a_lost_host_until_it_is_back(
+    sshd: Sshd, eventually: Callable[..., None]
+) -> None:
+    """Its sshd and its agent are gone; the other host works on."""
+    with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
+        folders = [folder for folder, _, _ in place() @ compute]
+        try:
+            sshd.lose(2)
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):
+                    if process.cwd() == folders[1] or folders[1] in " ".join(process.cmdline()):
+                        process.kill()
+            eventually(lambda: compute.nodes[1].state != "ready", 60, "noticing it")
+            assert doubled([4]) >> compute == [8]
+        finally:
+            sshd.up()
+        eventually(lambda: compute.nodes[1].state == "ready", 60, "the host's return")
+        assert doubled([5]) @ compute == [[10], [10]]
