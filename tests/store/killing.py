@@ -73,8 +73,10 @@ def forked(action: Callable[[str], None], folder: str) -> int:
 
 
 def main(folder: str, times: int) -> None:
-    assert os.waitpid(forked(lambda at: sky.ModelStore(at).save_model(base(), "base"), folder), 0)
     torch.set_num_threads(1)  # a team of threads anew in each child takes longer than the saves
+    # Here, so that what is imported on the way is there for every child.
+    sky.ModelStore(folder).save_model(base(), "base")
+    sky.ModelStore(folder).load_model("base")
     chance = random.Random(7)
     for attempt in range(times):
         child = forked(save_for_ever, folder)

@@ -21,7 +21,7 @@ def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     script = Path(__file__).with_name("killing.py")
 
     done = subprocess.run(
-        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=300
+        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=100
     )
 
     assert done.returncode == 0, done.stderr
