@@ -298,3 +298,35 @@ def test_a_file_of_several_parts_comes_in_from_its_folder(run_json, store: sky.M
     found: Any = run_json("models", "push", "parts", "m")
 
     assert (found["tensors"], sorted(store.load_model("m"))) == (2, ["a", "b"])
+
+
+def damage(store: sky.ModelStore, place: Path) -> None:
+    for name in ("bad", "good"):
+        store.save_model({"x": 1}, name)
+        store.save_model({"x": 2}, name)
+    (place / "models" / "bad" / "2.json").write_bytes(b"garbage")
+
+
+def test_one_damaged_version_does_not_hide_the_others(
+    run, store: sky.ModelStore, tmp_path: Path
+) -> None:
+    damage(store, tmp_path / "store")
+
+    all_models = run("models", "ls", code=1)
+    versions = run("models", "ls", "bad", code=1)
+    as_json = run("models", "ls", "--json", code=1)
+
+    assert "good" in all_models.stdout
+    assert "bad/2.json: the manifest is damaged" in all_models.stderr
+    assert versions.stdout.count("bad") == 1
+    assert [each["name"] for each in json.loads(as_json.stdout)] == ["good"]
+
+
+def test_a_damaged_version_can_be_deleted(run, store: sky.ModelStore, tmp_path: Path) -> None:
+    damage(store, tmp_path / "store")
+
+    assert run("models", "rm", "bad", "--version", "2", "-y").stdout == "deleted bad version 2\n"
+    assert run("models", "ls", "bad").exit_code == 0
+    (tmp_path / "store" / "models" / "bad" / "1.json").write_bytes(b"garbage")
+    assert run("models", "rm", "bad", "-y").stdout == "deleted bad, its one version\n"
+    assert [each.name for each in store.list()] == ["good"]

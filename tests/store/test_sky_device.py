@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import skyward as sky
+from skyward.store import placing
 from skyward.store.files import open_files
 
 # Tests read values all the time; the advice against it is not for them.
@@ -564,3 +565,36 @@ def test_on_a_gpu_the_node_loads_and_saves_too(store, compute) -> None:
     assert all(torch.equal(tensor, right[name]) for name, tensor in here(state).items())
     assert torch.equal(model.weight.detach().cpu(), store.load_model("linear")["weight"])
     model(torch.ones(2, 64, device=device)).sum().backward()
+
+
+@sky.function
+def loads_kept() -> list[placing.Order]:
+    return list(placing._loads._loadings)
+
+
+def test_a_node_keeps_nothing_of_a_load_that_is_over(
+    store: sky.ModelStore, compute: sky.Compute, device: torch.device
+) -> None:
+    store.save_model({"x": torch.ones(1 << 20)}, "kept")
+
+    store.load_model("kept", device=device)
+    store.load_model("kept", into=nn.ParameterDict({"x": torch.empty(1 << 20)}).to(device))
+
+    kept = loads_kept() >> compute
+    assert [order for order in kept if order.name == "kept"] == []
+
+
+def test_a_load_whose_client_is_gone_is_forgotten_after_a_while(
+    store: sky.ModelStore, folder: Path
+) -> None:
+    store.save_model({"x": 1}, "m")
+    manifest = store._manifest("m", 1)
+    order = placing.Order("id", store._address, "m", 1, placing._identity(manifest))
+    kept = placing.Opened(seconds=0.2)
+
+    first = kept.get(order)
+
+    assert kept.get(order) is first
+    assert len(kept) == 1
+    kept._timers[order].join()
+    assert len(kept) == 0

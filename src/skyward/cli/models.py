@@ -17,7 +17,7 @@ import click
 from skyward.cli import output
 from skyward.cli.commands import Command, Group, remembered, shared
 from skyward.console.measures import size
-from skyward.errors import StoreError
+from skyward.errors import ModelNotFoundError, StoreDamagedError, StoreError
 
 if TYPE_CHECKING:
     from skyward.store.models import ModelStore, ModelVersion
@@ -177,11 +177,12 @@ def pull(name: str, target: Path | None, version: int | None, force: bool) -> No
 def list_models(name: str | None) -> None:
     """List the newest version of every model, or every version of NAME."""
     store = _open_store()
-    found = store.list() if name is None else store.versions(name)
+    found, damaged = _readable(store, name)
     if output.wants_json():
         output.as_json([asdict(version) for version in found])
+        _report(damaged)
         return
-    if not found:
+    if not found and not damaged:
         click.echo("no models yet", err=True)
         return
     rows = [
@@ -197,7 +198,36 @@ def list_models(name: str | None) -> None:
         for version in found
     ]
     heads = ("name", "version", "created", "size", "new", "tensors", "metadata")
-    output.table(heads, rows, right=("version", "size", "new", "tensors"))
+    if rows:
+        output.table(heads, rows, right=("version", "size", "new", "tensors"))
+    _report(damaged)
+
+
+def _readable(
+    store: ModelStore, name: str | None
+) -> tuple[list[ModelVersion], list[StoreDamagedError]]:
+    """The versions to list, and what is wrong with those that cannot be read."""
+    try:
+        return list(store.list() if name is None else store.versions(name)), []
+    except StoreDamagedError:
+        wanted = store.numbers(name)
+    found: list[ModelVersion] = []
+    damaged: list[StoreDamagedError] = []
+    for owner, numbers in wanted.items():
+        for number in numbers[-1:] if name is None else numbers:
+            try:
+                found.append(store.describe(owner, number)[0])
+            except StoreDamagedError as problem:
+                damaged.append(problem)
+            except ModelNotFoundError:  # deleted meanwhile
+                continue
+    return found, damaged
+
+
+def _report(damaged: list[StoreDamagedError]) -> None:
+    """Name what could not be listed, and fail."""
+    if damaged:
+        raise StoreDamagedError("\n".join(map(str, damaged)))
 
 
 @models.command()
@@ -242,13 +272,16 @@ def rm(name: str, version: int | None, yes: bool) -> None:
     gc then frees what no other version needs.
     """
     store = _open_store()
-    there = [each.version for each in store.versions(name)]
-    if version is None:
+    # By number alone: what is damaged can be deleted too.
+    there = store.numbers(name).get(name, [])
+    if version is None and there:
         what = f"{name}, {'its one version' if len(there) == 1 else f'all {len(there)} versions'}"
-    else:
+    elif version in there:
         what = f"{name} version {version}"
-        store.describe(name, version)
         there = [version]
+    else:
+        store.describe(name, version)  # says what there is instead
+        raise StoreError(f"{name} was saved this moment; call again to delete it")
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise click.UsageError(f"there is no terminal to ask on; pass --yes to delete {what}")

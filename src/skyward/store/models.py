@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 import math
@@ -176,6 +177,10 @@ class ModelStore:
         self._catalog.resolve(check_name(name), None)
         numbers = self._catalog.numbers(name)[name]
         return tuple(_version(self._catalog.read(name, number)) for number in numbers)
+
+    def numbers(self, name: str | None = None) -> dict[str, builtins.list[int]]:
+        """The numbers of each model's versions, or of one's, oldest first; none of them is read."""
+        return self._catalog.numbers(None if name is None else check_name(name))
 
     def describe(
         self, name: str, version: int | None = None

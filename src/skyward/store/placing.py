@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ _SMALL = 1 << 20
 """Tensors below this come together in one piece of memory, and are taken apart on the device: each
 piece that another process opens costs a descriptor and whole pages."""
 _ALIGNMENT = 64
+_IDLE_SECONDS = 60.0
+"""How long a node keeps what it has opened for a load of which it hears no more."""
 
 
 def loading_on(
@@ -95,7 +97,8 @@ class Placing(Loading):
 
         batches = list(self._batches(wanted))
         for number, batch in enumerate(batches):
-            placed = self._placed(batch) if self._errands.possible else None
+            last = number == len(batches) - 1
+            placed = self._placed(batch, last) if self._errands.possible else None
             if placed is None:
                 yield from super().regions(index for late in batches[number:] for index in late)
                 return
@@ -120,7 +123,7 @@ class Placing(Loading):
         if batch:
             yield batch
 
-    def _placed(self, batch: list[int]) -> list[tuple[int, torch.Tensor]] | None:
+    def _placed(self, batch: list[int], last: bool) -> list[tuple[int, torch.Tensor]] | None:
         import torch
 
         sizes = {index: self._manifest.regions[index].size for index in batch}
@@ -139,7 +142,7 @@ class Placing(Loading):
         memory = self._errands.export([piece.untyped_storage() for piece in pieces])
         if memory is None:
             return None
-        answer = self._errands.run(_fill(self._order, targets, memory))
+        answer = self._errands.run(_fill(self._order, targets, memory, last))
         if isinstance(answer, Refusal):
             return None
         placed = dict(zip(large, pieces, strict=False))
@@ -156,9 +159,59 @@ def _identity(manifest: Manifest) -> str:
 # On the node.
 
 
-@functools.lru_cache(maxsize=2)
+class Opened:
+    """What the loads in progress have opened: manifests, connections, and what was verified.
+
+    A load is dropped when it is over; one whose client is gone, when nobody has asked for it any
+    more for so many seconds.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loadings: dict[Order, Loading | Refusal] = {}
+        self._timers: dict[Order, threading.Timer] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._loadings)
+
+    def get(self, order: Order) -> Loading | Refusal:
+        """The version as this node sees it; what one load has verified stays verified for it."""
+        with self._lock:
+            loading = self._loadings.get(order)
+        if loading is None:
+            loading = _open(order)
+        self.drop(order)
+        timer = threading.Timer(self._seconds, self.drop, [order])
+        timer.daemon = True
+        with self._lock:
+            self._loadings[order] = loading
+            self._timers[order] = timer
+        timer.start()
+        return loading
+
+    def drop(self, order: Order) -> None:
+        """Forget a load."""
+        with self._lock:
+            self._loadings.pop(order, None)
+            timer = self._timers.pop(order, None)
+        if timer is not None:
+            timer.cancel()
+
+
+_loads = Opened(_IDLE_SECONDS)
+
+
+# The functions below travel with the values of the globals they use, but not with functions.
 def _opened(order: Order) -> Loading | Refusal:
-    """The version as this node sees it; what one load has verified stays verified for it."""
+    return _loads.get(order)
+
+
+def _over(order: Order) -> None:
+    _loads.drop(order)
+
+
+def _open(order: Order) -> Loading | Refusal:
     try:
         files = order.address.open()
         manifest = Catalog(files).read(order.name, order.version)
@@ -179,7 +232,7 @@ def _verify(order: Order, wanted: list[int]) -> Refusal | None:
 
 
 @function(name="load_model", retries=1)
-def _fill(order: Order, targets: list[Target], memory: list[bytes]) -> Refusal | None:
+def _fill(order: Order, targets: list[Target], memory: list[bytes], last: bool) -> Refusal | None:
     """Copy regions to the memory described; at most one object is held beside it."""
     loading = _opened(order)
     if isinstance(loading, Refusal):
@@ -192,4 +245,6 @@ def _fill(order: Order, targets: list[Target], memory: list[bytes]) -> Refusal |
     for region, flat in loading.regions(by_region):
         target = by_region[region]
         pieces[target.piece][target.start : target.start + len(flat)].copy_(flat)
+    if last:
+        _over(order)
     return None
