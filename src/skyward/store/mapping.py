@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,8 +25,16 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 
-Mapping = ctypes.Array
-"""What owns the memory: the `obj` of every view of it, and of slices of those."""
+
+class Mapping(ctypes.Array[ctypes.c_char]):
+    """What owns the memory: the `obj` of every view of it, and of slices of those.
+
+    One type for all lengths, because making one costs more than the mapping itself; a view of it
+    is cut to what is there before anyone gets it.
+    """
+
+    _type_ = ctypes.c_char
+    _length_ = sys.maxsize
 
 
 def mapped(descriptor: int) -> memoryview:
@@ -38,8 +47,8 @@ def mapped(descriptor: int) -> memoryview:
     if address is None or address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    memory = (ctypes.c_char * size).from_address(address)
+    memory = Mapping.from_address(address)
     # Not at the interpreter's exit: threads and destructors may still read what is mapped, and
     # the kernel takes it back when the process is gone.
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    return memoryview(memory).cast("B")
+    return memoryview(memory).cast("B")[:size]

@@ -11,7 +11,6 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 from skyward.store.mapping import Mapping
 from skyward.wire import memory
@@ -25,7 +24,7 @@ _FINE = bytes(byte for byte in range(256) if byte >> _KIND in (_ABSENT, _FILE_IN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Origin:
-    mapping: weakref.ref[Mapping[Any]]
+    mapping: weakref.ref[Mapping]
     size: int
     digest: str
 
@@ -40,7 +39,7 @@ def remember(block: memoryview, digest: str) -> None:
     if not isinstance(mapping, Mapping) or start is None:
         return
 
-    def forget(gone: weakref.ref[Mapping[Any]]) -> None:
+    def forget(gone: weakref.ref[Mapping]) -> None:
         # Another mapping may have taken the address before this one's end was told.
         if _origins.get(start) is origin:
             del _origins[start]
