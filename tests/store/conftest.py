@@ -116,8 +116,12 @@ class Server:
 
 SERVE = """
 import sys, json
+from skyward.store import callers
 from skyward.store.server import serve
-serve(started=lambda address: print(address, flush=True), **json.loads(sys.argv[1]))
+options = json.loads(sys.argv[1])
+for name, value in options.pop("constants", {}).items():
+    setattr(callers, name, value)
+serve(started=lambda address: print(address, flush=True), **options)
 """
 
 

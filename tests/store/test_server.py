@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -11,8 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +205,119 @@ def test_hostile_requests_cost_nobody_else_anything(serve: Serve, folder: Path) 
     answer: Any = ask(address, "GET", "/objects/x")
     assert answer.data == b"inside"
     assert [file for file in folder.rglob("*") if file.is_file()] == [folder / "objects" / "x"]
+
+
+def test_what_is_no_http_is_answered_in_one_line_and_leaves_no_traceback(
+    serve: Serve, folder: Path
+) -> None:
+    server = serve(folder)
+    raw(server.address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+    for request in HOSTILE:
+        said = raw(server.address, request)
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert said == b"" or b"\r\nSkyward-Store: 1" in head, (request[:80], said[:200])
+        assert len(body.splitlines()) == (said != b""), (request[:80], said[:200])
+    server.process.terminate()
+
+    assert server.process.wait(20) == 0
+    assert server.process.stderr.read() == ""
+
+
+def test_every_answer_is_marked_and_every_error_one_line(serve: Serve, folder: Path) -> None:
+    put_object(folder, b"inside")
+    address = serve(folder).address
+
+    for method, path, status in [
+        ("GET", "/", 200),
+        ("GET", "/objects/x", 200),
+        ("GET", "/objects", 400),
+        ("PUT", "/objects/d/x", 201),
+        ("GET", "/objects/d", 404),
+        ("GET", "/objects/none", 404),
+        ("GET", "/objects/x/y", 404),
+        ("POST", "/objects/x", 405),
+        ("OPTIONS", "/objects/x", 405),
+    ]:
+        answer: Any = ask(address, method, path, b"x" if method == "PUT" else None)
+        assert answer.status == status, (method, path)
+        assert answer.getheader("Skyward-Store") == "1"
+        assert status < 300 or len(answer.data.splitlines()) == 1, (method, path, answer.data)
+    strange: Any = ask(address, "GET", "/", Expect="a wonder")
+    assert (strange.status, strange.getheader("Skyward-Store")) == (417, "1")
+
+
+def test_a_caller_who_asks_nothing_is_not_kept(serve: Serve, folder: Path) -> None:
+    address = serve(folder, constants={"WAITING_SECONDS": 0.5}).address
+    host, _, port = address.removeprefix("http://").rpartition(":")
+
+    for start in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /"):
+        with socket.create_connection((host, int(port)), timeout=20) as line:
+            line.sendall(start)
+            while line.recv(1 << 16):
+                pass
+
+
+def test_many_callers_who_ask_nothing_keep_nobody_out(serve: Serve, folder: Path) -> None:
+    address = serve(folder, constants={"WAITING": 4}).address
+    host, _, port = address.removeprefix("http://").rpartition(":")
+
+    with contextlib.ExitStack() as stack:
+        lines = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(6)
+        ]
+        for line in lines:
+            line.sendall(b"GET / HT")
+        assert ask(address, "GET", "/").status == 200
+        for line in lines[:3]:
+            with contextlib.suppress(ConnectionResetError):
+                assert line.recv(1) == b""
+
+
+def test_a_long_upload_is_no_waiting(serve: Serve, folder: Path) -> None:
+    address = serve(folder, constants={"WAITING_SECONDS": 0.3}).address
+    host, _, port = address.removeprefix("http://").rpartition(":")
+
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        line.sendall(b"PUT /objects/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n\r\n")
+        for _ in range(6):
+            time.sleep(0.1)  # the time itself is what is tested
+            line.sendall(b"x")
+        assert b" 201 " in line.recv(1 << 16)
+
+
+def test_an_upload_cancelled_while_its_file_is_opened_leaves_nothing(folder: Path) -> None:
+    web = pytest.importorskip("skyward.store.web", reason="aiohttp is not installed")
+    folder.mkdir()
+    interface = web.Interface(folder, token=None, read_only=False, durable=False, private=True)
+    entered, go_on = threading.Event(), threading.Event()
+    aside = interface._files.aside
+
+    @contextlib.contextmanager
+    def slow() -> Any:
+        with aside() as opened:
+            entered.set()
+            go_on.wait(20)
+            yield opened
+
+    interface._files.aside = slow
+    request = SimpleNamespace(raw_path="/objects/x", content_length=1, headers={})
+
+    async def cancelled() -> None:
+        putting = asyncio.ensure_future(interface._put(request))
+        await asyncio.to_thread(entered.wait, 20)
+        putting.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+
+    before = set(os.listdir("/proc/self/fd"))
+    asyncio.run(cancelled())
+
+    assert list((folder / "tmp").iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_without_the_token_nothing_is_told(serve: Serve, folder: Path) -> None:

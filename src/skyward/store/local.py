@@ -61,7 +61,7 @@ class LocalFiles:
 
     def write(self, path: str, parts: Sequence[Part]) -> None:
         """Write to a file aside, then rename it."""
-        with self.reported("writing", path), self._aside() as (aside, descriptor):
+        with self.reported("writing", path), self.aside() as (aside, descriptor):
             start = 0
             for part in parts:
                 memory.write_all(descriptor, start, memoryview(part))
@@ -71,20 +71,14 @@ class LocalFiles:
     @contextlib.contextmanager
     def draft(self) -> Iterator[Draft]:
         """A file aside, until it is renamed."""
-        with self.reported("writing", "tmp"), self._aside() as (aside, descriptor):
+        with self.reported("writing", "tmp"), self.aside() as (aside, descriptor):
             yield _Draft(self, aside, descriptor)
 
     def create(self, path: str, data: bytes) -> bool:
         """Write to a file aside, then link it, which fails where a file is."""
-        with self.reported("writing", path), self._aside() as (aside, descriptor):
+        with self.reported("writing", path), self.aside() as (aside, descriptor):
             memory.write_all(descriptor, 0, memoryview(data))
-            target = self._ready(descriptor, path)
-            try:
-                os.link(aside, target)
-            except FileExistsError:
-                return False
-            self._settle(target.parent)
-            return True
+            return self.link(descriptor, aside, path)
 
     def list(self, folder: str) -> builtins.list[Entry]:
         """Every file below a folder."""
@@ -113,8 +107,19 @@ class LocalFiles:
         aside.replace(target)
         self._settle(target.parent)
 
+    def link(self, descriptor: int, aside: Path, path: str) -> bool:
+        """The same, unless a file has the name already."""
+        target = self._ready(descriptor, path)
+        try:
+            os.link(aside, target)
+        except FileExistsError:
+            return False
+        self._settle(target.parent)
+        return True
+
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[tuple[Path, int]]:
+    def aside(self) -> Iterator[tuple[Path, int]]:
+        """A new file in `tmp/` to write to, gone afterwards unless it was renamed."""
         folder = self._root / "tmp"
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / uuid.uuid4().hex

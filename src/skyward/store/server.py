@@ -87,14 +87,19 @@ async def _listening(
 ) -> AsyncIterator[str]:
     from aiohttp import web
 
-    runner = web.AppRunner(
-        app,
+    from skyward.store.callers import Callers
+
+    application = web.AppRunner(app)
+    await application.setup()
+    assert application.server is not None
+    callers = Callers(
+        application.server,
         access_log=logging.getLogger("skyward.store.access"),
         read_bufsize=_READ,
         # A compressed upload would be longer on the disk than it said.
         auto_decompress=False,
-        shutdown_timeout=_CLOSING_SECONDS,
     )
+    runner = web.ServerRunner(callers, shutdown_timeout=_CLOSING_SECONDS)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, ssl_context=context)
@@ -110,6 +115,7 @@ async def _listening(
         yield f"{'http' if context is None else 'https'}://{name}:{bound}"
     finally:
         await runner.cleanup()
+        await application.cleanup()
 
 
 def _announced(address: str) -> None:

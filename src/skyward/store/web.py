@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import logging
 import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,12 @@ import msgspec
 from aiohttp import web
 
 from skyward.errors import ModelNotFoundError, SerializationError, SkywardError
-from skyward.store.access import MARK, PROTOCOL, TOKEN, is_loopback
+from skyward.store.access import TOKEN, is_loopback
+from skyward.store.callers import mark
 from skyward.store.catalog import Catalog
 from skyward.store.download import Download
 from skyward.store.local import LocalFiles
+from skyward.wire import memory
 
 STALLED_SECONDS = 60.0
 """How long an upload may bring nothing before it is given up."""
@@ -46,10 +48,9 @@ class Interface:
         self, root: Path, *, token: str | None, read_only: bool, durable: bool, private: bool
     ) -> None:
         self._root = root.resolve()
-        self._files = LocalFiles(self._root)
+        self._files = LocalFiles(self._root, durable=durable)
         self._token = token
         self._read_only = read_only
-        self._durable = durable
         self._private = private
         """Reached by this machine alone, and open to all of it."""
 
@@ -112,7 +113,7 @@ class Interface:
             return await self._download(request, match[1])
         if path.endswith("/"):
             return await self._list(path.removesuffix("/"))
-        place = await _in_thread(self._inside, path)
+        place = await _in_thread(self._file, path)
         kind = "application/json" if path.endswith(".json") else "application/octet-stream"
         return web.FileResponse(place, headers={"Content-Type": kind})
 
@@ -126,7 +127,8 @@ class Interface:
         return web.Response(body=await _in_thread(found), content_type="application/json")
 
     async def _put(self, request: web.Request) -> web.Response:
-        target = await _in_thread(self._inside, _path(request))
+        path = _path(request)
+        await _in_thread(self._inside, path)
         size = request.content_length
         if size is None:
             raise web.HTTPLengthRequired(text="an upload says its Content-Length first\n")
@@ -135,12 +137,17 @@ class Interface:
         condition = request.headers.get("If-None-Match")
         if condition not in (None, "*"):
             raise web.HTTPBadRequest(text="If-None-Match takes * here\n")
-        handle, aside = await _in_thread(self._open_aside, size)
+        opened = contextlib.ExitStack()
         try:
+            await _in_thread(self._check_room, size)
+            # What is open is known to the stack also when this is cancelled meanwhile.
+            aside, handle = await _in_thread(opened.enter_context, self._files.aside())
             await self._receive(request, handle, size)
-            await _in_thread(self._publish, handle, aside, target, condition is not None)
+            name = self._files.rename if condition is None else self._files.link
+            if await _in_thread(name, handle, aside, path) is False:
+                raise web.HTTPPreconditionFailed(text="there is one already\n")
         finally:
-            await _in_thread(_discard, handle, aside)
+            await _in_thread(opened.close)
         return web.Response(status=201)
 
     async def _receive(self, request: web.Request, handle: int, size: int) -> None:
@@ -156,7 +163,7 @@ class Interface:
             held += len(data)
             received += len(data)
             if held >= BATCH or not data:
-                await _in_thread(_write_all, handle, batch)
+                await _in_thread(_write_all, handle, received - held, batch)
                 batch, held = [], 0
             if not data:
                 break
@@ -235,38 +242,22 @@ class Interface:
             raise web.HTTPForbidden(text="that leads out of the store\n")
         return place
 
-    def _open_aside(self, size: int) -> tuple[int, Path]:
-        folder = self._root / "tmp"
-        folder.mkdir(parents=True, exist_ok=True)
-        room = os.statvfs(folder)
+    def _file(self, path: str) -> Path:
+        place = self._inside(path)
+        if place.is_dir():
+            raise web.HTTPNotFound(text="that is a folder; with a '/' behind it, it is listed\n")
+        if not place.is_file():
+            raise web.HTTPNotFound(text="there is no such file\n")
+        return place
+
+    def _check_room(self, size: int) -> None:
+        room = os.statvfs(self._root)
         if size > room.f_bavail * room.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        aside = folder / uuid.uuid4().hex
-        return os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), aside
-
-    def _publish(self, handle: int, aside: Path, target: Path, create: bool) -> None:
-        if self._durable:
-            os.fsync(handle)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if create:
-            try:
-                os.link(aside, target)
-            except FileExistsError:
-                raise web.HTTPPreconditionFailed(text="there is one already\n") from None
-        else:
-            aside.replace(target)
-        if self._durable:
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
 
 async def _marked(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    # The last one: who finds it whole has found all the others.
-    response.headers[MARK] = PROTOCOL
+    mark(response)
 
 
 async def _in_thread(action: Callable[..., _Made], *args: Any) -> _Made:
@@ -315,13 +306,7 @@ def _failure(problem: OSError) -> web.HTTPException:
     return web.HTTPInternalServerError(text=told)
 
 
-def _write_all(handle: int, batch: list[bytes]) -> None:
+def _write_all(handle: int, at: int, batch: list[bytes]) -> None:
     for data in batch:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(handle, view) :]
-
-
-def _discard(handle: int, aside: Path) -> None:
-    os.close(handle)
-    aside.unlink(missing_ok=True)
+        memory.write_all(handle, at, memoryview(data))
+        at += len(data)
