@@ -25,6 +25,7 @@ from skyward.testing import plain_wish
 QUIET = sky.Options(console=False)
 IMAGE = sky.Image(pip=["numpy"])
 MIB = 2**20
+ROUND_TRIP = "a byte there and back through SSH, by `Machine.dial`"
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,15 @@ def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> 
 def calls_and_bytes(size: Size) -> Sequence[Row]:
     """A stream through SSH and a pool straight to the same host, in turns with the plain."""
     label = f"{size.payload // MIB} MiB to an SSH host"
+    tunnelled = f"{label}, through SSH, by `Machine.dial`"
     try:
         with ExitStack() as stack:
             hosts = stack.enter_context(ssh_hosts())
             through = stack.enter_context(Tunnel(hosts))
             straight = opened(stack, hosts.provider(direct=True))
-            channel = stack.enter_context(Channel(hosts))
             link = stack.enter_context(RawLink(tls=True))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            channel = stack.enter_context(Channel(hosts, folder / "control"))
             calls = interleave(
                 {
                     "tunnel": lambda: p50(through.round_trip, size.calls),
@@ -112,22 +114,22 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             )
     except NoTestbedError as problem:
         what = (
-            "a byte there and back through SSH, by `Machine.dial`",
-            f"{label}, through SSH, by `Machine.dial`",
+            ROUND_TRIP,
+            tunnelled,
             f"{label}, direct TLS",
         )
         return [absent(each, "OpenSSH", str(problem)) for each in what]
     rate = {name: sample.per(size.payload, "B/s") for name, sample in seconds.items()}
     return [
         compared(
-            "a byte there and back through SSH, by `Machine.dial`",
+            ROUND_TRIP,
             calls["tunnel"],
             "a byte there and back through `ssh`",
             calls["channel"],
             "<= 2x",
         ),
         compared(
-            f"{label}, through SSH, by `Machine.dial`",
+            tunnelled,
             rate["tunnel"],
             "scp",
             rate["scp"],
@@ -193,12 +195,12 @@ class Tunnel:
 
 
 class Channel:
-    """OpenSSH's own client, with a byte sent to `cat` and back."""
+    """OpenSSH's own client, with a byte sent to `cat` and back; `scp` shares its connection."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, control: Path) -> None:
         place = f"{hosts.user}@{hosts.names[0]}"
         self._process = subprocess.Popen(
-            ["ssh", *hosts.options, place, "cat"],
+            ["ssh", "-M", "-S", str(control), *hosts.options, place, "cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -234,7 +236,7 @@ def sending(floats: Any, compute: sky.Compute) -> Callable[[], float]:
 def copying(floats: Any, folder: Path, hosts: Hosts) -> Callable[[], float]:
     """Times `scp` of the same bytes, from memory to memory."""
     source, target = folder / "source", folder / "target"
-    command = ["scp", "-q", *hosts.options, str(source)]
+    command = ["scp", "-q", "-o", f"ControlPath={folder / 'control'}", *hosts.options, str(source)]
     command.append(f"{hosts.user}@{hosts.names[0]}:{target}")
 
     def copy() -> float:
