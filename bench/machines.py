@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +19,13 @@ from report import Row, absent, absolute, compared, run_suite
 from testbed import Hosts, NoTestbedError, containers, ssh_hosts
 
 import skyward as sky
+from skyward.providers import Order, loop
+from skyward.testing import plain_wish
 
 QUIET = sky.Options(console=False)
 IMAGE = sky.Image(pip=["numpy"])
 MIB = 2**20
+ROUND_TRIP = "a byte there and back through SSH, by `Machine.dial`"
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,6 @@ class Size:
 
 FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5)
 QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1)
-
-
-@sky.function
-def nothing() -> None:
-    pass
 
 
 @sky.function
@@ -84,19 +83,20 @@ def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> 
 
 
 def calls_and_bytes(size: Size) -> Sequence[Row]:
-    """Two pools on one host, one through SSH and one straight to it, in turns with the plain."""
+    """A stream through SSH and a pool straight to the same host, in turns with the plain."""
     label = f"{size.payload // MIB} MiB to an SSH host"
+    tunnelled = f"{label}, through SSH, by `Machine.dial`"
     try:
         with ExitStack() as stack:
             hosts = stack.enter_context(ssh_hosts())
-            through = opened(stack, hosts.provider(direct=False))
+            through = stack.enter_context(Tunnel(hosts))
             straight = opened(stack, hosts.provider(direct=True))
-            channel = stack.enter_context(Channel(hosts))
             link = stack.enter_context(RawLink(tls=True))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            channel = stack.enter_context(Channel(hosts, folder / "control"))
             calls = interleave(
                 {
-                    "call": lambda: p50(lambda: nothing() >> through, size.calls),
+                    "tunnel": lambda: p50(through.round_trip, size.calls),
                     "channel": lambda: p50(channel.round_trip, size.calls),
                 },
                 rounds=size.rounds,
@@ -105,7 +105,7 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             floats[::1024] = 1
             seconds = interleave(
                 {
-                    "tunnel": sending(floats, through),
+                    "tunnel": lambda: timed(lambda: through.send(floats)),
                     "straight": sending(floats, straight),
                     "scp": copying(floats, folder, hosts),
                     "tls": plainly(floats, link),
@@ -113,18 +113,28 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
                 rounds=size.rounds,
             )
     except NoTestbedError as problem:
-        what = ("no-op call through SSH", f"{label}, through SSH", f"{label}, direct TLS")
+        what = (
+            ROUND_TRIP,
+            tunnelled,
+            f"{label}, direct TLS",
+        )
         return [absent(each, "OpenSSH", str(problem)) for each in what]
     rate = {name: sample.per(size.payload, "B/s") for name, sample in seconds.items()}
     return [
         compared(
-            "no-op call through SSH",
-            calls["call"],
+            ROUND_TRIP,
+            calls["tunnel"],
             "a byte there and back through `ssh`",
             calls["channel"],
             "<= 2x",
         ),
-        compared(f"{label}, through SSH", rate["tunnel"], "scp", rate["scp"], ">= 0.8x"),
+        compared(
+            tunnelled,
+            rate["tunnel"],
+            "scp",
+            rate["scp"],
+            ">= 0.8x",
+        ),
         compared(f"{label}, direct TLS", rate["straight"], "scp", rate["scp"], ">= 3x"),
         compared(
             f"{label}, direct TLS",
@@ -140,13 +150,57 @@ def opened(stack: ExitStack, provider: sky.SSH) -> sky.Compute:
     return stack.enter_context(sky.Compute(provider, image=IMAGE, options=QUIET))
 
 
-class Channel:
-    """OpenSSH's own client, with a byte sent to `cat` and back."""
+_ECHO = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print("tcp:127.0.0.1:%d" % listener.getsockname()[1], flush=True)
+end = listener.accept()[0]
+while head := end.recv(8, socket.MSG_WAITALL):
+    left, buffer = int.from_bytes(head, "little"), bytearray(1 << 20)
+    while left:
+        left -= end.recv_into(buffer, min(left, len(buffer)))
+    end.sendall(b"x")
+"""
+
+
+class Tunnel:
+    """The stream that an SSH machine's `dial` gives, to a program that answers each message."""
 
     def __init__(self, hosts: Hosts) -> None:
+        order = Order("bench", 0, plain_wish())
+        self._machine = loop.submit(hosts.provider().create(order)).result()
+        said = bytearray()
+        command = [sys.executable, "-c", _ECHO]
+        self._serving = loop.submit(self._machine.run(command, output=said.extend))
+        while b"\n" not in said:
+            time.sleep(0.01)
+        self._end = loop.submit(self._machine.dial(said.decode().strip())).result()
+
+    def round_trip(self) -> None:
+        self.send(b"x")
+
+    def send(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        self._end.sendall(len(view).to_bytes(8, "little"))
+        self._end.sendall(view)
+        assert self._end.recv(1) == b"x"
+
+    def __enter__(self) -> Tunnel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
+        self._serving.result(20)
+        loop.submit(self._machine.destroy()).result()
+
+
+class Channel:
+    """OpenSSH's own client, with a byte sent to `cat` and back; `scp` shares its connection."""
+
+    def __init__(self, hosts: Hosts, control: Path) -> None:
         place = f"{hosts.user}@{hosts.names[0]}"
         self._process = subprocess.Popen(
-            ["ssh", *hosts.options, place, "cat"],
+            ["ssh", "-M", "-S", str(control), *hosts.options, place, "cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -182,7 +236,7 @@ def sending(floats: Any, compute: sky.Compute) -> Callable[[], float]:
 def copying(floats: Any, folder: Path, hosts: Hosts) -> Callable[[], float]:
     """Times `scp` of the same bytes, from memory to memory."""
     source, target = folder / "source", folder / "target"
-    command = ["scp", "-q", *hosts.options, str(source)]
+    command = ["scp", "-q", "-o", f"ControlPath={folder / 'control'}", *hosts.options, str(source)]
     command.append(f"{hosts.user}@{hosts.names[0]}:{target}")
 
     def copy() -> float:

@@ -88,8 +88,8 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   `torch.save` into memory, a plain TCP connection on loopback, and `torch.load` on the other side.
 - *Containers and SSH hosts* are on this machine (the testbed's; containers need root), so
   that both ends of SSH share its cores. A pool is *ready* when all its nodes take calls; it is
-  timed from `with` on, after one start that is not. `scp` copies from memory to memory, and its
-  time includes logging in, as that of any copy does.
+  timed from `with` on, after one start that is not. `scp` copies from memory to memory over a
+  connection that is there, so that logging in is not counted.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce

@@ -20,6 +20,8 @@ from .ssh_hosts import Sshd
 from .torch_index import torch_image
 
 QUIET = sky.Options(console=False)
+IMPATIENT = sky.Options(console=False, orphan_timeout=5)
+"""An agent that may come back is waited for that long before it is replaced."""
 
 
 @sky.function
@@ -96,7 +98,7 @@ def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[...
 
         return os.getppid()
 
-    with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
+    with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
         before = parent() @ compute
         os.kill(before[1], signal.SIGKILL)
         eventually(lambda: compute.nodes[1].state != "ready", 30, "noticing it")
@@ -166,7 +168,7 @@ def test_a_pool_goes_on_without_a_lost_host_until_it_is_back(
     sshd: Sshd, eventually: Callable[..., None]
 ) -> None:
     """Its sshd and its agent are gone; the other host works on."""
-    with sky.Compute(sshd.provider(), nodes=2, options=QUIET) as compute:
+    with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
         folders = [folder for folder, _, _ in place() @ compute]
         try:
             sshd.lose(2)
