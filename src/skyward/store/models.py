@@ -202,10 +202,6 @@ class ModelStore:
         """The numbers of each model's versions, or of one's, oldest first; none of them is read."""
         return self._catalog.numbers(None if name is None else check_name(name))
 
-    def numbers(self, name: str | None = None) -> dict[str, builtins.list[int]]:
-        """The numbers of each model's versions, or of one's, oldest first; none of them is read."""
-        return self._catalog.numbers(None if name is None else check_name(name))
-
     def describe(
         self, name: str, version: int | None = None
     ) -> tuple[ModelVersion, tuple[StoredTensor, ...]]:
