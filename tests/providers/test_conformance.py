@@ -63,25 +63,26 @@ class TestContainer(ProviderSuite):
         return plain_wish()
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A package with it, as its author would have it."""
+    page = Path(__file__).parents[2] / "docs" / "providers.md"
+    (code,) = re.findall(r"```python\n(import asyncio\n.*?)```", page.read_text(), re.DOTALL)
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "folders.py").write_text(code)
+    info = folder / "folders-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: folders\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[skyward.providers]\nfolders = folders:Folders\n")
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
 class TestTheOneInTheDocumentation(ProviderSuite):
     """Written there to be copied."""
 
     python = sys.executable
-
-    @pytest.fixture(scope="class")
-    def installed(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-        """A package with it, as its author would have it."""
-        page = Path(__file__).parents[2] / "docs" / "providers.md"
-        (code,) = re.findall(r"```python\n(import asyncio\n.*?)```", page.read_text(), re.DOTALL)
-        folder = tmp_path_factory.mktemp("package")
-        (folder / "folders.py").write_text(code)
-        info = folder / "folders-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: folders\nVersion: 1\n")
-        (info / "entry_points.txt").write_text("[skyward.providers]\nfolders = folders:Folders\n")
-        sys.path.insert(0, str(folder))
-        yield folder
-        sys.path.remove(str(folder))
 
     @pytest.fixture
     def provider(self, installed: Path) -> Provider:

@@ -164,9 +164,7 @@ def agents(pool: str) -> list[str]:
     return [each for each in on_this_host(pool) if "/machines/" not in each]
 
 
-def test_a_pool_goes_on_without_a_lost_host_until_it_is_back(
-    sshd: Sshd, eventually: Callable[..., None]
-) -> None:
+def test_a_pool_goes_on_without_a_lost_host(sshd: Sshd, eventually: Callable[..., None]) -> None:
     """Its sshd and its agent are gone; the other host works on."""
     with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
         folders = [folder for folder, _, _ in place() @ compute]
@@ -180,5 +178,3 @@ def test_a_pool_goes_on_without_a_lost_host_until_it_is_back(
             assert doubled([4]) >> compute == [8]
         finally:
             sshd.up()
-        eventually(lambda: compute.nodes[1].state == "ready", 60, "the host's return")
-        assert doubled([5]) @ compute == [[10], [10]]

@@ -193,6 +193,9 @@ class Fleet:
             self._console.phase(node.index, "starting")
             node.starts += 1
             if isinstance(node.machine, RemoteHost):
+                if node.ending is not None:
+                    # The new machine has the name of the old one, which must have gone.
+                    node.ending.join()
                 node.machine.prepare()
             node.machine.start(self._agent_config(node))
             self._console.phase(node.index, "connecting")
@@ -621,7 +624,8 @@ class Fleet:
         self._dispatcher.counts.nodes_lost += 1
         self._console.phase(node.index, "lost")
         self._devices.node_lost(node.index, f"node {node.index} was lost: {reason}")
-        threading.Thread(target=node.machine.stop, args=(0,), daemon=True).start()
+        node.ending = threading.Thread(target=node.machine.stop, args=(0,), daemon=True)
+        node.ending.start()
         control, node.control = node.control, None
         if control is not None:
             self._loop.forget(control)

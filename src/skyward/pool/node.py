@@ -40,6 +40,8 @@ class Node:
         """Set when it is usable, or has failed for good."""
         self.launch: threading.Thread | None = None
         """Brings it up, also anew after a loss."""
+        self.ending: threading.Thread | None = None
+        """Removes the machine that was lost."""
         self.prepared = False
         """Whether the plugins' hooks for the node are entered."""
         self.ready_since = 0.0
