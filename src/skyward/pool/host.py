@@ -89,6 +89,8 @@ class RemoteHost:
         assert self._machine is not None
         assert self._prepared is not None
         config.direct = self._machine.direct or ""
+        if self._order.wish.vcpus:
+            config.env.setdefault("OMP_NUM_THREADS", str(max(1, int(self._order.wish.vcpus))))
         self._phase("starting the agent")
         announced = await bootstrap.launch(self._machine, self._prepared, config)
         self._is_direct = await asyncio.to_thread(self._can_go_straight, announced.endpoint)
