@@ -106,7 +106,7 @@ def test_push_prints_the_version_as_json(run_json, store: sky.ModelStore, weight
         ),
         (["notes.txt", "m"], 2, "'notes.txt' ends in neither .safetensors nor .pt, .pth, .bin"),
         (["weights.pt", "m", "-m", "x"], 2, "'x' is no KEY=VALUE; write -m accuracy=0.99"),
-        (["weights.pt", "../m"], 1, "Error: name='../m': not a model's name; use up to 200"),
+        (["weights.pt", "../m"], 2, "value for 'NAME': '../m': not a model's name; use up to 200"),
         (["broken.pt", "m"], 1, "Error: broken.pt: cannot be imported, because it is damaged"),
         (["broken.safetensors", "m"], 1, "Error: broken.safetensors: cannot be imported, because"),
         (["empty", "m"], 1, "Error: empty: cannot be imported, because it holds neither"),
@@ -196,7 +196,11 @@ def test_what_cannot_be_pulled_leaves_no_file(
 
 
 def test_ls_lists_models_and_the_versions_of_one(run, run_json, store: sky.ModelStore) -> None:
-    assert run("models", "ls").stderr == "no models yet\n"
+    absent = f"no models yet in {store.url}, which does not exist\n"
+    assert run("models", "ls").stderr == absent
+    assert run("models", "gc").stderr == absent
+    Path(store.url).mkdir()
+    assert run("models", "ls").stderr == f"no models yet in {store.url}\n"
     store.save_model({"w": torch.ones(1000)}, "b")
     for _ in range(2):
         created = store.save_model({"w": torch.ones(1000)}, "a", metadata={"n": 1}).created
@@ -277,6 +281,40 @@ def test_serve_wants_a_certificate_and_its_key(run, store: sky.ModelStore, given
     told = run("models", "serve", ".", given, "one.pem", code=2).stderr
 
     assert "TLS needs both --cert and --key" in told
+
+
+def test_serve_wants_a_folder_that_is_there(run, store: sky.ModelStore) -> None:
+    told = run("models", "serve", "stroe", code=2).stderr
+
+    assert "'stroe' does not exist; create it, or correct the path" in told
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("given", [["--token", ""], []])
+def test_serve_takes_no_empty_token(run, store: sky.ModelStore, given: list[str]) -> None:
+    told = run("models", "serve", ".", *given, code=1, env={"SKYWARD_STORE_TOKEN": ""}).stderr
+
+    assert told.startswith("Error: --token: not a token, which is one or more letters")
+
+
+def test_a_file_is_no_store(run, store: sky.ModelStore) -> None:
+    Path("notes.txt").write_text("mine")
+
+    told = run("models", "ls", "--store", "notes.txt", code=1).stderr
+
+    assert told.startswith("Error: --store notes.txt: ")
+    assert "notes.txt is a file, and a store is a folder; pass the folder" in told
+
+
+def test_errors_name_options_and_not_parameters(run, store: sky.ModelStore) -> None:
+    store.save_model({"w": torch.ones(3), "step": 3}, "team/ck")
+
+    pulled = run("models", "pull", "team/ck", code=1).stderr
+    opened = run("models", "serve", ".", "--host", "0.0.0.0", code=1).stderr
+
+    assert pulled.endswith("named tensors only; write a .pt file: -o ck.pt\n")
+    assert opened.startswith("Error: --host 0.0.0.0: without a token anyone")
+    assert "pass --token or set SKYWARD_STORE_TOKEN, or allow it with --insecure\n" in opened
 
 
 @pytest.mark.parametrize("command", COMMANDS)

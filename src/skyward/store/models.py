@@ -20,7 +20,7 @@ from skyward.errors import ConfigurationError, ModelNotFoundError, Serialization
 from skyward.store import exchange, tree
 from skyward.store.catalog import Catalog, check_name
 from skyward.store.collecting import collect
-from skyward.store.files import Files, address_of, open_files
+from skyward.store.files import Files, absent, address_of, open_files
 from skyward.store.filling import fill
 from skyward.store.lifting import Title, save_from_device
 from skyward.store.loading import manifest_place
@@ -95,6 +95,16 @@ class ModelStore:
 
     def __repr__(self) -> str:
         return f"ModelStore({self._files.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where it is: a folder's absolute path, or the address, without credentials."""
+        return self._files.url
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is a folder that does not exist, as before the first save."""
+        return absent(self._files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It travels as its address, token included: other processes open the same place.
