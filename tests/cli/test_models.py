@@ -107,7 +107,9 @@ def test_push_prints_the_version_as_json(run_json, store: sky.ModelStore, weight
         (["notes.txt", "m"], 2, "'notes.txt' ends in neither .safetensors nor .pt, .pth, .bin"),
         (["weights.pt", "m", "-m", "x"], 2, "'x' is no KEY=VALUE; write -m accuracy=0.99"),
         (["weights.pt", "../m"], 2, "value for 'NAME': '../m': not a model's name; use up to 200"),
-        (["broken.pt", "m"], 1, "Error: broken.pt: cannot be imported, because it is damaged"),
+        (["broken.pt", "m"], 1, "broken.pt: cannot be imported, because it is not a file of torch"),
+        (["cut.pt", "m"], 1, "it is damaged or holds more than tensors and plain values (Pytorch"),
+        (["module.pt", "m"], 1, "plain values: torch.nn.modules.linear.Linear; load it where"),
         (["broken.safetensors", "m"], 1, "Error: broken.safetensors: cannot be imported, because"),
         (["empty", "m"], 1, "Error: empty: cannot be imported, because it holds neither"),
     ],
@@ -118,6 +120,8 @@ def test_what_cannot_be_pushed_is_refused(
     for name in ("notes.txt", "broken.pt", "broken.safetensors"):
         Path(name).write_text("hello")
     Path("empty").mkdir()
+    Path("cut.pt").write_bytes(weights.read_bytes()[:1000])
+    torch.save(torch.nn.Linear(2, 2), "module.pt")
 
     assert told in run("models", "push", *args, code=code).stderr
     assert store.list() == ()
@@ -180,7 +184,7 @@ def test_pull_does_not_overwrite_unless_forced(run, store: sky.ModelStore) -> No
             1,
             "'step', of type int, and a safetensors file has named tensors only; write a .pt",
         ),
-        (["m", "-o", "no/m.pt"], 1, "Error: no/m.pt: writing failed: "),
+        (["m", "-o", "no/m.pt"], 1, "writing failed: Parent directory no does not exist; check"),
         (["other"], 1, "has no model 'other'; it has: m"),
         (["m", "--version", "7", "-o", "m.pt"], 1, "has no version 7 of 'm'; it has: 1"),
         (["m", "--version", "0"], 2, "0 is not in the range x>=1"),

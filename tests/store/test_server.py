@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -591,3 +592,31 @@ def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None
             server.kill()
 
     assert sky.ModelStore(folder).load_model("m") == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], r"at http://127\.0\.0\.1:\d+, without a token, until interrupted\n"),
+        (["--token", "s3cret"], r"at http://127\.0\.0\.1:\d+, until interrupted\n"),
+        (
+            ["--token", "s3cret", "--host", "0.0.0.0"],
+            r"at http://[^0/]\S*:\d+ and on every address of this machine \(0\.0\.0\.0\), until",
+        ),
+    ],
+)
+def test_the_command_says_who_may_come(
+    folder: Path, options: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    monkeypatch.delenv("SKYWARD_STORE_TOKEN", raising=False)
+    folder.mkdir()
+    command = [sys.executable, "-m", "skyward", "models", "serve", folder, "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+        finally:
+            server.kill()
+
+    assert re.search(told, line), line

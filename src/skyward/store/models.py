@@ -166,7 +166,7 @@ class ModelStore:
         import torch
 
         manifest = self._manifest(name, version)
-        place = torch.device(device)
+        place = _usable(device)
         loading_for = functools.partial(loading_on, self._address, self._files, manifest)
         if into is None:
             with watched(self._progress, f"loading {name}") as progress:
@@ -288,6 +288,22 @@ class ModelStore:
     def _manifest(self, name: str, version: int | None) -> Manifest:
         number = self._catalog.resolve(check_name(name), version)
         return self._catalog.keep(self._catalog.read(name, number))
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    import torch
+
+    try:
+        place = torch.device(device)
+        if place.type not in ("cpu", "meta", "sky"):
+            torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as problem:
+        told = (str(problem).splitlines() or [""])[0].rstrip(".")
+        raise ConfigurationError(
+            f"device={str(device)!r}: cannot be used here: {told}; "
+            "pass a device of this machine, such as 'cpu', or one of compute.device()"
+        ) from problem
+    return place
 
 
 def _numbered(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
