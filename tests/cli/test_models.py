@@ -106,8 +106,10 @@ def test_push_prints_the_version_as_json(run_json, store: sky.ModelStore, weight
         ),
         (["notes.txt", "m"], 2, "'notes.txt' ends in neither .safetensors nor .pt, .pth, .bin"),
         (["weights.pt", "m", "-m", "x"], 2, "'x' is no KEY=VALUE; write -m accuracy=0.99"),
-        (["weights.pt", "../m"], 1, "Error: name='../m': not a model's name; use up to 200"),
-        (["broken.pt", "m"], 1, "Error: broken.pt: cannot be imported, because it is damaged"),
+        (["weights.pt", "../m"], 2, "value for 'NAME': '../m': not a model's name; use up to 200"),
+        (["broken.pt", "m"], 1, "broken.pt: cannot be imported, because it is not a file of torch"),
+        (["cut.pt", "m"], 1, "it is damaged or holds more than tensors and plain values (Pytorch"),
+        (["module.pt", "m"], 1, "plain values: torch.nn.modules.linear.Linear; load it where"),
         (["broken.safetensors", "m"], 1, "Error: broken.safetensors: cannot be imported, because"),
         (["empty", "m"], 1, "Error: empty: cannot be imported, because it holds neither"),
     ],
@@ -118,6 +120,8 @@ def test_what_cannot_be_pushed_is_refused(
     for name in ("notes.txt", "broken.pt", "broken.safetensors"):
         Path(name).write_text("hello")
     Path("empty").mkdir()
+    Path("cut.pt").write_bytes(weights.read_bytes()[:1000])
+    torch.save(torch.nn.Linear(2, 2), "module.pt")
 
     assert told in run("models", "push", *args, code=code).stderr
     assert store.list() == ()
@@ -180,7 +184,7 @@ def test_pull_does_not_overwrite_unless_forced(run, store: sky.ModelStore) -> No
             1,
             "'step', of type int, and a safetensors file has named tensors only; write a .pt",
         ),
-        (["m", "-o", "no/m.pt"], 1, "Error: no/m.pt: writing failed: "),
+        (["m", "-o", "no/m.pt"], 1, "writing failed: Parent directory no does not exist; check"),
         (["other"], 1, "has no model 'other'; it has: m"),
         (["m", "--version", "7", "-o", "m.pt"], 1, "has no version 7 of 'm'; it has: 1"),
         (["m", "--version", "0"], 2, "0 is not in the range x>=1"),
@@ -196,7 +200,11 @@ def test_what_cannot_be_pulled_leaves_no_file(
 
 
 def test_ls_lists_models_and_the_versions_of_one(run, run_json, store: sky.ModelStore) -> None:
-    assert run("models", "ls").stderr == "no models yet\n"
+    absent = f"no models yet in {store.url}, which does not exist\n"
+    assert run("models", "ls").stderr == absent
+    assert run("models", "gc").stderr == absent
+    Path(store.url).mkdir()
+    assert run("models", "ls").stderr == f"no models yet in {store.url}\n"
     store.save_model({"w": torch.ones(1000)}, "b")
     for _ in range(2):
         created = store.save_model({"w": torch.ones(1000)}, "a", metadata={"n": 1}).created
@@ -277,6 +285,40 @@ def test_serve_wants_a_certificate_and_its_key(run, store: sky.ModelStore, given
     told = run("models", "serve", ".", given, "one.pem", code=2).stderr
 
     assert "TLS needs both --cert and --key" in told
+
+
+def test_serve_wants_a_folder_that_is_there(run, store: sky.ModelStore) -> None:
+    told = run("models", "serve", "stroe", code=2).stderr
+
+    assert "'stroe' does not exist; create it, or correct the path" in told
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("given", [["--token", ""], []])
+def test_serve_takes_no_empty_token(run, store: sky.ModelStore, given: list[str]) -> None:
+    told = run("models", "serve", ".", *given, code=1, env={"SKYWARD_STORE_TOKEN": ""}).stderr
+
+    assert told.startswith("Error: --token: not a token, which is one or more letters")
+
+
+def test_a_file_is_no_store(run, store: sky.ModelStore) -> None:
+    Path("notes.txt").write_text("mine")
+
+    told = run("models", "ls", "--store", "notes.txt", code=1).stderr
+
+    assert told.startswith("Error: --store notes.txt: ")
+    assert "notes.txt is a file, and a store is a folder; pass the folder" in told
+
+
+def test_errors_name_options_and_not_parameters(run, store: sky.ModelStore) -> None:
+    store.save_model({"w": torch.ones(3), "step": 3}, "team/ck")
+
+    pulled = run("models", "pull", "team/ck", code=1).stderr
+    opened = run("models", "serve", ".", "--host", "0.0.0.0", code=1).stderr
+
+    assert pulled.endswith("named tensors only; write a .pt file: -o ck.pt\n")
+    assert opened.startswith("Error: --host 0.0.0.0: without a token anyone")
+    assert "pass --token or set SKYWARD_STORE_TOKEN, or allow it with --insecure\n" in opened
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -119,6 +119,24 @@ def test_an_interrupted_push_publishes_nothing(
     assert store.list() == ()
 
 
+def test_a_push_that_is_interrupted_when_it_is_done_has_succeeded(
+    start, signs: Path, pushing: list[str], store: sky.ModelStore
+) -> None:
+    process = start(*pushing, script="waiting.py")
+    (signs / "go").touch()
+
+    output = process.stdout.readline()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+
+    assert output == b"m version 1: 3.9 KiB in 1 tensor, 3.9 KiB new\n"
+    assert process.returncode == 0
+    assert process.stderr.read() == b""
+    assert store.versions("m")[0].version == 1
+
+
 @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1)])
 def test_rm_asks_on_a_terminal(
     start, terminal: Terminal, store: sky.ModelStore, answer: bytes, code: int

@@ -17,7 +17,7 @@ PHASES = ["creating", "looking at", "starting the agent", "starting workers", "r
 """What the console says, one after the other, while a pool of machines comes up."""
 _SCRIPT = """
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 import skyward as sky
 {setup}
 with sky.Compute({provider}, nodes=2, options=sky.Options(console=True, {options})) as compute:
@@ -30,8 +30,8 @@ class Script:
     """A pool in a process of its own, which says how far it has come."""
 
     def __init__(self, provider: str, setup: str = "", options: str = "") -> None:
-        tests = str(Path(__file__).parents[1])
-        self.code = _SCRIPT.format(tests=tests, setup=setup, provider=provider, options=options)
+        root = str(Path(__file__).parents[2])
+        self.code = _SCRIPT.format(root=root, setup=setup, provider=provider, options=options)
 
     @contextlib.contextmanager
     def reaching(self, phase: str) -> Iterator[subprocess.Popen[str]]:

@@ -142,7 +142,7 @@ def test_without_a_service_the_error_says_what_was_tried() -> None:
             pass
 
 
-SCRIPT = Script("podman.provider()", setup="from providers import podman")
+SCRIPT = Script("podman.provider()", setup="from tests.providers import podman")
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -388,3 +390,19 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(sky.ConfigurationError, match=r"needs fsspec; install skyward\[store\]"):
         sky.ModelStore("memory://x")
+
+
+@pytest.mark.parametrize("place", [None, 7, b"models", "", "  "])
+def test_what_names_no_place_is_refused_by_its_value(place: Any) -> None:
+    told = rf"ModelStore\({re.escape(repr(place))}\): not a place for models; pass a folder"
+    with pytest.raises(sky.ConfigurationError, match=told):
+        sky.ModelStore(place)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "xpu:99"])
+def test_a_device_that_is_not_here_is_refused_by_its_name(tmp_path: Path, device: str) -> None:
+    store = sky.ModelStore(tmp_path)
+    store.save_model({"x": torch.ones(1)}, "m")
+
+    with pytest.raises(sky.ConfigurationError, match=rf"device='{device}': cannot be used here: "):
+        store.load_model("m", device=device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
 import traceback
 from typing import Any
@@ -14,8 +16,23 @@ from skyward.errors import SkywardError
 FAILED = 1
 INTERRUPTED = 130
 """What a shell reports for a program that Ctrl-C ended."""
+UNREAD = 141
+"""And for one whose output nobody reads any more, as behind `head`."""
+ALONE = object()
+"""The root context's object where the process is ours, and so are its signals."""
 
 _KEY = "skyward."
+_SPELLINGS = {
+    r"^ModelStore\('([^']*)'(, token=\.\.\.)?\): ": r"--store \1: ",
+    r"\btoken=\.\.\.": "--token",
+    r"\binsecure=True \(--insecure\)": "--insecure",
+    r"^host='([^']*)'": r"--host \1",
+    r"(?<=^--host )(\S*), port=(\d+)": r"\1 --port \2",
+    r"^certificate='([^']*)', key='([^']*)'": r"--cert \1 --key \2",
+    r"write a \.pt file: (?=\S+\.pt$)": "write a .pt file: -o ",
+    r"\bcall gc\(\)": "call `sky models gc`",
+}
+"""Where the library names its parameters, a command has options."""
 
 
 def remember(context: click.Context, option: click.Parameter, value: object) -> None:
@@ -59,6 +76,12 @@ class Group(click.Group):
         self.params += _common()
 
 
+def ignore_interrupts() -> None:
+    """What was asked for is done: the exit code is to say so, whoever interrupts the rest."""
+    if click.get_current_context().obj is ALONE:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def reported(context: click.Context, problem: BaseException) -> int | None:
     """Tell of a failure on stderr, and say which exit code it has; None for a defect of ours."""
     if isinstance(problem, KeyboardInterrupt | click.Abort):
@@ -66,7 +89,7 @@ def reported(context: click.Context, problem: BaseException) -> int | None:
         click.echo("\nInterrupted" if sys.stderr.isatty() else "Interrupted", err=True)
         return INTERRUPTED
     if isinstance(problem, BrokenPipeError):
-        return None
+        return UNREAD
     message = _message(problem)
     if message is None:
         return None
@@ -81,8 +104,15 @@ def _message(problem: BaseException) -> str | None:
     if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
         return "this needs torch; install skyward[torch]"
     if isinstance(problem, SkywardError):
-        return str(problem)
+        return _respelt(str(problem))
     if isinstance(problem, OSError):
         where = f"{problem.filename}: " if problem.filename else ""
         return f"{where}{problem.strerror or problem}"
     return None
+
+
+def _respelt(message: str) -> str:
+    """A message of the library in the words of the command line."""
+    for pattern, words in _SPELLINGS.items():
+        message = re.sub(pattern, words, message)
+    return message

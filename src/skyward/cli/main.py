@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from skyward import __version__
-from skyward.cli.commands import INTERRUPTED, Group, reported
+from skyward.cli.commands import ALONE, INTERRUPTED, UNREAD, Group, reported
 
 COMMANDS = {
     "ps": "List the pools that have machines.",
@@ -53,24 +54,25 @@ class _Sky(Group):
 def sky() -> None:
     """Run your PyTorch on someone else's hardware, and keep the models it makes.
 
-    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
     """
 
 
 def main() -> NoReturn:
     """Run the command line of this process."""
     try:
-        sky.main(prog_name="sky")
+        sky.main(prog_name="sky", obj=ALONE)
     except KeyboardInterrupt:
-        _leave()
+        _leave(INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            _leave()
+        if end.code in (INTERRUPTED, UNREAD):
+            _leave(int(end.code))
         raise
 
 
-def _leave() -> NoReturn:
+def _leave(code: int) -> NoReturn:
     """Threads that still upload would hold the process; what they write is named by nothing."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(INTERRUPTED)
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(code)

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyward.cli import output
-from skyward.cli.commands import Command, Group, remembered, shared
+from skyward.cli.commands import Command, Group, ignore_interrupts, remembered, shared
 from skyward.console.measures import size
-from skyward.errors import ModelNotFoundError, StoreDamagedError, StoreError
+from skyward.errors import (
+    ConfigurationError,
+    ModelNotFoundError,
+    StoreDamagedError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from skyward.store.models import ModelStore, ModelVersion
@@ -73,6 +78,21 @@ def _seconds(context: click.Context, option: click.Parameter, value: str) -> flo
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 
+def _existing_folder(context: click.Context, option: click.Parameter, value: Path) -> Path:
+    if not value.is_dir():
+        raise click.BadParameter(f"'{value}' does not exist; create it, or correct the path")
+    return value
+
+
+def _name(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    from skyward.store.catalog import check_name
+
+    try:
+        return None if value is None else check_name(value)
+    except ConfigurationError as problem:
+        raise click.BadParameter(str(problem).removeprefix("name=")) from None
+
+
 def _metadata(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -112,7 +132,7 @@ def models() -> None:
 
 @models.command()
 @click.argument("file", type=click.Path(exists=True, path_type=Path))
-@click.argument("name")
+@click.argument("name", callback=_name)
 @click.option(
     "-m",
     "--metadata",
@@ -132,6 +152,7 @@ def push(file: Path, name: str, metadata: dict[str, Any]) -> None:
             f"'{file}' ends in neither .safetensors nor {', '.join(_PICKLED)}", param_hint="'FILE'"
         )
     version = _open_store().import_file(file, name, metadata)
+    ignore_interrupts()
     if output.wants_json():
         output.as_json(asdict(version))
         return
@@ -140,14 +161,15 @@ def push(file: Path, name: str, metadata: dict[str, Any]) -> None:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", callback=_name)
 @click.option(
     "-o",
     "--output",
     "target",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="What to write, .safetensors or .pt by its ending; NAME.safetensors if not given.",
+    help="What to write, .safetensors or .pt by its ending; if not given, the last part of NAME "
+    "and .safetensors.",
 )
 @_version_option
 @click.option("--force", is_flag=True, help="Overwrite the file.")
@@ -165,6 +187,7 @@ def pull(name: str, target: Path | None, version: int | None, force: bool) -> No
     if file.exists() and not force:
         raise StoreError(f"{file} is there already; pass --force to overwrite it, or another -o")
     found = _open_store().export_file(name, file, version)
+    ignore_interrupts()
     if output.wants_json():
         written = {"path": str(file), "bytes": file.stat().st_size}
         output.as_json({"name": name, "version": found.version, **written})
@@ -173,7 +196,7 @@ def pull(name: str, target: Path | None, version: int | None, force: bool) -> No
 
 
 @models.command("ls")
-@click.argument("name", required=False)
+@click.argument("name", required=False, callback=_name)
 def list_models(name: str | None) -> None:
     """List the newest version of every model, or every version of NAME."""
     store = _open_store()
@@ -183,7 +206,7 @@ def list_models(name: str | None) -> None:
         _report(damaged)
         return
     if not found and not damaged:
-        click.echo("no models yet", err=True)
+        click.echo(f"no models yet in {_place(store)}", err=True)
         return
     rows = [
         (
@@ -201,6 +224,10 @@ def list_models(name: str | None) -> None:
     if rows:
         output.table(heads, rows, right=("version", "size", "new", "tensors"))
     _report(damaged)
+
+
+def _place(store: ModelStore) -> str:
+    return f"{store.url}, which does not exist" if store.absent else store.url
 
 
 def _readable(
@@ -231,7 +258,7 @@ def _report(damaged: list[StoreDamagedError]) -> None:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", callback=_name)
 @_version_option
 @click.option("--tensors", is_flag=True, help="List them, with dtype, shape and size.")
 def show(name: str, version: int | None, tensors: bool) -> None:
@@ -263,7 +290,7 @@ def show(name: str, version: int | None, tensors: bool) -> None:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", callback=_name)
 @click.option("--version", type=click.IntRange(min=1), metavar="N", help="Only this one.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def rm(name: str, version: int | None, yes: bool) -> None:
@@ -288,6 +315,7 @@ def rm(name: str, version: int | None, yes: bool) -> None:
         if not click.confirm(f"Delete {what}?", err=True):
             raise StoreError("nothing was deleted")
     store.delete(name, version)
+    ignore_interrupts()
     if output.wants_json():
         output.as_json({"name": name, "deleted": there})
         return
@@ -305,7 +333,10 @@ def rm(name: str, version: int | None, yes: bool) -> None:
 )
 def gc(older_than: float) -> None:
     """Remove the bytes that no version needs any more."""
-    freed = _open_store().gc(older_than)
+    store = _open_store()
+    freed = store.gc(older_than)
+    if store.absent:
+        click.echo(f"no models yet in {_place(store)}", err=True)
     if output.wants_json():
         output.as_json({"freed": freed})
         return
@@ -313,7 +344,9 @@ def gc(older_than: float) -> None:
 
 
 @models.command(cls=Command)
-@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument(
+    "directory", type=click.Path(file_okay=False, path_type=Path), callback=_existing_folder
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8470, show_default=True)
 @click.option("--token", help="What clients must send to be let in. [SKYWARD_STORE_TOKEN]")
@@ -335,7 +368,8 @@ def serve(
     if (cert is None) != (key is None):
         raise click.UsageError("TLS needs both --cert and --key")
     server = importlib.import_module("skyward.store.server")
-    token = token or remembered("token") or os.environ.get("SKYWARD_STORE_TOKEN") or None
+    token = token if token is not None else remembered("token")
+    is_open = token is None and "SKYWARD_STORE_TOKEN" not in os.environ
 
     def started(url: str) -> None:
         if output.wants_json():
@@ -343,7 +377,10 @@ def serve(
             about = {"directory": str(directory), "url": url, "read_only": read_only}
             click.echo(json.dumps(about))
         else:
-            click.echo(f"serving {directory} at {url}, until interrupted")
+            where = f" and on every address of this machine ({host or 'all'})"
+            where = where if server.is_everywhere(host) else ""
+            access = ", without a token" if is_open else ""
+            click.echo(f"serving {directory} at {url}{where}{access}, until interrupted")
         sys.stdout.flush()
 
     server.serve(

@@ -176,6 +176,7 @@ class Container:
         for address in _addresses(self.host):
             service = _Service(address)
             try:
+                _check_socket(address)
                 with service.connected() as docker:
                     docker.ping()
             except ConfigurationError:
@@ -373,6 +374,13 @@ def _addresses(host: str | None) -> list[str]:
         Path("/run/podman/podman.sock"),
     ]
     return [f"unix://{each}" for each in sockets if each.exists()] or [f"unix://{sockets[0]}"]
+
+
+def _check_socket(address: str) -> None:
+    """Raise where nobody listens: the docker package would leave a socket open."""
+    if address.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(address.removeprefix("unix://"))
 
 
 def _usual_mounts() -> list[Volume]:

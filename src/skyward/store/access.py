@@ -21,11 +21,19 @@ _TOKEN = re.compile(r"[!-~]+")
 
 def chosen_token(token: str | None) -> str | None:
     """The token given, or the environment's, fit for a header."""
-    found = token if token is not None else os.environ.get(TOKEN) or None
+    return _checked(token if token is not None else os.environ.get(TOKEN) or None)
+
+
+def guarding_token(token: str | None) -> str | None:
+    """The same for a server, which an empty variable must not leave open to everyone."""
+    return _checked(token if token is not None else os.environ.get(TOKEN))
+
+
+def _checked(found: str | None) -> str | None:
     if found is not None and (not isinstance(found, str) or not _TOKEN.fullmatch(found)):
         raise ConfigurationError(
-            f"token=...: not a token; use letters, digits and signs of ASCII without spaces, and "
-            f"check {TOKEN} if you passed none"
+            "token=...: not a token, which is one or more letters, digits and signs of ASCII "
+            f"without spaces; correct it, or {TOKEN} if you passed none"
         )
     return found
 

@@ -95,6 +95,10 @@ class _Caller(web.RequestHandler):
             answer: web.StreamResponse = web.Response(
                 status=status, text="that is no request a model server understands\n"
             )
+        elif isinstance(exc, ConnectionError):
+            # Nobody is there to read this, nor the traceback of a download that was given up.
+            _log.debug("%s left: %r", request.remote, exc)
+            answer = web.Response(status=status)
         else:
             answer = super().handle_error(request, status, exc, message)
         mark(answer)

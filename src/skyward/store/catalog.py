@@ -14,7 +14,7 @@ from skyward.errors import (
     StoreError,
 )
 from skyward.store import manifest as manifests
-from skyward.store.files import Files
+from skyward.store.files import Files, absent
 from skyward.store.manifest import MANIFEST_LIMIT, Manifest
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -71,6 +71,11 @@ class Catalog:
         there = self.numbers(name).get(name, [])
         if not there:
             names = ", ".join(self.numbers()) or "none yet"
+            if absent(self._files):
+                raise ModelNotFoundError(
+                    f"no model {name!r} in {self._files.url}, which does not exist; "
+                    "check where the store is, or save a model there first"
+                )
             raise ModelNotFoundError(
                 f"{self._files.url} has no model {name!r}; it has: {names[:500]}"
             )

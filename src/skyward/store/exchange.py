@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,10 @@ from skyward.store.manifest import Manifest
 from skyward.store.progress import Progress
 
 SAFETENSORS = ".safetensors"
+_ZIP, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"
+"""How a file of torch.save begins: today, before torch 1.6, and in its first year."""
+_TAR_AT = 257
+_BEGINNING = _TAR_AT + len(_TAR)
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -39,18 +45,43 @@ def _read_pickled(path: Path) -> Any:
     except FileNotFoundError:
         raise
     except Exception as problem:
-        raise StoreError(
-            f"{path}: cannot be imported, because it is damaged or holds more "
-            f"than tensors and plain values ({_gist(problem)}); "
+        raise _refusal(path, problem) from problem
+
+
+def _refusal(path: Path, problem: Exception) -> StoreError:
+    """What is wrong with the file, without torch's advice to trust it."""
+    if isinstance(problem, OSError):
+        told = problem.strerror or str(problem)
+        return StoreError(f"{path}: cannot be read: {told}; check the file, and that you may")
+    refused = f"{path}: cannot be imported, because it"
+    with path.open("rb") as file:
+        start = file.read(_BEGINNING)
+    if not start.startswith((_ZIP, _PICKLE)) and start[_TAR_AT:] != _TAR:
+        return StoreError(
+            f"{refused} is not a file of torch.save; check which file it is, "
+            "and let the name of a safetensors file end in .safetensors"
+        )
+    told = str(problem)
+    if found := re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", told):
+        return StoreError(
+            f"{refused} holds more than tensors and plain values: {found[1]}; "
             "load it where you trust it, and save its state_dict()"
-        ) from problem
+        )
+    return StoreError(
+        f"{refused} is damaged or holds more than tensors and plain values ({_gist(problem)}); "
+        "load it where you trust it, and save its state_dict()"
+    )
 
 
 def _gist(problem: Exception) -> str:
-    """The line that tells what was wrong; the others advise to trust the file."""
+    """The sentence that tells what was wrong."""
     lines = [line.strip() for line in str(problem).splitlines()] or [""]
     telling = next((line for line in lines if "Unsupported" in line), lines[0])
-    return telling.removeprefix("WeightsUnpickler error: ")[:120] or type(problem).__name__
+    sentence = telling.removeprefix("WeightsUnpickler error: ").partition(". ")[0].rstrip(".")
+    kind = type(problem).__name__
+    if isinstance(problem, LookupError):  # its message is the key alone
+        return f"{kind}: {sentence}"
+    return textwrap.shorten(sentence, 200, placeholder=" ...") or kind
 
 
 def write_pickled(value: object, path: Path) -> None:
@@ -61,7 +92,7 @@ def write_pickled(value: object, path: Path) -> None:
         try:
             torch.save(value, aside)
         except RuntimeError as problem:  # its writer's word for a full disk
-            raise OSError(str(problem).splitlines()[0]) from problem
+            raise OSError(str(problem).splitlines()[0].rstrip(".")) from problem
 
 
 def write_safetensors(files: Files, manifest: Manifest, path: Path, progress: Progress) -> None:

@@ -118,9 +118,16 @@ def address_of(
     return Address(files.url if isinstance(files, LocalFiles) else os.fspath(url), token, durable)
 
 
+def absent(files: Files) -> bool:
+    """Whether the files are those of a folder that does not exist."""
+    from skyward.store.local import LocalFiles
+
+    return isinstance(files, LocalFiles) and not os.path.exists(files.url)
+
+
 def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) -> Files:
     """The files at a path or URL."""
-    text = os.fspath(url)
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str) or not text.strip():
         raise ConfigurationError(
             f"ModelStore({url!r}): not a place for models; "
@@ -134,7 +141,13 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
         from skyward.store.local import LocalFiles
 
         path = _path_of(text) if text.startswith("file://") else text
-        return LocalFiles(Path(path).expanduser().absolute(), durable=durable)
+        root = Path(path).expanduser().absolute()
+        if os.path.exists(root) and not os.path.isdir(root):
+            raise ConfigurationError(
+                f"ModelStore({text!r}): {root} is a file, and a store is a folder; "
+                "pass the folder, or the path of a new one"
+            )
+        return LocalFiles(root, durable=durable)
     if text.startswith(("http://", "https://")):
         from skyward.store.http import HttpFiles
 

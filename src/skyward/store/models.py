@@ -20,7 +20,7 @@ from skyward.errors import ConfigurationError, ModelNotFoundError, Serialization
 from skyward.store import exchange, tree
 from skyward.store.catalog import Catalog, check_name
 from skyward.store.collecting import collect
-from skyward.store.files import Files, address_of, open_files
+from skyward.store.files import Files, absent, address_of, open_files
 from skyward.store.filling import fill
 from skyward.store.lifting import Title, save_from_device
 from skyward.store.loading import manifest_place
@@ -96,6 +96,16 @@ class ModelStore:
     def __repr__(self) -> str:
         return f"ModelStore({self._files.url!r})"
 
+    @property
+    def url(self) -> str:
+        """Where it is: a folder's absolute path, or the address, without credentials."""
+        return self._files.url
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is a folder that does not exist, as before the first save."""
+        return absent(self._files)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """It travels as its address, token included: other processes open the same place.
 
@@ -156,7 +166,7 @@ class ModelStore:
         import torch
 
         manifest = self._manifest(name, version)
-        place = torch.device(device)
+        place = _usable(device)
         loading_for = functools.partial(loading_on, self._address, self._files, manifest)
         if into is None:
             with watched(self._progress, f"loading {name}") as progress:
@@ -278,6 +288,22 @@ class ModelStore:
     def _manifest(self, name: str, version: int | None) -> Manifest:
         number = self._catalog.resolve(check_name(name), version)
         return self._catalog.keep(self._catalog.read(name, number))
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    import torch
+
+    try:
+        place = torch.device(device)
+        if place.type not in ("cpu", "meta", "sky"):
+            torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as problem:
+        told = (str(problem).splitlines() or [""])[0].rstrip(".")
+        raise ConfigurationError(
+            f"device={str(device)!r}: cannot be used here: {told}; "
+            "pass a device of this machine, such as 'cpu', or one of compute.device()"
+        ) from problem
+    return place
 
 
 def _numbered(tensors: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyward.errors import ConfigurationError
-from skyward.store.access import TOKEN, chosen_token, is_loopback
+from skyward.store.access import TOKEN, guarding_token, is_loopback
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -41,13 +43,14 @@ def serve(
 ) -> None:
     """Serve a folder over HTTP until SIGINT or SIGTERM; call it on the main thread.
 
-    Port 0 takes a free one. `started` is called with the address once it can be used; without it,
-    the address is logged. Without a token anyone who reaches the port may read and write, so only
-    this machine may, unless `insecure` says that the network is trusted. `certificate` and `key`
-    name PEM files, and make it HTTPS. With `durable`, an upload is answered when it is on the disk.
+    Port 0 takes a free one. `started` is called with the address once it can be used, for a host
+    such as 0.0.0.0 with this machine's name in it; without it, the address is logged. Without a
+    token anyone who reaches the port may read and write, so only this machine may, unless
+    `insecure` says that the network is trusted. `certificate` and `key` name PEM files, and make
+    it HTTPS. With `durable`, an upload is answered when it is on the disk.
     """
     root = _checked_folder(directory, read_only)
-    secret = chosen_token(token)
+    secret = guarding_token(token)
     private = is_loopback(host)
     if secret is None and not private and not insecure:
         raise ConfigurationError(
@@ -111,11 +114,30 @@ async def _listening(
                 "choose another port, or 0 for a free one"
             ) from None
         bound = runner.addresses[0][1]
-        name = f"[{host}]" if ":" in host else host
+        name = _reachable_name() if is_everywhere(host) else host
+        name = f"[{name}]" if ":" in name else name
         yield f"{'http' if context is None else 'https'}://{name}:{bound}"
     finally:
         await runner.cleanup()
         await application.cleanup()
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether listening there means every address of this machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _reachable_name() -> str:
+    """A name of this machine for others to use, if it has one that leads anywhere."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "localhost"
+    return name
 
 
 def _announced(address: str) -> None:

@@ -111,6 +111,11 @@ class Interface:
             return await self._index(request)
         if match := _DOWNLOAD.fullmatch(path):
             return await self._download(request, match[1])
+        if path.startswith("download/"):
+            raise web.HTTPBadRequest(
+                text="not a download: ask for /download/<name>.safetensors, "
+                "with ?version=N for an older one\n"
+            )
         if path.endswith("/"):
             return await self._list(path.removesuffix("/"))
         place = await _in_thread(self._file, path)
@@ -189,7 +194,7 @@ class Interface:
         lines = [f"A Skyward model store with {len(models)} models.\n"]
         for model in models:
             lines.append(f"{model['name']}, newest version {numbers[str(model['name'])][-1]}:")
-            lines.append(f"    curl {header}-O {model['url']}")
+            lines.append(f"    curl {header}-fO {model['url']}")
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _download(self, request: web.Request, name: str) -> web.StreamResponse:
@@ -229,7 +234,7 @@ class Interface:
             _log.error("%s: broken off: %s", request.path, problem)
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("broken off") from problem
+            return response
         await response.write_eof()
         return response
 
