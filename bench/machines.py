@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,11 @@ from report import Row, absent, absolute, compared, run_suite
 from testbed import Hosts, NoTestbedError, containers, ssh_hosts
 
 import skyward as sky
-from skyward.providers import Order, loop
-from skyward.testing import plain_wish
 
 QUIET = sky.Options(console=False)
 IMAGE = sky.Image(pip=["numpy"])
 MIB = 2**20
-ROUND_TRIP = "a byte there and back through SSH, by `Machine.dial`"
+ROUND_TRIP = "no-op call to an SSH host, through SSH"
 
 
 @dataclass(frozen=True)
@@ -83,20 +80,20 @@ def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> 
 
 
 def calls_and_bytes(size: Size) -> Sequence[Row]:
-    """A stream through SSH and a pool straight to the same host, in turns with the plain."""
+    """A pool through SSH and one straight to the same host, in turns with the plain."""
     label = f"{size.payload // MIB} MiB to an SSH host"
-    tunnelled = f"{label}, through SSH, by `Machine.dial`"
+    tunnelled = f"{label}, through SSH"
     try:
         with ExitStack() as stack:
             hosts = stack.enter_context(ssh_hosts())
-            through = stack.enter_context(Tunnel(hosts))
+            through = opened(stack, hosts.provider(direct=False))
             straight = opened(stack, hosts.provider(direct=True))
             link = stack.enter_context(RawLink(tls=True))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             channel = stack.enter_context(Channel(hosts, folder / "control"))
             calls = interleave(
                 {
-                    "tunnel": lambda: p50(through.round_trip, size.calls),
+                    "tunnel": lambda: p50(lambda: nothing() >> through, size.calls),
                     "channel": lambda: p50(channel.round_trip, size.calls),
                 },
                 rounds=size.rounds,
@@ -105,7 +102,7 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             floats[::1024] = 1
             seconds = interleave(
                 {
-                    "tunnel": lambda: timed(lambda: through.send(floats)),
+                    "tunnel": sending(floats, through),
                     "straight": sending(floats, straight),
                     "scp": copying(floats, folder, hosts),
                     "tls": plainly(floats, link),
@@ -150,48 +147,9 @@ def opened(stack: ExitStack, provider: sky.SSH) -> sky.Compute:
     return stack.enter_context(sky.Compute(provider, image=IMAGE, options=QUIET))
 
 
-_ECHO = """
-import socket
-listener = socket.create_server(("127.0.0.1", 0))
-print("tcp:127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-end = listener.accept()[0]
-while head := end.recv(8, socket.MSG_WAITALL):
-    left, buffer = int.from_bytes(head, "little"), bytearray(1 << 20)
-    while left:
-        left -= end.recv_into(buffer, min(left, len(buffer)))
-    end.sendall(b"x")
-"""
-
-
-class Tunnel:
-    """The stream that an SSH machine's `dial` gives, to a program that answers each message."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        order = Order("bench", 0, plain_wish())
-        self._machine = loop.submit(hosts.provider().create(order)).result()
-        said = bytearray()
-        command = [sys.executable, "-c", _ECHO]
-        self._serving = loop.submit(self._machine.run(command, output=said.extend))
-        while b"\n" not in said:
-            time.sleep(0.01)
-        self._end = loop.submit(self._machine.dial(said.decode().strip())).result()
-
-    def round_trip(self) -> None:
-        self.send(b"x")
-
-    def send(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        self._end.sendall(len(view).to_bytes(8, "little"))
-        self._end.sendall(view)
-        assert self._end.recv(1) == b"x"
-
-    def __enter__(self) -> Tunnel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.close()
-        self._serving.result(20)
-        loop.submit(self._machine.destroy()).result()
+@sky.function
+def nothing() -> None:
+    return None
 
 
 class Channel:

@@ -69,6 +69,25 @@ def test_variables_and_files_of_the_image_arrive(pool: sky.Compute) -> None:
     assert len({folder for folder, _, _ in place() @ pool}) == 2
 
 
+def test_where_only_ssh_gets_through_everything_goes_that_way(sshd: Sshd) -> None:
+    @sky.function
+    def reversed_values(values: bytes) -> bytes:
+        return values[::-1]
+
+    @sky.function
+    def counting(count: int) -> Iterator[int]:
+        yield from range(count)
+
+    data = os.urandom(1 << 20) * 24
+    with sky.Compute(sshd.provider(direct=False), nodes=2, options=QUIET) as compute:
+        assert doubled([3]) @ compute == [[6], [6]]
+        assert reversed_values(data) >> compute == data[::-1]
+        assert list(counting(100) >> compute) == list(range(100))
+        ends = [each.raddr for each in psutil.Process().net_connections("tcp") if each.raddr]
+        hosts = {(end.ip, end.port) for end in ends if end.ip in sshd.hosts}
+        assert hosts == {(host, sshd.port) for host in sshd.hosts}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torch_trains_across_hosts(sshd: Sshd) -> None:
@@ -89,6 +108,24 @@ def test_torch_trains_across_hosts(sshd: Sshd) -> None:
         sshd.provider(), nodes=2, image=image, plugins=plugins, options=QUIET
     ) as compute:
         assert summed() @ compute == [2.0, 2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+def test_a_torch_device_on_a_host(sshd: Sshd, direct: bool) -> None:
+    """Slow the first time: PyTorch is installed on the host, and kept there."""
+    import torch
+
+    provider = sshd.provider(direct=direct)
+    with sky.Compute(provider, image=torch_image(), options=QUIET) as compute:
+        device = compute.device("cpu")
+        weights = torch.arange(12.0).reshape(3, 4).requires_grad_()
+        remote = weights.detach().to(device).requires_grad_()
+        (remote @ remote.T).sum().backward()
+        (weights @ weights.T).sum().backward()
+
+        assert torch.equal(remote.grad.cpu(), weights.grad)
 
 
 def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[..., None]) -> None:
