@@ -131,6 +131,7 @@ def pool(sharing: Sharing) -> Iterator[sky.Compute]:
         yield compute
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run side by side what does not get in each other's way: files, but no two of machines.
 
