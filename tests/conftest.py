@@ -129,15 +129,3 @@ def pool(sharing: Sharing) -> Iterator[sky.Compute]:
     """Two nodes, shared by the tests of a module."""
     with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
         yield compute
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run side by side what does not get in each other's way: files, but no two of machines.
-
-    The tests of providers look for what is left on this machine, and share one Podman.
-    """
-    for item in items:
-        path = item.path.relative_to(Path(__file__).parent)
-        group = "machines" if path.parts[0] == "providers" else str(path)
-        item.add_marker(pytest.mark.xdist_group(group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -43,8 +44,26 @@ def sshd() -> Iterator[Sshd]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[None]:
+WAITING_SECONDS = 900
+"""What a test may take here, with the wait for another file's."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(WAITING_SECONDS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """One file of these tests at a time: they look for what is left, and share one Podman."""
+    with Path(tempfile.gettempdir(), "skyward-machines.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(alone: None) -> Iterator[None]:
     """A Podman of the testbed's, at `DOCKER_HOST`."""
     variables = podman.start()
     before = {name: os.environ.get(name) for name in variables}

@@ -19,7 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("engine")
 def test_a_model_is_trained_in_a_container_that_had_nothing() -> None:
     """Slow: installs PyTorch in a new container, some 30 s."""
@@ -41,7 +40,6 @@ def test_a_model_is_trained_in_a_container_that_had_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_model_is_trained_on_two_ssh_hosts(sshd: Sshd) -> None:
     """Slow the first time: installs PyTorch on the hosts, which keep it."""
     shown = output_of(

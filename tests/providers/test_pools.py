@@ -89,7 +89,6 @@ def test_where_only_ssh_gets_through_everything_goes_that_way(sshd: Sshd) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_torch_trains_across_hosts(sshd: Sshd) -> None:
     """Slow the first time: PyTorch is installed on the hosts, and kept there."""
 
@@ -111,7 +110,6 @@ def test_torch_trains_across_hosts(sshd: Sshd) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
 def test_a_torch_device_on_a_host(sshd: Sshd, direct: bool) -> None:
     """Slow the first time: PyTorch is installed on the host, and kept there."""
