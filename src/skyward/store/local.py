@@ -25,7 +25,7 @@ class LocalFiles:
     operating system has it, and a power failure may still take it.
     """
 
-    transfers = 2
+    transfers = 3
     whole = 1 << 20
     drafts = True
 

@@ -29,7 +29,7 @@ from skyward.wire import memory
 if TYPE_CHECKING:
     import torch
 
-PACK = 64 << 20
+PACK = 48 << 20
 """Tensors are hashed, and small ones stored together, in batches of about this size."""
 GRACE = 24 * 3600.0
 """How long the garbage collector leaves alone what no manifest names."""
