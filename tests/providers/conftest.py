@@ -79,7 +79,7 @@ def engine(alone: None) -> Iterator[None]:
         podman.stop()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     """A journal for one test, also for the processes that it starts."""
     monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))

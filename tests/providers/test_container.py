@@ -126,20 +126,22 @@ def test_a_killed_container_is_replaced() -> None:
         assert [place[0] for place in where() @ compute] == ["node-0", "node-1"]
 
 
-def test_an_image_nobody_has_is_named() -> None:
+def test_an_image_nobody_has_is_named(state: Journal) -> None:
     provider = podman.provider(image="localhost/nowhere:1")
 
     with pytest.raises(sky.PoolStartError, match=r"localhost/nowhere:1.*Container\(image="):
         with sky.Compute(provider, options=QUIET):
             pass
+    assert state.pools() == []
 
 
-def test_without_a_service_the_error_says_what_was_tried() -> None:
+def test_without_a_service_the_error_says_what_was_tried(state: Journal) -> None:
     provider = podman.provider(host="unix:///nowhere/docker.sock")
 
     with pytest.raises(sky.ConfigurationError, match=r"no Docker or Podman answers at unix:///now"):
         with sky.Compute(provider, options=QUIET):
             pass
+    assert state.pools() == []
 
 
 SCRIPT = Script("podman.provider()", setup="from tests.providers import podman")

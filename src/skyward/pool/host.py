@@ -74,7 +74,13 @@ class RemoteHost:
 
     async def _prepare(self) -> None:
         order = self._order
-        machine = self._machine = await self._provider.create(order)
+        try:
+            machine = self._machine = await self._provider.create(order)
+        except Exception:
+            # Then nothing is left behind, by what a provider promises.
+            self._intended = False
+            await asyncio.to_thread(self._journal.gone, order.pool, order.node)
+            raise
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
         )

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -64,13 +64,28 @@ class Credentials:
         if server:
             # A send-only connection would never read the tickets.
             context.num_tickets = 0
-        with tempfile.TemporaryDirectory(prefix="sky-") as folder:
-            # The ssl module loads keys from files only; the directory is private and short-lived.
-            chain = Path(folder, "chain.pem")
-            chain.touch(mode=0o600)
-            chain.write_text(self.certificate + self.key)
+        with _readable(self.certificate + self.key) as chain:
             context.load_cert_chain(chain)
         return context
+
+
+@contextlib.contextmanager
+def _readable(secret: str) -> Iterator[str]:
+    """A path to read a secret from: the ssl module loads keys from files only.
+
+    Where the system has files in memory alone, nothing is left of it however this process ends.
+    """
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("skyward-key", os.MFD_CLOEXEC), "w") as file:
+            file.write(secret)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.TemporaryDirectory(prefix="sky-") as folder:
+        path = Path(folder, "chain.pem")
+        path.touch(mode=0o600)
+        path.write_text(secret)
+        yield str(path)
 
 
 class Authority:
