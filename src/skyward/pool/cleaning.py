@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +59,7 @@ async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
 
 async def _destroyed(machine: Machine, pool: str) -> str | None:
     try:
-        # Most machines go with all that is on them. Where one stays, its agent has to go first.
-        with contextlib.suppress(PoolError, OSError, TimeoutError):
-            async with asyncio.timeout(_REMOVE_SECONDS):
-                await bootstrap.remove(machine, pool, machine.node)
-        await machine.destroy()
+        await bootstrap.take_down(machine, pool, _REMOVE_SECONDS)
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"
     return None

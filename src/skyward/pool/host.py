@@ -153,9 +153,11 @@ class RemoteHost:
         if endpoint.startswith("tcp:"):
             return direct(endpoint, seconds)
         assert self._machine is not None
+        opening = loop.submit(self._machine.dial(endpoint))
         try:
-            return loop.submit(self._machine.dial(endpoint)).result(seconds)
+            return opening.result(seconds)
         except concurrent.futures.TimeoutError:
+            opening.cancel()
             raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
 
     def looks_dead(self) -> bool:
@@ -194,7 +196,7 @@ class RemoteHost:
                 # Whether a machine was made is not known when its making was cut short.
                 for machine in machines or await self._provider.find(order.pool):
                     if machine is not None and machine.node == order.node:
-                        await self._remove(machine, seconds)
+                        await bootstrap.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
         except Exception as problem:
             self._note(
                 f"node {order.node}: its machine could not be removed: "
@@ -203,9 +205,3 @@ class RemoteHost:
             return
         self._intended = False
         await asyncio.to_thread(self._journal.gone, order.pool, order.node)
-
-    async def _remove(self, machine: Machine, seconds: float) -> None:
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(seconds + ALIVE_SECONDS):
-                await bootstrap.remove(machine, self._order.pool, self._order.node)
-        await machine.destroy()

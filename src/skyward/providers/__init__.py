@@ -174,17 +174,17 @@ def crosses_a_network(provider: Provider | Hosting) -> bool:
 
 
 BUILT_IN = {
-    "local": ("skyward.providers.local:Local", ""),
-    "container": ("skyward.providers.container:Container", "container"),
-    "ssh": ("skyward.providers.ssh:SSH", "ssh"),
+    "local": "skyward.providers.local:Local",
+    "container": "skyward.providers.container:Container",
+    "ssh": "skyward.providers.ssh:SSH",
 }
-"""Where each provider is, and the extra that installs what it needs."""
+"""Where each provider of ours is."""
 
 
 def find_provider(name: str) -> type[Any]:
     """The class of a provider, by name: one of ours, or one that a package registered."""
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name][0].partition(":")
+        module, _, attribute = BUILT_IN[name].partition(":")
         found: type[Any] = getattr(importlib.import_module(module), attribute)
         return found
     for entry in metadata.entry_points(group="skyward.providers", name=name):

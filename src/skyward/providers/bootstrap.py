@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from skyward.errors import ImageError, PoolStartError
+from skyward.errors import ImageError, PoolError, PoolStartError
 from skyward.providers import Machine, blame, includes, uv
 from skyward.providers.courier import Report, consult, deliver
 from skyward.providers.recipe import Recipe, assignments, script
@@ -226,6 +227,17 @@ async def remove(machine: Machine, pool: str, node: int) -> None:
             f"node {node}: its folder may still be on the machine {machine.id} (exit status "
             f"{report.code}); it said:\n{said}"
         )
+
+
+async def take_down(machine: Machine, pool: str, seconds: float) -> None:
+    """Remove the agent, for which there are so many seconds, and then the machine.
+
+    Most machines go with all that is on them, so one that cannot be reached is no reason to stop.
+    """
+    with contextlib.suppress(PoolError, OSError, TimeoutError):
+        async with asyncio.timeout(seconds):
+            await remove(machine, pool, machine.node)
+    await machine.destroy()
 
 
 def _checked(pool: str) -> str:
