@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from skyward.device import pump, route
-from skyward.pool import contact
+from skyward.pool import contact, relays
 from skyward.pool import streams as pool_streams
 from skyward.wire import blobs, dial, frames, identity, link, memory, messages, records
+from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,19 @@ def test_the_links_of_a_device_are_as_described() -> None:
         assert words in links
 
 
+def test_the_way_from_peer_to_peer_is_as_described() -> None:
+    peers = PAGE.partition("**From peer to peer.**")[2].partition("\n\n")[0]
+    for words in (
+        f"with less than {relays.RELAY_MIN >> 20} MiB",
+        f"at most {arrivals.PART >> 20} MiB each",
+        f"has not heard in {relay.UNKNOWN_SECONDS:g} s",
+        f"After {relay.SILENT_SECONDS:g} s of silence",
+        f"after {relay.SILENT_SECONDS:g} s without progress",
+    ):
+        assert words in peers
+    assert relay.BEAT_SECONDS == 1
+
+
 def test_the_table_has_every_kind_with_its_fields_in_order() -> None:
     listed = [
         (int(number), name, described)
@@ -154,7 +168,7 @@ def handled(*files: Path) -> set[str]:
 def test_every_message_goes_where_somebody_takes_it() -> None:
     takers = {
         "A": handled(SOURCES / "worker" / "agent.py") | {"Hello"},
-        "E": handled(SOURCES / "worker" / "executor.py") | {"Hello"},
+        "E": handled(SOURCES / "worker" / "executor.py") | {"Hello", "Want", "Part"},
         "C": handled(*(SOURCES / "pool").glob("*.py")) | {"Welcome"},
     }
     listed: dict[str, set[str]] = {"A": set(), "E": set(), "C": set()}

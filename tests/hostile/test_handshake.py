@@ -20,11 +20,13 @@ from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import (
+    PEER,
     UNPROVEN_PEERS,
     Authority,
     Credentials,
     Listener,
     connect,
+    connect_once,
     node_name,
 )
 from skyward.wire.messages import Hello, Ping, Welcome
@@ -297,6 +299,17 @@ def test_a_certificate_of_another_pool_does_not_help(tls_door: Door, hostile: An
 
 def test_another_authority_of_the_same_name_does_not_help(tls_door: Door, hostile: Any) -> None:
     refused(tls_door, hostile, client_context(Authority(POOL).issue("client")))
+
+
+@pytest.mark.parametrize("role", ["control", "data", "device-ops", ""])
+def test_a_node_cannot_pass_for_the_client(tls_door: Door, role: str) -> None:
+    """Its certificate is the pool's, but it may only pass buffers on to others."""
+    node = tls_door.credentials(node_name(POOL, 1))
+    place, name = tls_door.listener.endpoint, node_name(POOL, 0)
+    with pytest.raises(AuthenticationError, match="only the client may ask for"):
+        connect(place, Hello(POOL, role), node, name, 5)
+    assert not tls_door.accepted
+    connect_once(place, Hello(POOL, PEER), node, name).close()
 
 
 def test_older_tls_is_not_spoken(tls_door: Door, hostile: Any) -> None:

@@ -12,15 +12,20 @@ import pytest
 
 from skyward.errors import AuthenticationError
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Authority, Credentials, Listener, connect
+from skyward.wire.identity import CLIENT, Authority, Credentials, Listener, connect
 from skyward.wire.messages import Hello
 
 Accepted = queue.SimpleQueue[Channel]
 
 
 @pytest.fixture
-def credentials() -> Credentials:
-    return Authority("pool").issue("node.skyward")
+def authority() -> Authority:
+    return Authority("pool")
+
+
+@pytest.fixture
+def credentials(authority: Authority) -> Credentials:
+    return authority.issue("node.skyward")
 
 
 @pytest.fixture
@@ -37,13 +42,15 @@ def listener(tmp_path: Path, credentials: Credentials, accepted: Accepted) -> It
 
 
 def test_both_places_lead_to_it(
-    listener: Listener, credentials: Credentials, accepted: Accepted
+    listener: Listener, authority: Authority, accepted: Accepted
 ) -> None:
     network, private = listener.endpoint.split(" ")
     assert network.startswith("tcp:127.0.0.1:")
     assert network != "tcp:127.0.0.1:0"
     for endpoint in (network, private):
-        channel, _ = connect(endpoint, Hello("pool", "data"), credentials, "node.skyward")
+        channel, _ = connect(
+            endpoint, Hello("pool", "data"), authority.issue(CLIENT), "node.skyward"
+        )
         accepted.get(timeout=5).close()
         channel.close()
 

@@ -31,6 +31,7 @@ from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
+from skyward.pool.relays import Relays
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
 from skyward.providers import Host, Hosting, Order, Provider, Wish, crosses_a_network
@@ -40,6 +41,7 @@ from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import (
+    CLIENT,
     GREETING_SECONDS,
     Authority,
     check_compatible,
@@ -105,7 +107,10 @@ class Fleet:
         self._lock = threading.RLock()
         self._versions = my_versions()
         self._authority = Authority(pool_id) if crosses_a_network(spec.provider) else None
-        self._credentials = self._authority.issue("client") if self._authority else None
+        self._credentials = self._authority.issue(CLIENT) if self._authority else None
+        # Executors on one host share memory with the client; over a network they help each other.
+        clustered = self._authority is not None and spec.options.cluster
+        self._relays = Relays() if clustered else None
         self._head_port = _free_port()
         self._journal = Journal()
         self._is_remote = not isinstance(spec.provider, Hosting)
@@ -271,6 +276,7 @@ class Fleet:
             credentials=credentials,
             blob_cap=self._dispatcher.packer.cap,
             plugged=bool(self._spec.preparations),
+            private=node.machine.address if self._relays is not None else "",
         )
 
     def _workers_per_node(self, node: Node) -> int:
@@ -495,6 +501,9 @@ class Fleet:
             store=self._dispatcher.packer.store,
             kill=lambda reason: node.kill(lane, reason),
             port=up.port,
+            peer=_among(up.endpoint, node.machine.address),
+            certified=node_name(self._id, node.index),
+            relays=self._relays,
             open=False,
         )
         lane.mapped = Mapped(lambda: self._dispatcher.releasing.append(lane))
@@ -703,6 +712,12 @@ class Fleet:
                 )
                 for node in self.nodes
             ]
+
+
+def _among(endpoints: str, address: str) -> str:
+    """Of the places where an executor listens, the one at its node's address for the others."""
+    found = (each for each in endpoints.split() if each.startswith(f"tcp:{address}:"))
+    return next(found, "")
 
 
 def _free_port() -> int:

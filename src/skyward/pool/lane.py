@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyward.errors import ProtocolError
+from skyward.pool.relays import RELAY_MIN, Relays
 from skyward.pool.scheduler import Place
 from skyward.pool.task import Definition, Parcel, Pieces, Task
 from skyward.wire import blobs, memory
@@ -23,6 +24,7 @@ from skyward.wire.messages import (
     Buffer,
     Cancel,
     Define,
+    Fetch,
     Forget,
     Message,
     Payload,
@@ -62,6 +64,12 @@ class Lane(Place[Task]):
     """The task whose frame is on its way out."""
     port: int = 0
     """On the head's first worker, the port kept free there."""
+    peer: str = ""
+    """Where other executors of the pool can reach this one, if they can."""
+    certified: str = ""
+    """The name in its certificate."""
+    relays: Relays | None = field(default=None, repr=False)
+    """Who else has which buffers; None where executors do not help each other."""
     prepared: bool = False
     """Whether the plugins' hooks are entered in it."""
     joined: bool = False
@@ -125,16 +133,19 @@ class Lane(Place[Task]):
         if not held[0]:
             threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
-    def send(self, task: Task) -> bool:
-        """Send a task with whatever its executor does not have yet, unless it was cancelled."""
+    def send(self, task: Task, *, fetch: bool = True) -> bool:
+        """Send a task with whatever its executor does not have yet, unless it was cancelled.
+
+        With `fetch`, it is told to get from others what they have already.
+        """
         with self._lock:
             if task.done:
                 return False
-            self._define(task.code)
+            self._define(task.code, fetch)
             for definition in task.handles:
-                self._define(definition)
+                self._define(definition, fetch)
             try:
-                payload, body, descriptors = self._pack(task.parcel)
+                payload, body, descriptors = self._pack(task.parcel, fetch)
             except KeyboardInterrupt:
                 # The executor may have been put down for memory it will not get.
                 if task.parcel.digests:
@@ -179,12 +190,12 @@ class Lane(Place[Task]):
             self.channel.send_many(batch)
             return unsent
 
-    def _define(self, definition: Definition) -> None:
+    def _define(self, definition: Definition, fetch: bool = True) -> None:
         if definition.key in self._known:
             if not definition.frozen:
                 self._known.move_to_end(definition.key)
             return
-        payload, body, descriptors = self._pack(definition.parcel)
+        payload, body, descriptors = self._pack(definition.parcel, fetch)
         self.channel.send(Define(definition.key, payload, definition.frozen), body, descriptors)
         self._known[definition.key] = definition
         if len(self._known) > CODE_MAX:
@@ -194,11 +205,11 @@ class Lane(Place[Task]):
                 del self._known[old]
                 self.channel.send(Forget([old], [], []))
 
-    def _pack(self, parcel: Parcel) -> tuple[Payload, Body, list[int]]:
+    def _pack(self, parcel: Parcel, fetch: bool) -> tuple[Payload, Body, list[int]]:
         if not parcel.encoded.buffers:
             packed = blobs.pack(parcel.encoded, None)
             return packed.payload, packed.body, []
-        streamed: list[memoryview] = []
+        streamed: dict[bytes, memoryview] = {}
         new: dict[int, memory.Segment] = {}
 
         def lend(segment: memory.Segment) -> bool:
@@ -223,7 +234,11 @@ class Lane(Place[Task]):
                     continue
                 self._digests.add(digest)
                 refs.append(Buffer(length, STREAMED, digest))
-                streamed.append(buffers[index] if blob is None else blob.view())
+                streamed[digest] = buffers[index] if blob is None else blob.view()
+            if self._fetches(streamed, fetch):
+                for ref in refs:
+                    ref.where = KNOWN if ref.where == STREAMED else ref.where
+                streamed.clear()
             return refs
 
         packed = blobs.pack(parcel.encoded, large if memory.can_share() else None)
@@ -231,19 +246,39 @@ class Lane(Place[Task]):
             self.store.pin(segment)
             self._segments.add(segment.id)
             packed.payload.segments.append((segment.id, segment.size))
-        return packed.payload, packed.body + streamed, [s.descriptor for s in new.values()]
+        body = packed.body + list(streamed.values())
+        return packed.payload, body, [segment.descriptor for segment in new.values()]
+
+    def _fetches(self, buffers: dict[bytes, memoryview], fetch: bool) -> bool:
+        """Whether the executor gets these from another one, as it has been told by now."""
+        if self.relays is None or not buffers:
+            return False
+        fetch = fetch and sum(map(len, buffers.values())) >= RELAY_MIN
+        given = self.relays.give(self, list(buffers), fetch=fetch)
+        if given is None:
+            return False
+        source, number = given
+        blobs = [(digest, len(buffer)) for digest, buffer in buffers.items()]
+        self.channel.send(Fetch(blobs, source.peer, source.certified, number))
+        return True
+
+    def _forget_digests(self, digests: Collection[bytes]) -> None:
+        self._digests.difference_update(digests)
+        if self.relays is not None:
+            self.relays.take(self, digests)
 
     def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:
         """The executor lacks what it was thought to have: forget that, and send again."""
         with self._lock:
-            self._digests.difference_update(digests)
+            self._forget_digests(digests)
             for key in keys:
                 definition = self._known.pop(key, None)
                 if definition is not None:
-                    self._digests.difference_update(definition.parcel.digests)
+                    self._forget_digests(definition.parcel.digests)
         # If the executor is gone, losing the lane decides what becomes of the task.
         with contextlib.suppress(OSError):
-            self.send(task)
+            # From here: whom it would ask may by now be waiting for it.
+            self.send(task, fetch=False)
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload, mapping what is in shared memory."""
@@ -270,7 +305,7 @@ class Lane(Place[Task]):
 
     def evicted(self, digests: list[bytes]) -> None:
         """The executor dropped these to stay within its cap."""
-        self.soon(lambda: self._digests.difference_update(digests))
+        self.soon(lambda: self._forget_digests(digests))
 
     def let_go(self, segments: list[int]) -> None:
         """The executor no longer maps these segments of ours."""
@@ -296,7 +331,7 @@ class Lane(Place[Task]):
             self._leaving.update(ours)
             known = [key for key in keys if self._known.pop(key, None) is not None]
             stale = [digest for digest in digests if digest in self._digests]
-            self._digests.difference_update(stale)
+            self._forget_digests(stale)
             if ours or known or stale:
                 self.tell(Forget(known, ours, stale))
 
@@ -318,6 +353,7 @@ class Lane(Place[Task]):
         self.mapped.close()
         with self._lock:
             held, self._segments = self._segments, set()
+            self._forget_digests(list(self._digests))
         for segment in held:
             self.store.unpin(segment)
         for feeders in self.feeders.values():

@@ -143,6 +143,10 @@ class BlobStore:
                 self.pin(blob.segment)
             return blob
 
+    def has(self, digest: bytes) -> bool:
+        """Whether that content is held."""
+        return digest in self._blobs
+
     def evict(self, digest: bytes) -> int | None:
         """Drop one blob, cap or no cap; the segment that only its mappers still keep, if any."""
         with self._lock:
@@ -397,14 +401,23 @@ def unpack(
 
 
 def read_body(
-    channel: Channel, frame: Frame, payload: Payload, places: Sequence[memoryview]
+    channel: Channel,
+    frame: Frame,
+    payload: Payload,
+    places: Sequence[memoryview],
+    told: Callable[[int], None] = lambda done: None,
 ) -> bytearray:
-    """The inline part of a frame's body; the streamed buffers behind it go to their places."""
+    """The inline part of a frame's body; the streamed buffers behind it go to their places.
+
+    Says now and then how much of those is there.
+    """
     if payload.inline < 0 or payload.inline + sum(map(len, places)) != frame.body_length:
         raise ProtocolError("a payload that does not account for its body")
     if frame.body is None:
         body = bytearray(payload.inline)
-        channel.read_body(frame, [memoryview(body), *places])
+        channel.read_body(
+            frame, [memoryview(body), *places], lambda done: told(max(0, done - payload.inline))
+        )
         return body
     at = payload.inline
     for place in places:

@@ -270,24 +270,41 @@ class Channel:
         self.bytes_received += count
         return self._view[:count]
 
-    def read_body(self, frame: Frame, places: Sequence[memoryview]) -> None:
-        """Take the rest of a frame with a large body straight into its final places."""
+    def read_body(
+        self,
+        frame: Frame,
+        places: Sequence[memoryview],
+        told: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Take the rest of a frame with a large body straight into its final places.
+
+        Says now and then how much of it is there.
+        """
         if sum(map(len, places)) != frame.body_length:
             raise ProtocolError(
                 f"a body of {frame.body_length} bytes for places of {sum(map(len, places))}"
             )
+        before = 0
         for place in places:
             at = self._decoder.take(place)
             if self._link is not None:
-                self._link.fill(place[at:])
+                start = before + at
+                self._link.fill(place[at:], lambda done, start=start: told(start + done))  # type: ignore[misc]
                 self.bytes_received += len(place) - at
-                continue
-            while at < len(place):
-                count = self._receiver.recv_into(place[at : at + (64 << 20)])
-                if not count:
-                    raise EOFError("the other end closed the connection in the middle of a frame")
-                at += count
-                self.bytes_received += count
+            else:
+                while at < len(place):
+                    count = self._receiver.recv_into(place[at : at + (64 << 20)])
+                    if not count:
+                        raise EOFError("the other end closed the connection in a frame's middle")
+                    at += count
+                    self.bytes_received += count
+                    told(before + at)
+            before += len(place)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long one read or write of a channel without a link may take: then `TimeoutError`."""
+        for end in {self._sender, self._receiver}:
+            end.settimeout(seconds)
 
     def set_blocking(self, blocking: bool) -> None:
         """Whether reads of an encrypted channel wait; plain ones choose per call."""

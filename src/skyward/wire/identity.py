@@ -172,6 +172,18 @@ class Authority:
         )
 
 
+CLIENT = "client"
+"""The name in the client's certificate."""
+PEER = "peer"
+"""The one role that nodes have for each other."""
+
+
+def _name_of(end: ssl.SSLSocket) -> str:
+    """The name in the certificate of the other end."""
+    certificate: Any = end.getpeercert() or {}
+    return next((each["commonName"] for each in map(dict, certificate.get("subject", ()))), "")
+
+
 def node_name(pool: str, node: int) -> str:
     """The name in a node's certificate."""
     return f"node-{node}.{pool}.skyward"
@@ -249,6 +261,15 @@ def connect(
     hello = msgspec.structs.replace(hello, session=secrets.token_hex(8))
     sender, receiver, welcome = connect_pair(endpoint, hello, context, name, seconds, dial)
     return Channel(sender, receiver), welcome
+
+
+def connect_once(
+    endpoint: str, hello: Hello, credentials: Credentials | None, name: str
+) -> Channel:
+    """One connection for both directions, for two ends that take turns."""
+    context = context_for(endpoint, credentials) if credentials is not None else None
+    end, decoder, _ = _connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
+    return Channel(end, decoder=decoder)
 
 
 def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
@@ -476,6 +497,8 @@ class Listener:
             hello = self._read_hello(end, decoder, deadline)
             decoder.accept_large()
             refusal = "" if hello.pool == self._pool else "this worker belongs to another pool"
+            if isinstance(end, ssl.SSLSocket) and hello.role != PEER and _name_of(end) != CLIENT:
+                refusal = f"only the client may ask for {hello.role!r}"
             received = self._received_of(hello) if hello.attempt and not refusal else 0
             if received is None:
                 refusal, received = SESSION_UNKNOWN, 0

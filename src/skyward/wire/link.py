@@ -426,8 +426,8 @@ class Link:
                 pair.left -= taken
         return memoryview(parts)
 
-    def fill(self, view: memoryview) -> None:
-        """Read until the view is full."""
+    def fill(self, view: memoryview, told: Callable[[int], None] = lambda done: None) -> None:
+        """Read until the view is full; says now and then how much of it is."""
         done = 0
         while done < len(view):
             pair, at, goal = self._reading, done, min(done + COUNT_EVERY, len(view))
@@ -446,6 +446,7 @@ class Link:
             taken = at > done and self._took(pair, at - done)
             if taken:
                 done = at
+                told(done)
             if not taken or at < goal:
                 self._next(pair)
 

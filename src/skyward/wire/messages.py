@@ -320,6 +320,37 @@ class Evicted(Message):
     digests: list[bytes]
 
 
+class Fetch(Message):
+    """Blobs that the next messages name and a peer has, or is about to have: ask for them there."""
+
+    KIND = 32
+    blobs: list[tuple[bytes, Size]]
+    """(digest, length) each."""
+    endpoint: str
+    name: str
+    """The name in the peer's certificate."""
+    number: Size
+    """Counts up: who fetches waits only for those that fetch by a lower one, so not in a ring."""
+
+
+class Want(Message):
+    """To a peer: send these blobs, one after the other."""
+
+    KIND = 33
+    blobs: list[tuple[bytes, Size, Size]]
+    """(digest, length, first byte wanted) each."""
+    number: Size
+    """That of the `Fetch`."""
+
+
+class Part(Message):
+    """From a peer: the next bytes of the blob it is at, as its body; none yet if that is empty."""
+
+    KIND = 34
+    known: bool
+    """False: it does not have that blob, and will not have it in time."""
+
+
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}
 
 _encoder = msgspec.msgpack.Encoder()

@@ -206,7 +206,7 @@ class Agent:
             node=config.node,
             worker=worker,
             slot=slot,
-            where=config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}"),
+            where=config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}", for_peers=True),
             threads=config.slots if config.threads else 0,
             search_path=config.search_path,
             credentials=config.credentials,

@@ -34,13 +34,16 @@ class AgentConfig(msgspec.Struct):
     """Whether plugins have hooks that executors are to leave before they end."""
     direct: str = ""
     """An address on which a node that listens on Unix sockets is to listen with TLS as well."""
+    private: str = ""
+    """An address on which its executors are to listen for those of other nodes as well."""
 
-    def place(self, name: str) -> str:
+    def place(self, name: str, *, for_peers: bool = False) -> str:
         """Where a process of this node is to listen, as a `Listener` takes it."""
         if self.address != "unix":
             return f"tcp:{self.address}:0"
-        socket = f"unix:{self.folder}/{name}"
-        return f"tcp:{self.direct}:0 {socket}" if self.direct and self.credentials else socket
+        addresses = [self.direct, self.private if for_peers else ""] if self.credentials else []
+        places = [f"tcp:{address}:0" for address in dict.fromkeys(addresses) if address]
+        return " ".join([*places, f"unix:{self.folder}/{name}"])
 
 
 class DeviceConfig(msgspec.Struct):

@@ -26,17 +26,18 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.errors import PluginError, ProtocolError, SerializationError
+from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages, objects, references
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, Listener
+from skyward.wire.identity import PEER, Credentials, Listener
 from skyward.wire.messages import (
     Cancel,
     Credit,
     Define,
     End,
     Failure,
+    Fetch,
     Forget,
     Hello,
     Item,
@@ -53,11 +54,14 @@ from skyward.wire.messages import (
     Written,
 )
 from skyward.worker import failures, hooks, lifeline, limits, rendezvous
+from skyward.worker.anteroom import Anteroom
 from skyward.worker.config import ExecutorConfig
+from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox, Pieces
 from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
 from skyward.worker.reader import Reader
+from skyward.worker.relay import Relay
 from skyward.worker.streams import InputStream, OutputStream
 
 INTERRUPT_AGAIN_SECONDS = 0.005
@@ -65,16 +69,6 @@ INTERRUPT_AGAIN_SECONDS = 0.005
 
 class Interrupted(KeyboardInterrupt):
     """Raised inside a task that the client cancelled."""
-
-
-@dataclass(slots=True)
-class Definition:
-    """An object the client defined under a key; decoded when first used."""
-
-    pieces: Pieces | None
-    """None once `value` is there."""
-    frozen: bool
-    value: Any = None
 
 
 @dataclass(slots=True)
@@ -102,8 +96,9 @@ class Executor:
         self._waiting: OrderedDict[int, Job] = OrderedDict()
         self._running: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._definitions: dict[bytes, Definition] = {}
         self._inbox = Inbox(config.blob_cap)
+        self._definitions = Definitions(self._inbox)
+        self._anteroom = Anteroom(self._inbox, self._definitions, self._admit)
         self._outbox = Outbox(config.blob_cap)
         self._hooks = hooks.Entered()
         self._interrupting: Job | None = None
@@ -112,6 +107,9 @@ class Executor:
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._emit)
         credentials = Credentials(*config.credentials) if config.credentials else None
+        self._relay = Relay(
+            config.pool, credentials, self._inbox.arrivals, settled=self._anteroom.settle
+        )
         self._listener = Listener(config.where, config.pool, credentials, self._accept)
         self._connected = threading.Event()
         self._reader: Reader[Job | Prepare] | None = None
@@ -123,6 +121,9 @@ class Executor:
         return self._listener.endpoint
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
+        if hello.role == PEER:
+            self._relay.serve(channel)
+            return
         with self._lock:
             taken = self._channel is not None or hello.role != "data"
             if not taken:
@@ -156,12 +157,13 @@ class Executor:
     def _handle(self, channel: Channel, frame: Frame, message: Message) -> None:
         match message:
             case Run():
-                self._take_task(channel, frame, message)
+                body = self._inbox.read(channel, frame, message.payload)
+                self._anteroom.enter(channel, message, body)
             case Define():
-                pieces, _ = self._inbox.take(channel, frame, message.payload)
-                # If blobs of it are missing, the task that needs it asks for it again.
-                if pieces is not None:
-                    self._definitions[message.key] = Definition(pieces, message.frozen)
+                body = self._inbox.read(channel, frame, message.payload)
+                self._definitions.add(channel, message, body)
+            case Fetch():
+                self._relay.fetch(message)
             case Cancel(task=task):
                 self._cancel(task)
             case Credit():
@@ -174,8 +176,7 @@ class Executor:
             case End():
                 self._end_input(channel, frame, message)
             case Forget():
-                for key in message.keys:
-                    self._definitions.pop(key, None)
+                self._definitions.forget(message.keys)
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
                 self._outbox.returned(message.segments)
@@ -191,12 +192,10 @@ class Executor:
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
-    def _take_task(self, channel: Channel, frame: Frame, run: Run) -> None:
-        pieces, missing = self._inbox.take(channel, frame, run.payload)
-        keys = [key for key in (run.code, *run.handles) if key not in self._definitions]
-        if pieces is None or keys:
-            channel.send(Missing(run.task, missing, keys, False))
-            return
+    def _admit(self, run: Run, pieces: Pieces) -> None:
+        """All that a task needs is here."""
+        channel = self._channel
+        assert channel is not None
         hurry = self._reader.hurry if self._reader is not None else _no_need
         inputs = [InputStream(run.task, i, channel, hurry) for i in range(len(run.inputs))]
         job = Job(run, pieces, inputs, OutputStream(hurry))
@@ -225,14 +224,16 @@ class Executor:
             job.inputs[end.stream].finish(pieces)
 
     def _give_back(self, channel: Channel) -> None:
+        held = self._anteroom.clear()
         with self._lock:
-            given = list(self._waiting)
+            given = [*self._waiting, *held]
             for job in self._waiting.values():
                 job.cancelled = True
             self._waiting.clear()
         channel.send(Recalled(given))
 
     def _cancel(self, task: int) -> None:
+        self._anteroom.leave(task)
         with self._lock:
             job = self._waiting.pop(task, None)
             if job is not None:
@@ -290,7 +291,7 @@ class Executor:
 
     def _serve(self) -> None:
         if not self._config.threads:
-            self._reader = Reader(self._read_one)
+            self._reader = Reader(self._read_one, lambda: self._anteroom.occupied)
             while True:
                 job = self._reader.next()
                 if isinstance(job, Prepare):
@@ -374,8 +375,8 @@ class Executor:
 
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value, and whether it was an iterator that has been streamed already."""
-        with objects.HandleSource(self._resolve):
-            function = self._resolve(job.run.code)
+        with objects.HandleSource(self._definitions.resolve):
+            function = self._definitions.resolve(job.run.code)
             args, kwargs = objects.decode(*job.pieces)
         if job.inputs:
             args, kwargs = _with_streams(args, kwargs, job.inputs)
@@ -406,21 +407,6 @@ class Executor:
                 sendable = self._pack(item, f"an item of {job.run.name}")
                 del item
                 self._reply(Item(job.run.task, -1, sendable[0]), sendable)
-
-    def _resolve(self, key: bytes) -> Any:
-        definition = self._definitions.get(key)
-        if definition is None:
-            raise SerializationError("a handle from sky.put that this worker was not given")
-        pieces = definition.pieces
-        if pieces is not None:
-            data, buffers, storages = pieces
-            if definition.frozen:
-                # Shared by every task here: numpy at least can refuse to write to it.
-                plain = len(buffers) - len(storages)
-                buffers = [b.toreadonly() for b in buffers[:plain]] + buffers[plain:]
-            definition.value = objects.decode(data, buffers, storages)
-            definition.pieces = None
-        return definition.value
 
     def _failure(
         self, job: Job, problem: BaseException, ran: float

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from skyward.errors import ProtocolError
 from skyward.wire import blobs, memory
-from skyward.wire.blobs import Blob, BlobStore, Mapped
+from skyward.wire.blobs import BlobStore, Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Evicted, Payload, Released
+from skyward.worker.arrivals import Arrivals
 
 T = TypeVar("T")
 Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
@@ -22,17 +23,33 @@ class Inbox:
     def __init__(self, cap: int) -> None:
         self._mapped = Mapped()
         self._cache = BlobStore(cap)
+        self.arrivals = Arrivals(self._cache)
 
     def take(
         self, channel: Channel, frame: Frame, payload: Payload
     ) -> tuple[Pieces | None, list[bytes]]:
-        """Read the body, keep what is to be kept; None with what is missing if that cannot be."""
+        """Both steps: None with what is missing if the object cannot be put together."""
+        return self.find(channel, payload, self.read(channel, frame, payload))
+
+    def read(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
+        """Read the body, and keep of it what is to be kept; returns the rest."""
         if not payload.buffers and frame.body is not None and not frame.descriptors:
-            return blobs.unpack(payload, frame.body, _nowhere), []
+            return frame.body
         blobs.check(frame, payload)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self._mapped.add(segment, size, descriptor)
-        body = self._take_body(channel, frame, payload)
+        return self._take_body(channel, frame, payload)
+
+    def awaits(self, payload: Payload) -> bool:
+        """Whether a part of it is still on its way from a peer."""
+        return bool(payload.buffers) and self.arrivals.awaits(ref.digest for ref in payload.buffers)
+
+    def find(
+        self, channel: Channel, payload: Payload, body: bytearray
+    ) -> tuple[Pieces | None, list[bytes]]:
+        """The pieces of an object whose body has been read, or what is missing of it."""
+        if not payload.buffers:
+            return blobs.unpack(payload, body, _nowhere), []
         missing: list[bytes] = []
 
         def find(ref: Buffer) -> memoryview:
@@ -60,24 +77,30 @@ class Inbox:
 
     def _take_body(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
         streamed = [ref for ref in payload.buffers if ref.where == STREAMED]
-        offsets, size = memory.aligned([ref.length for ref in streamed])
         if not streamed:
             return blobs.read_body(channel, frame, payload, [])
-        segment = self._cache.arena.allocate(size)
-        whole = memoryview(segment.shared())
-        places = [whole[at : at + ref.length] for at, ref in zip(offsets, streamed, strict=True)]
-        body = blobs.read_body(channel, frame, payload, places)
-        self._cache.pin(segment)
-        for at, ref in zip(offsets, streamed, strict=True):
-            self._cache.add(Blob(ref.digest, segment, at, ref.length))
-        self._cache.unpin(segment.id)
+        arrivals = self.arrivals.expect([(ref.digest, ref.length) for ref in streamed])
+        complete = False
+        try:
+            body = blobs.read_body(
+                channel,
+                frame,
+                payload,
+                [arrival.view for arrival in arrivals],
+                lambda done: self.arrivals.advance(arrivals, done),
+            )
+            complete = True
+        finally:
+            self.arrivals.settle(arrivals, complete=complete)
         return body
 
     def _trim(self, channel: Channel) -> None:
         self._cache.trim()
         self._cache.retired.clear()
-        if self._cache.evicted:
-            channel.send(Evicted(_emptied(self._cache.evicted)))
+        evicted = _emptied(self._cache.evicted)
+        if evicted:
+            self.arrivals.drop(evicted)
+            channel.send(Evicted(evicted))
 
     def forget(self, channel: Channel, segments: list[int], digests: list[bytes]) -> None:
         """The client will not refer to these again."""
@@ -85,6 +108,7 @@ class Inbox:
             self._mapped.drop(segment)
         for digest in digests:
             self._cache.evict(digest)
+        self.arrivals.drop(digests)
         self._cache.retired.clear()
         self._cache.evicted.clear()
         self.send_releases(channel)

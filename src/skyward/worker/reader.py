@@ -24,13 +24,19 @@ J = TypeVar("J")
 class Reader(Generic[J]):
     """Whoever holds the turn reads; jobs go through a queue either way."""
 
-    def __init__(self, read_one: Callable[[], None]) -> None:
+    def __init__(
+        self, read_one: Callable[[], None], elsewhere: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`elsewhere` says whether a job may come from another thread than the one that reads."""
         self._read_one = read_one
+        self._elsewhere = elsewhere
         self._jobs: queue.SimpleQueue[J] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._hurry = threading.Event()
         self._begun = 0
         self._running = False
+        self._handed_over = False
+        """Whether the main thread waits for a job, and leaves the reading to the second."""
         self._asleep = False
         threading.Thread(target=self._stand_by, name="skyward-reader", daemon=True).start()
 
@@ -51,10 +57,16 @@ class Reader(Generic[J]):
                 job = self._jobs.get()
                 break
             try:
-                while self._jobs.empty():
+                while self._jobs.empty() and not self._elsewhere():
                     self._read_one()
             finally:
                 self._turn.release()
+            if self._jobs.empty():
+                self._handed_over = True
+                self._hurry.set()
+                job = self._jobs.get()
+                self._handed_over = False
+                break
         self._begun += 1
         self._running = True
         if self._asleep:
@@ -74,7 +86,7 @@ class Reader(Generic[J]):
             now = time.monotonic()
             if self._begun != seen and not hurried:
                 seen, seen_at = self._begun, now
-            elif self._running and self._turn.acquire(blocking=False):
+            elif (self._running or self._handed_over) and self._turn.acquire(blocking=False):
                 try:
                     # While this job lasts, also when others wait behind it: it may be cancelled,
                     # or need credit. Then until the next: the main thread may have the turn again.

@@ -1,0 +1,80 @@
+"""Definitions: what the client has sent to be kept under a key, functions and data from `put`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from skyward.errors import SerializationError
+from skyward.wire import objects
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Define
+from skyward.worker.inbox import Inbox, Pieces
+
+
+@dataclass(slots=True)
+class Definition:
+    """An object defined under a key; decoded when first used."""
+
+    pieces: Pieces | None
+    """None once `value` is there."""
+    frozen: bool
+    value: Any = None
+
+
+class Definitions:
+    """All that is defined in one executor."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._known: dict[bytes, Definition] = {}
+        self._coming: dict[bytes, tuple[Define, bytearray]] = {}
+        """Those with buffers that are on their way from a peer."""
+
+    def add(self, channel: Channel, define: Define, body: bytearray) -> None:
+        """Keep an object; if buffers of it are missing, the task that needs it asks for it."""
+        if self._inbox.awaits(define.payload):
+            self._coming[define.key] = define, body
+            return
+        pieces, _ = self._inbox.find(channel, define.payload, body)
+        if pieces is not None:
+            self._known[define.key] = Definition(pieces, define.frozen)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """The client will not refer to these again."""
+        for key in keys:
+            self._known.pop(key, None)
+            self._coming.pop(key, None)
+
+    def awaits(self, keys: Iterable[bytes]) -> bool:
+        """Whether something of these objects is on its way."""
+        return any(
+            self._inbox.awaits(self._coming[key][0].payload) for key in keys if key in self._coming
+        )
+
+    def lacking(self, channel: Channel, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys under which there is nothing, now that nothing is awaited."""
+        lacking = []
+        for key in keys:
+            if key in self._coming:
+                self.add(channel, *self._coming.pop(key))
+            if key not in self._known:
+                lacking.append(key)
+        return lacking
+
+    def resolve(self, key: bytes) -> Any:
+        """The object under a key."""
+        definition = self._known.get(key)
+        if definition is None:
+            raise SerializationError("a handle from sky.put that this worker was not given")
+        pieces = definition.pieces
+        if pieces is not None:
+            data, buffers, storages = pieces
+            if definition.frozen:
+                # Shared by every task here: numpy at least can refuse to write to it.
+                plain = len(buffers) - len(storages)
+                buffers = [b.toreadonly() for b in buffers[:plain]] + buffers[plain:]
+            definition.value = objects.decode(data, buffers, storages)
+            definition.pieces = None
+        return definition.value

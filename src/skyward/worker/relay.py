@@ -1,0 +1,155 @@
+"""The relay: large buffers go from executor to executor, so that they leave the client once.
+
+An executor that is told to fetch a buffer asks a peer for it, which passes on what it has while
+the rest is still coming to itself. So a broadcast goes down a chain of executors in small parts,
+all of them under way at once. Who cannot get a buffer this way reports it missing, and the client
+sends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from skyward.errors import ProtocolError, SkywardError
+from skyward.wire import memory, messages
+from skyward.wire.channel import Channel
+from skyward.wire.identity import PEER, Credentials, connect_once
+from skyward.wire.messages import Fetch, Hello, Part, Want
+from skyward.worker.arrivals import Arrival, Arrivals
+
+BEAT_SECONDS = 1.0
+"""How often a peer that waits for bytes says so."""
+SILENT_SECONDS = 10.0
+"""After so long without a word from a peer, it is called anew."""
+UNKNOWN_SECONDS = 30.0
+"""How long a peer waits to hear of a buffer that it is asked for."""
+AGAIN_SECONDS = 0.2
+
+
+class Unavailable(Exception):
+    """A peer will not send what it was asked for."""
+
+
+class Relay:
+    """Fetches buffers from peers, and passes them on to others."""
+
+    def __init__(
+        self,
+        pool: str,
+        credentials: Credentials | None,
+        arrivals: Arrivals,
+        settled: Callable[[], None],
+    ) -> None:
+        """`settled` is called when buffers have come, or will not."""
+        self._pool, self._credentials = pool, credentials
+        self._arrivals = arrivals
+        self._settled = settled
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Begin to get buffers from a peer."""
+        wanted = self._arrivals.unknown(fetch.blobs)
+        if not wanted:
+            return
+        arrivals = self._arrivals.expect(wanted, fetch.number)
+        threading.Thread(
+            target=self._fetch, args=(fetch, arrivals), name="skyward-fetch", daemon=True
+        ).start()
+
+    def _fetch(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
+        complete = False
+        try:
+            self._pull(fetch, arrivals)
+            names = memory.digests([arrival.view for arrival in arrivals])
+            complete = names == [arrival.digest for arrival in arrivals]
+        except (OSError, EOFError, SkywardError, Unavailable):
+            # The client is asked instead.
+            pass
+        finally:
+            self._arrivals.settle(arrivals, complete=complete)
+            self._settled()
+
+    def _pull(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
+        """Fill them all, over several connections if need be."""
+        heard = time.monotonic()
+        done = 0
+        while True:
+            try:
+                self._pull_once(fetch, arrivals)
+                return
+            except (SkywardError, ConnectionRefusedError):
+                # It talks nonsense, or its process is gone.
+                raise
+            except (OSError, EOFError):
+                now, total = time.monotonic(), sum(arrival.filled for arrival in arrivals)
+                if total > done:
+                    heard, done = now, total
+                elif now - heard > SILENT_SECONDS:
+                    raise
+            time.sleep(AGAIN_SECONDS)
+
+    def _pull_once(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
+        left = [arrival for arrival in arrivals if arrival.filled < arrival.length]
+        channel = connect_once(
+            fetch.endpoint, Hello(self._pool, PEER), self._credentials, fetch.name
+        )
+        try:
+            channel.set_timeout(SILENT_SECONDS)
+            blobs = [(each.digest, each.length, each.filled) for each in left]
+            channel.send(Want(blobs, fetch.number))
+            for arrival in left:
+                while arrival.filled < arrival.length:
+                    self._receive(channel, arrival)
+        finally:
+            channel.close()
+
+    def _receive(self, channel: Channel, arrival: Arrival) -> None:
+        frame = channel.receive()
+        part = messages.decode_as(Part, frame.kind, frame.meta)
+        if not part.known:
+            raise Unavailable
+        start, count = arrival.filled, frame.body_length
+        if start + count > arrival.length:
+            raise ProtocolError(f"a peer sent more than the {arrival.length} bytes of a buffer")
+        place = arrival.view[start : start + count]
+        if frame.body is None:
+            channel.read_body(
+                frame, [place], lambda done: self._arrivals.advance([arrival], start + done)
+            )
+        else:
+            place[:] = frame.body
+        self._arrivals.advance([arrival], start + count)
+
+    # The other end of it.
+
+    def serve(self, channel: Channel) -> None:
+        """Send a peer what it asks for; returns when that is done, or the peer is gone."""
+        try:
+            channel.set_timeout(2 * SILENT_SECONDS)
+            frame = channel.receive()
+            want = messages.decode_as(Want, frame.kind, frame.meta)
+            for blob in want.blobs:
+                self._send(channel, *blob, want.number)
+            # The peer closes: closed from here, what it has not read yet could be lost.
+            channel.receive()
+        except LookupError:
+            with contextlib.suppress(OSError):
+                channel.send(Part(False))
+        except (OSError, EOFError, ProtocolError):
+            pass
+        finally:
+            channel.close()
+
+    def _send(self, channel: Channel, digest: bytes, length: int, start: int, number: int) -> None:
+        """Send the rest of a buffer, as it comes; `LookupError` if it does not."""
+        known_at = time.monotonic()
+        while start < length:
+            with self._arrivals.lent(digest, length, start, number, BEAT_SECONDS) as view:
+                if view is not None:
+                    known_at = time.monotonic()
+                    start += len(view)
+                elif time.monotonic() - known_at > UNKNOWN_SECONDS:
+                    raise LookupError
+                channel.send(Part(True), [view] if view else [])
