@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from broadcast import broadcasts_over
 from floors import RawLink, change, touch
 from measure import Sample, interleave, p50, timed
 from report import Row, absent, absolute, compared, run_suite
+from slow_link import NoLinkError, slow_link
 from testbed import Hosts, NoTestbedError, containers, ssh_hosts
 
 import skyward as sky
@@ -33,10 +35,12 @@ class Size:
     rounds: int
     calls: int
     starts: int
+    broadcast: int
+    broadcasts: int
 
 
-FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5)
-QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1)
+FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5, broadcast=256 * 10**6, broadcasts=3)
+QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1, broadcast=16 * 10**6, broadcasts=1)
 
 
 @sky.function
@@ -214,10 +218,25 @@ def plainly(floats: Any, link: RawLink) -> Callable[[], float]:
     return send
 
 
+def broadcasts(size: Size) -> Sequence[Row]:
+    """Four nodes behind a link of 100 Mbit/s and 2 ms, which carries the argument once."""
+    what = f"{size.broadcast // 10**6} MB to 4 nodes through a client link of 100 Mbit/s"
+    once = "a plain socket, once"
+    try:
+        with slow_link(0.002, mbit=100) as ends:
+            seconds = broadcasts_over(ends, size.broadcast, size.broadcasts)
+    except NoLinkError as problem:
+        return [absent(what, once, str(problem))]
+    return [
+        compared(what, seconds["four"], once, seconds["socket"], "<= 1.25x"),
+        compared(what, seconds["four"], "a call on one of them", seconds["one"], "<= 1.25x"),
+    ]
+
+
 if __name__ == "__main__":
     run_suite(
         "other machines",
-        [containers_start, hosts_start, calls_and_bytes],
+        [containers_start, hosts_start, calls_and_bytes, broadcasts],
         full=FULL,
         quick=QUICK,
     )

@@ -44,8 +44,10 @@ class Ends:
 
 
 @contextlib.contextmanager
-def slow_link() -> Iterator[Ends]:
-    """The testbed's link with our delay, taken down afterwards."""
+def slow_link(
+    round_trip: float = ROUND_TRIP, *, loss: float = 0.0, mbit: float = 0.0
+) -> Iterator[Ends]:
+    """The testbed's link, taken down afterwards; it has no limit without `mbit`."""
     folder = os.environ.get("SKYWARD_TESTBED") or HERE.parents[1] / "shared" / "testbed"
     script = Path(folder, "delay-link")
     if not script.exists():
@@ -54,7 +56,7 @@ def slow_link() -> Iterator[Ends]:
         raise NoLinkError("network namespaces need root")
     if Path("/run/netns/sky-a").exists():
         raise NoLinkError(f"the testbed's link is in use, or left over: try {script} down")
-    up = [str(script), "up", f"{ROUND_TRIP * 1e3 / 2:g}"]
+    up = [str(script), "up", *(f"{each:g}" for each in (round_trip * 1e3 / 2, loss, mbit))]
     done = subprocess.run(up, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoLinkError(f"the testbed's link did not come up: {done.stderr.strip()}")
