@@ -96,6 +96,7 @@ def test_links_are_as_described() -> None:
     links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
     assert records.RECORD.format == "<Q"
     assert records.IS_COUNT == 1 << 63
+    assert records.ASIDE == 32
     for words in (
         f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
         f"for every {link.COUNT_EVERY >> 20} MiB received",
@@ -103,6 +104,11 @@ def test_links_are_as_described() -> None:
         f"the refusal `{identity.SESSION_UNKNOWN}`",
         f"no `Ping` back for {contact.SILENCE_SECONDS:g} s",
         f"refused connections for {dial.REFUSED_SECONDS:g} s",
+        f"at least {records.FAR_SECONDS * 1e3:g} ms apart",
+        f"up to {dial.WIDE - 1} more each way",
+        f"Only frames of {link.WIDE_MIN >> 20} MiB or more",
+        f"in parts of {link.WIDE_PART >> 20} MiB",
+        f"the first {records.RECORD_MAX >> 20} MiB of them",
     ):
         assert words in links
 

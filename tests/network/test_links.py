@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ import msgspec
 import pytest
 
 from skyward.errors import AuthenticationError
-from skyward.wire import messages
+from skyward.wire import messages, records
 from skyward.wire.channel import Channel
-from skyward.wire.dial import Dialer
+from skyward.wire.dial import WIDE, Dialer
 from skyward.wire.identity import (
     Authority,
     Listener,
@@ -26,7 +27,7 @@ from skyward.wire.identity import (
 )
 from skyward.wire.link import LINK_WINDOW
 from skyward.wire.messages import Hello, Item, Payload, Ping
-from skyward.wire.records import IS_COUNT, RECORD, RECORD_MAX
+from skyward.wire.records import ASIDE, IS_COUNT, RECORD, RECORD_MAX, Pair
 
 from .network import Network
 
@@ -89,6 +90,53 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
         choose.randbytes(choose.choice([0, 10, 3_000, 40_000, 300_000, 3 * MIB])) for _ in range(40)
     ]
     ends.network.cut_after(choose.randrange(1, 3 * MIB) for _ in range(12))
+    _exchange(ends, bodies)
+    assert ends.network.cuts >= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_so_do_large_ones_over_several_connections(
+    ends: Ends, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "FAR_SECONDS", 0.0)
+    choose = random.Random(seed)
+    sizes = [10, 40_000, 8 * MIB, 9 * MIB + 1, 20 * MIB]
+    bodies = [choose.randbytes(choose.choice(sizes)) for _ in range(16)]
+    ends.network.cut_after(choose.randrange(1, 30 * MIB) for _ in range(8))
+    _exchange(ends, bodies)
+    assert ends.network.cuts >= 2
+
+
+def test_a_large_write_to_a_place_far_away_has_more_connections_made(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    chosen: list[tuple[Pair, int]] = []
+    choose = Pair.roomiest
+
+    def noted(pair: Pair) -> tuple[int, socket.socket]:
+        number, end = choose(pair)
+        chosen.append((pair, number))
+        return number, end
+
+    monkeypatch.setattr(Pair, "roomiest", noted)
+    client, worker = ends.client._link, ends.worker._link
+    assert client is not None
+    assert worker is not None
+    _exchange(ends, [bytes(9 * MIB)])
+    assert not client.first.is_wide
+    monkeypatch.setattr(records, "FAR_SECONDS", 0.0)
+    client.first.widened = False
+    _exchange(ends, [bytes(9 * MIB)])
+    pairs = client.first, worker.first
+    eventually(lambda: all(len(pair._out) == len(pair._in) == WIDE for pair in pairs))
+    chosen.clear()
+    _exchange(ends, [secrets.token_bytes(64 * MIB)])
+    for pair in pairs:
+        assert {number for who, number in chosen if who is pair} == set(range(WIDE))
+
+
+def _exchange(ends: Ends, bodies: list[bytes]) -> None:
+    """Send these both ways at once, and see that they come as they are."""
 
     def send(channel: Channel) -> None:
         for number, body in enumerate(bodies):
@@ -96,6 +144,7 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
 
     wrong: list[str] = []
     senders: list[threading.Thread] = []
+    checkers: list[threading.Thread] = []
     complete = [threading.Event(), threading.Event()]
 
     def check(channel: Channel, done: threading.Event) -> None:
@@ -109,18 +158,23 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
                 wrong.append(f"frame {number} is not what was sent")
         done.set()
         # The other direction still needs a reader, for counts and for new connections.
-        _until_the_end(channel)
+        assert channel.receive().kind == Ping.KIND
 
     for channel, done in zip((ends.client, ends.worker), complete, strict=True):
         senders.append(threading.Thread(target=send, args=(channel,), daemon=True))
         senders[-1].start()
-        threading.Thread(target=check, args=(channel, done), daemon=True).start()
+        checkers.append(threading.Thread(target=check, args=(channel, done), daemon=True))
+        checkers[-1].start()
     assert all(done.wait(60) for done in complete)
     for sender in senders:
         sender.join(10)
         assert not sender.is_alive()
+    for channel in (ends.client, ends.worker):
+        channel.send(Ping(0))
+    for checker in checkers:
+        checker.join(10)
+        assert not checker.is_alive()
     assert not wrong
-    assert ends.network.cuts >= 5
 
 
 def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
@@ -191,14 +245,24 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [RECORD.pack(0), RECORD.pack(RECORD_MAX + 1), RECORD.pack(IS_COUNT | 10 * MIB)],
-    ids=["an empty part", "too large a part", "a count of what was never sent"],
+    [
+        RECORD.pack(0),
+        RECORD.pack(RECORD_MAX + 1),
+        RECORD.pack(10 | 3 << ASIDE),
+        RECORD.pack(IS_COUNT | 10 * MIB),
+    ],
+    ids=[
+        "an empty part",
+        "too large a part",
+        "a part that comes elsewhere",
+        "a count of what was never sent",
+    ],
 )
 def test_an_impossible_record_ends_the_link(ends: Ends, record: bytes) -> None:
     link = ends.worker._link
     assert link is not None
     link._writing.sender.sendall(record)
-    with pytest.raises(EOFError, match=r"a record of|the other end has"):
+    with pytest.raises(EOFError, match=r"a record of|a frame begins|the other end has"):
         ends.client.receive()
     with pytest.raises(OSError):
         ends.client.send(Ping(1))

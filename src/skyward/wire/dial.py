@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -15,6 +16,7 @@ from skyward.wire.identity import (
     Credentials,
     Dial,
     SessionUnknownError,
+    connect_one,
     connect_pair,
     context_for,
     direct,
@@ -27,6 +29,10 @@ REFUSED_SECONDS = 2.0
 """A host that refuses connections for so long has no such process any more."""
 PAUSES = (0.02, 1.0)
 """The first and the longest pause between two attempts to connect."""
+
+
+WIDE = 4
+"""How many connections a large write is spread over."""
 
 
 class Dialer:
@@ -53,7 +59,7 @@ class Dialer:
         """The first connection; may be tried again after it failed."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
-        return Channel.over(Link(pair, self._again)), welcome
+        return Channel.over(Link(pair, self._again, widen=self._widen)), welcome
 
     def _again(self, received: int, ended: threading.Event) -> Pair:
         """The next connection, for a link that has received so much, unless it ends first."""
@@ -85,4 +91,23 @@ class Dialer:
         sender, receiver, welcome = connect_pair(
             self._endpoint, self._hello, self._context, self._name, seconds, self._dial
         )
-        return Pair(sender, receiver, welcome.received), welcome
+        pair = Pair(sender, receiver, welcome.received)
+        pair.attempt = self._hello.attempt
+        return pair, welcome
+
+    def _widen(self, pair: Pair) -> None:
+        """Have more connections join a pair, as many as can be made."""
+        hello = msgspec.structs.replace(self._hello, attempt=pair.attempt)
+        with contextlib.suppress(OSError, EOFError, SkywardError):
+            for number in range(1, WIDE):
+                for direction in ("send", "receive"):
+                    hello.aside, hello.direction = number, direction
+                    end, _, _ = connect_one(
+                        self._endpoint,
+                        hello,
+                        self._context,
+                        self._name,
+                        GREETING_SECONDS,
+                        self._dial,
+                    )
+                    pair.add(number, end, to_send=direction == "send")

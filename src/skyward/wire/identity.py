@@ -255,7 +255,7 @@ def connect(
 ) -> tuple[Channel, Welcome]:
     """Open a channel to a listener and shake hands; it ends with its connections."""
     if credentials is None:
-        end, decoder, welcome = _connect_one(endpoint, hello, None, name, seconds, dial)
+        end, decoder, welcome = connect_one(endpoint, hello, None, name, seconds, dial)
         return Channel(end, decoder=decoder), welcome
     context = context_for(endpoint, credentials)
     hello = msgspec.structs.replace(hello, session=secrets.token_hex(8))
@@ -268,7 +268,7 @@ def connect_once(
 ) -> Channel:
     """One connection for both directions, for two ends that take turns."""
     context = context_for(endpoint, credentials) if credentials is not None else None
-    end, decoder, _ = _connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
+    end, decoder, _ = connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
     return Channel(end, decoder=decoder)
 
 
@@ -290,7 +290,7 @@ def connect_pair(
     try:
         for direction in ("send", "receive"):
             half = msgspec.structs.replace(hello, direction=direction)
-            end, decoder, welcome = _connect_one(endpoint, half, context, name, seconds, dial)
+            end, decoder, welcome = connect_one(endpoint, half, context, name, seconds, dial)
             ends.append(end)
             if decoder.buffered:
                 raise ProtocolError(f"{endpoint} sent more than a Welcome")
@@ -302,7 +302,7 @@ def connect_pair(
     return sender, receiver, welcome
 
 
-def _connect_one(
+def connect_one(
     endpoint: str,
     hello: Hello,
     context: ssl.SSLContext | None,
@@ -310,6 +310,7 @@ def _connect_one(
     seconds: float,
     dial: Dial,
 ) -> tuple[socket.socket, FrameDecoder, Welcome]:
+    """One connection, and what was said on it."""
     family, _, address = endpoint.partition(":")
     is_here = family == "unix" and dial is direct
     if is_here:
@@ -533,6 +534,15 @@ class Listener:
         with self._lock:
             if self._closed or decoder.buffered:
                 end.close()
+                return None
+            if hello.aside:
+                link = self._links.get(hello.session)
+                if link is None:
+                    end.close()
+                else:
+                    link.widen(
+                        hello.attempt, hello.aside, end, to_send=hello.direction == "receive"
+                    )
                 return None
             other = self._halves.pop((hello.session, hello.attempt, opposite), None)
             if other is None:

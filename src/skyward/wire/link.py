@@ -8,6 +8,8 @@ receiving. Only the client connects; the worker is told on the new connection th
 over. Nothing ever travels against a connection's direction: bytes that a dying process has not read
 would make its kernel reset the connection, and with it the results that are still to come.
 
+Between machines that are far apart, others join the pair for large writes: see `Pair`.
+
 Small writes never wait for a connection: without one they are kept for the next. Nor do they wait
 for the one there is, unless they are asked to. Large ones go out straight from the caller's memory;
 when such a write returns, what is not counted of it has been copied.
@@ -16,6 +18,7 @@ when such a write returns, what is not counted of it has been copied.
 from __future__ import annotations
 
 import contextlib
+import socket
 import ssl
 import threading
 from collections import deque
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from skyward.errors import ProtocolError
 from skyward.wire.backlog import Backlog
-from skyward.wire.records import IS_COUNT, JOINED, RECORD, RECORD_MAX, Pair
+from skyward.wire.records import ASIDE, IS_COUNT, JOINED, RECORD, RECORD_MAX, Pair
 
 LINK_WINDOW = 8 << 20
 """The most that is kept of what the other end has not counted, once a write has returned."""
@@ -31,6 +34,12 @@ COUNT_EVERY = 1 << 20
 """Bytes received after which the other end hears of them."""
 QUEUED_MAX = 1 << 20
 """Up to this size a write is kept for later rather than made to wait for a connection."""
+WIDE_MIN = 8 << 20
+"""Larger writes go over several connections, between machines that are far apart."""
+WIDE_PART = 1 << 20
+"""How much of it goes over one connection at a time."""
+WIDE_HEAD = 1 << 20
+"""What is in front of a frame's large body must be small enough to come over the main one."""
 PROMPT_MAX = 32 << 10
 """So much fits into a connection that can be written to at all, so that it does not block."""
 
@@ -51,10 +60,15 @@ class Link:
         pair: Pair,
         dial: Callable[[int, threading.Event], Pair] | None = None,
         attempt: int = 1,
+        widen: Callable[[Pair], None] | None = None,
     ) -> None:
-        """`dial` makes the next connection, given how much was received; the worker has none."""
+        """`dial` makes the next connection, given how much was received; the worker has none.
+
+        `widen` adds connections to a pair.
+        """
         self.first = pair
         self._dial = dial
+        self._widen = widen
         self.on_change: Callable[[bool], None] = lambda connected: None
         """Told on any thread when the connection is lost and when there is one again."""
         self.patient = False
@@ -252,6 +266,7 @@ class Link:
                     self._failed(pair, problem)
 
     def _stream(self, views: Sequence[memoryview], length: int) -> None:
+        wide = length >= WIDE_MIN and len(views[0]) <= WIDE_HEAD
         base = self._backlog.end
         self._goal = goal = base + length
         position, pair = base, self._writing
@@ -261,16 +276,27 @@ class Link:
                 pair, position = latest, max(self._acknowledged, base)
             try:
                 self._push(pair)
-                end = position
+                if wide:
+                    self._consider_widening(pair)
+                start = end = position
                 for part in _from(views, position - base):
                     while part:
-                        head = b""
+                        head, aside, size = b"", 0, RECORD_MAX
                         if position == end:
                             self._exchange_counts(pair)
-                            end = min(goal, position + RECORD_MAX)
-                            head = RECORD.pack(end - position)
+                            # The first on the main one: frames are looked for on no other.
+                            if wide and pair.is_wide and position > start:
+                                (aside, target), size = pair.roomiest(), WIDE_PART
+                            else:
+                                target = pair.sender
+                            end = min(goal, position + size)
+                            head = RECORD.pack(end - position | aside << ASIDE)
                         piece = part[: end - position]
-                        pair.write(piece, head)
+                        if target is pair.sender:
+                            pair.write(piece, head)
+                        else:
+                            pair.sender.sendall(head)
+                            target.sendall(piece)
                         position += len(piece)
                         part = part[len(piece) :]
                 while goal - self._acknowledged > LINK_WINDOW:
@@ -328,7 +354,7 @@ class Link:
                 if self._pair is not pair:
                     return None
                 before, self._writing = self._writing, pair
-            before.sender.close()
+            before.close_senders()
             try:
                 self._check_count(pair.arrived)
             except ProtocolError as problem:
@@ -387,7 +413,7 @@ class Link:
                     pair.left -= len(part)
                     ended = not part
                 elif pair.head:
-                    ended = not self._next_record(pair)
+                    ended = not self._next_record(pair, aside=False)
                 else:
                     # With one call for both, as a small record comes in one piece.
                     part = buffer[: pair.receiver.recv_into(buffer)]
@@ -411,7 +437,7 @@ class Link:
             (value,) = RECORD.unpack_from(data)
             after = len(data) - RECORD.size
             if after <= value <= RECORD_MAX:
-                pair.left = value - after
+                pair.left, pair.source = value - after, pair.receiver
                 return data[RECORD.size :]
         parts = b""
         while data:
@@ -419,7 +445,7 @@ class Link:
             pair.head += bytes(data[:wanted])
             data = data[wanted:]
             if len(pair.head) == RECORD.size:
-                self._begin_record(pair)
+                self._begin_record(pair, aside=False)
                 parts += bytes(data[: pair.left])
                 taken = min(pair.left, len(data))
                 data = data[taken:]
@@ -429,12 +455,13 @@ class Link:
     def fill(self, view: memoryview, told: Callable[[int], None] = lambda done: None) -> None:
         """Read until the view is full; says now and then how much of it is."""
         done = 0
+        if len(view) >= WIDE_MIN:
+            self._consider_widening(self._reading)
         while done < len(view):
             pair, at, goal = self._reading, done, min(done + COUNT_EVERY, len(view))
             try:
-                receive = pair.receiver.recv_into
-                while at < goal and (pair.left or self._next_record(pair)):
-                    count = receive(view[at : at + pair.left])
+                while at < goal and (pair.left or self._next_record(pair, aside=True)):
+                    count = pair.source.recv_into(view[at : at + pair.left])
                     if not count:
                         break
                     at += count
@@ -450,18 +477,21 @@ class Link:
             if not taken or at < goal:
                 self._next(pair)
 
-    def _next_record(self, pair: Pair) -> bool:
-        """Read on to the next part of the stream; False when the connection has ended."""
+    def _next_record(self, pair: Pair, *, aside: bool) -> bool:
+        """Read on to the next part of the stream; False when the connection has ended.
+
+        With `aside`, that part may come over another connection.
+        """
         while not pair.left:
             data = pair.receiver.recv(RECORD.size - len(pair.head))
             if not data:
                 return False
             pair.head += data
             if len(pair.head) == RECORD.size:
-                self._begin_record(pair)
+                self._begin_record(pair, aside=aside)
         return True
 
-    def _begin_record(self, pair: Pair) -> None:
+    def _begin_record(self, pair: Pair, *, aside: bool) -> None:
         (value,) = RECORD.unpack(pair.head)
         pair.head = b""
         if value & IS_COUNT:
@@ -471,10 +501,14 @@ class Link:
             with self._changed:
                 self._counted = max(self._counted, count)
                 self._changed.notify_all()
-        elif 0 < value <= RECORD_MAX:
-            pair.left = value
-        else:
-            raise ProtocolError(f"a record of {value} bytes; the limit is {RECORD_MAX}")
+            return
+        number, length = value >> ASIDE, value & ((1 << ASIDE) - 1)
+        if not 0 < length <= RECORD_MAX:
+            raise ProtocolError(f"a record of {length} bytes; the limit is {RECORD_MAX}")
+        if number and not aside:
+            raise ProtocolError(f"a frame begins on connection {number}")
+        pair.receive_from(number)
+        pair.left = length
 
     def _took(self, pair: Pair, count: int) -> bool:
         """Whether these bytes count: the other end may have been told that they did not come."""
@@ -519,7 +553,7 @@ class Link:
             if pair is None or pair is before:
                 return
             self._reading = pair
-        before.receiver.close()
+        before.close_receivers()
         pair.receiver.setblocking(self._blocking)
         self._told = self._received
 
@@ -570,9 +604,9 @@ class Link:
         """Who has begun to use a connection closes it when done; else it is done with now."""
         pair.cut()
         if pair is not self._writing:
-            pair.sender.close()
+            pair.close_senders()
         if pair is not self._reading:
-            pair.receiver.close()
+            pair.close_receivers()
 
     def install(self, pair: Pair, attempt: int) -> None:
         """Go on over this connection."""
@@ -588,6 +622,24 @@ class Link:
             again()
         self._due = True
         self._settle()
+
+    def _consider_widening(self, pair: Pair) -> None:
+        """A large write has begun: have more connections made, once, if that may help."""
+        if self._widen is not None and not pair.widened and not pair.broken:
+            pair.widened = True
+            if pair.is_far:
+                threading.Thread(
+                    target=self._widen, args=(pair,), name="skyward-widen", daemon=True
+                ).start()
+
+    def widen(self, attempt: int, number: int, end: socket.socket, *, to_send: bool) -> None:
+        """The client has made one more connection."""
+        with self._lock:
+            pair = self._pair if attempt == self._attempt else None
+        if pair is None:
+            end.close()
+        else:
+            pair.add(number, end, to_send=to_send)
 
     def doubt(self) -> None:
         """Break the connection, which seems dead, so that a new one is made."""

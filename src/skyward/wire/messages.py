@@ -63,6 +63,8 @@ class Hello(Message):
     """Which of a link's pairs this belongs to, counted from 1; 0 if it is no link's."""
     received: Size = 0
     """How much of a link's stream the client has."""
+    aside: Size = 0
+    """For a connection that joins a link's pair, which one it is, counted from 1."""
 
 
 class Welcome(Message):

@@ -6,20 +6,32 @@ import contextlib
 import select
 import socket
 import struct
+import sys
 import threading
 
 RECORD = struct.Struct("<Q")
 """In front of every record: the length of a part of the stream, or a count, with `IS_COUNT`."""
 IS_COUNT = 1 << 63
+ASIDE = 32
+"""From this bit on: over which connection that part comes, if not the one this is said on."""
 RECORD_MAX = 4 << 20
 JOINED = (16 << 10) - RECORD.size
 """So much of a record goes out in one piece with its beginning: what TLS seals at a time."""
+ASIDE_SECONDS = 10.0
+"""How long a connection is waited for that the other end says it has."""
+FAR_SECONDS = 0.001
+"""Nearer than this, one connection carries whatever a processor can seal."""
 LAST_WORDS_SECONDS = 1.0
 """How much longer a connection is read from when its twin has failed."""
 
 
 class Pair:
-    """The two connections that carry a link for a while."""
+    """The two connections that carry a link for a while, and others aside for large writes.
+
+    One connection carries no more than its window a round trip, and less with every packet lost.
+    So a large write is spread over several: each part of the stream is announced on the main
+    connection, in order, and may come over another one.
+    """
 
     def __init__(self, sender: socket.socket, receiver: socket.socket, arrived: int = 0) -> None:
         self.sender, self.receiver = sender, receiver
@@ -32,8 +44,18 @@ class Pair:
         """Of the part of the stream that is being received, how much is still to come."""
         self.head = b""
         """What has come of what is in front of the next record."""
+        self.source = receiver
+        """Over which connection that part comes."""
         self._room = select.poll()
         self._room.register(sender, select.POLLOUT)
+        self._out: dict[int, socket.socket] = {0: sender}
+        self._in: dict[int, socket.socket] = {0: receiver}
+        self._aside = threading.Condition()
+        self._last = -1
+        self.attempt = 0
+        """Which of the link's pairs it is."""
+        self.widened = False
+        """Whether more connections were asked for."""
 
     def writable(self) -> bool:
         """Whether a small write would not wait."""
@@ -65,15 +87,78 @@ class Pair:
 
     def cut(self) -> None:
         """Make everybody who uses them fail; what has arrived can still be read."""
-        self.broken = True
-        _shut(self.sender)
-        _shut(self.receiver)
+        with self._aside:
+            self.broken = True
+            ends = [*self._out.values(), *self._in.values()]
+            self._aside.notify_all()
+        for end in ends:
+            _shut(end)
 
     def close(self) -> None:
         """Give the sockets back."""
         self.cut()
-        self.sender.close()
-        self.receiver.close()
+        self.close_senders()
+        self.close_receivers()
+
+    def close_senders(self) -> None:
+        """Nobody sends on them any more."""
+        for end in list(self._out.values()):
+            end.close()
+
+    def close_receivers(self) -> None:
+        """Nobody reads from them any more."""
+        for end in list(self._in.values()):
+            end.close()
+
+    # Connections aside.
+
+    @property
+    def is_far(self) -> bool:
+        """Whether a round trip is so long that one connection may not be enough."""
+        return _round_trip(self.sender) >= FAR_SECONDS
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there is more than one connection to send on."""
+        return len(self._out) > 1
+
+    def add(self, number: int, end: socket.socket, *, to_send: bool) -> None:
+        """One more connection, to send on or to receive on."""
+        with self._aside:
+            if self.broken:
+                end.close()
+                return
+            (self._out if to_send else self._in)[number] = end
+            self._aside.notify_all()
+
+    def roomiest(self) -> tuple[int, socket.socket]:
+        """A connection that takes bytes now, or the first that does; in turns."""
+        with self._aside:
+            ends = {end.fileno(): (number, end) for number, end in self._out.items()}
+        poll = select.poll()
+        for descriptor in ends:
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLOUT)
+        ready = sorted(descriptor for descriptor, _ in poll.poll())
+        self._last = next((each for each in ready if each > self._last), ready[0])
+        return ends[self._last]
+
+    def receive_from(self, number: int) -> None:
+        """The next part of the stream comes over this connection, which may not be here yet."""
+        with self._aside:
+            if number:
+                self._aside.wait_for(lambda: number in self._in or self.broken, ASIDE_SECONDS)
+            if number not in self._in:
+                raise ConnectionError(f"connection {number} did not come")
+            self.source = self._in[number]
+
+
+def _round_trip(end: socket.socket) -> float:
+    """Seconds of a round trip, as the kernel sees it; 0 where it does not tell."""
+    if sys.platform != "linux" or end.family not in (socket.AF_INET, socket.AF_INET6):
+        return 0.0
+    information = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72)
+    return float(struct.unpack_from("I", information, 68)[0]) / 1e6
 
 
 def _shut(end: socket.socket) -> None:
