@@ -15,7 +15,7 @@ import pytest
 from skyward.device import pump, route
 from skyward.pool import contact, relays
 from skyward.pool import streams as pool_streams
-from skyward.wire import blobs, dial, frames, identity, link, memory, messages, records
+from skyward.wire import blobs, dial, frames, identity, link, listener, memory, messages, records
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
 
@@ -82,7 +82,7 @@ def test_the_header_is_as_described() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    homes = (frames, identity, blobs, pool_streams)
+    homes = (frames, identity, listener, blobs, pool_streams)
     for name, value, _ in table("limit", "value", "meaning"):
         (actual,) = {repr(getattr(home, name)) for home in homes if hasattr(home, name)}
         assert actual == value, name

@@ -14,7 +14,8 @@ import pytest
 import skyward as sky
 from skyward.providers import Wish
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Listener, check_compatible, my_versions
+from skyward.wire.identity import check_compatible, my_versions
+from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 from skyward.worker.config import AgentConfig
 

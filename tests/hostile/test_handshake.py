@@ -19,16 +19,8 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.identity import (
-    PEER,
-    UNPROVEN_PEERS,
-    Authority,
-    Credentials,
-    Listener,
-    connect,
-    connect_once,
-    node_name,
-)
+from skyward.wire.identity import PEER, Authority, Credentials, connect, connect_once, node_name
+from skyward.wire.listener import UNPROVEN_PEERS, Listener
 from skyward.wire.messages import Hello, Ping, Welcome
 
 POOL = "0123456789ab"
@@ -308,7 +300,7 @@ def test_a_node_cannot_pass_for_the_client(
     """Its certificate is the pool's, but it may only pass buffers on to others."""
     node = tls_door.credentials(node_name(POOL, 1))
     place, name = tls_door.listener.endpoint, node_name(POOL, 0)
-    with pytest.raises(AuthenticationError, match="only the client may ask for"):
+    with pytest.raises(AuthenticationError, match="only the client asks for"):
         connect(place, Hello(POOL, role), node, name, 5)
     assert not tls_door.accepted
     connect_once(place, Hello(POOL, PEER), node, name).close()

@@ -17,15 +17,9 @@ from skyward.errors import AuthenticationError
 from skyward.wire import messages, records
 from skyward.wire.channel import Channel
 from skyward.wire.dial import WIDE, Dialer
-from skyward.wire.identity import (
-    Authority,
-    Listener,
-    SessionUnknownError,
-    connect_pair,
-    direct,
-    node_name,
-)
+from skyward.wire.identity import Authority, SessionUnknownError, connect_pair, direct, node_name
 from skyward.wire.link import LINK_WINDOW
+from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello, Item, Payload, Ping
 from skyward.wire.records import ASIDE, IS_COUNT, RECORD, RECORD_MAX, Pair
 

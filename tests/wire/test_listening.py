@@ -12,7 +12,8 @@ import pytest
 
 from skyward.errors import AuthenticationError
 from skyward.wire.channel import Channel
-from skyward.wire.identity import CLIENT, Authority, Credentials, Listener, connect
+from skyward.wire.identity import CLIENT, Authority, Credentials, connect
+from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 
 Accepted = queue.SimpleQueue[Channel]

@@ -14,7 +14,8 @@ import pytest
 from skyward.wire import memory
 from skyward.wire.blobs import BlobStore
 from skyward.wire.channel import Channel
-from skyward.wire.identity import PEER, Authority, Listener, node_name
+from skyward.wire.identity import PEER, Authority, node_name
+from skyward.wire.listener import Listener
 from skyward.wire.messages import Fetch, Hello
 from skyward.worker import relay
 from skyward.worker.arrivals import Arrival, Arrivals

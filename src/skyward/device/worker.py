@@ -13,7 +13,8 @@ import msgspec
 from skyward.device.pump import BACKLOGS, Link
 from skyward.device.route import Door
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Credentials, Listener
+from skyward.wire.identity import Credentials
+from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 from skyward.worker import lifeline, limits
 from skyward.worker.config import DeviceConfig

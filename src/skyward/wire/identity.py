@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import itertools
 import os
 import secrets
 import socket
@@ -17,7 +15,6 @@ import ssl
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,17 +27,13 @@ import msgspec
 from skyward.errors import AuthenticationError, ProtocolError, VersionMismatchError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.frames import GREETING_LIMIT, PROTOCOL, Frame, FrameDecoder
-from skyward.wire.link import Link
+from skyward.wire.frames import PROTOCOL, Frame, FrameDecoder
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.records import Pair
 
 SESSION_UNKNOWN = "unknown session"
 """The refusal of a connection that is to go on with a link this process does not have."""
 GREETING_SECONDS = 5.0
-UNPROVEN_PEERS = 16
 LIFETIME = datetime.timedelta(days=30)
-_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
 
 
 class SessionUnknownError(AuthenticationError):
@@ -178,7 +171,7 @@ PEER = "peer"
 """The one role that nodes have for each other."""
 
 
-def _name_of(end: ssl.SSLSocket) -> str:
+def certified_name(end: ssl.SSLSocket) -> str:
     """The name in the certificate of the other end."""
     certificate: Any = end.getpeercert() or {}
     return next((each["commonName"] for each in map(dict, certificate.get("subject", ()))), "")
@@ -321,11 +314,11 @@ def connect_one(
         end.settimeout(seconds)
         if is_here:
             _connect_unix(end, address, seconds)
-            _check_peer(end)
+            check_peer(end)
         elif family == "tcp":
             if context is None:
                 raise AuthenticationError(f"no credentials for {endpoint}")
-            _keep_alive(end)
+            keep_alive(end)
             try:
                 end = context.wrap_socket(end, server_hostname=name)
             except ssl.SSLError as problem:
@@ -355,7 +348,7 @@ def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
     return frame
 
 
-def _keep_alive(end: socket.socket) -> None:
+def keep_alive(end: socket.socket) -> None:
     """Have the kernel keep an idle connection known to whatever lies on its way.
 
     Not with a limit on unacknowledged bytes (TCP_USER_TIMEOUT): that also ends a connection whose
@@ -382,7 +375,7 @@ def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
             time.sleep(0.01)
 
 
-def _check_peer(end: socket.socket) -> None:
+def check_peer(end: socket.socket) -> None:
     """On one host, the peer must be this user (or root)."""
     if not hasattr(socket, "SO_PEERCRED"):
         return
@@ -390,211 +383,3 @@ def _check_peer(end: socket.socket) -> None:
     _, uid, _ = struct.unpack("3i", raw)
     if uid not in (os.getuid(), 0):
         raise AuthenticationError(f"the peer is user {uid}, this end is user {os.getuid()}")
-
-
-def _listening(place: str) -> tuple[str, socket.socket]:
-    """A socket at "unix:PATH" or "tcp:HOST:PORT", with the endpoint it got."""
-    family, _, address = place.partition(":")
-    if family == "unix":
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(address)
-        os.chmod(address, 0o600)
-        listening.listen(64)
-        return place, listening
-    host, _, port = address.rpartition(":")
-    listening = socket.create_server((host, int(port)), backlog=64)
-    return f"tcp:{host}:{listening.getsockname()[1]}", listening
-
-
-class Listener:
-    """Accepts connections, and hands on only those whose peer has proven itself.
-
-    Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
-    holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time, the latest to come.
-
-    `where` is one place or several, separated by spaces, and so is `endpoint`: plain Unix sockets
-    and TCP with TLS. Next to others, a TCP address that this machine does not have is left out.
-    """
-
-    def __init__(
-        self,
-        where: str,
-        pool: str,
-        credentials: Credentials | None,
-        accept: Callable[[Channel, Hello], None],
-        seconds: float = GREETING_SECONDS,
-    ) -> None:
-        self._sockets: dict[str, socket.socket] = {}
-        places = where.split(" ")
-        for place in places:
-            try:
-                endpoint, listening = _listening(place)
-            except OSError as problem:
-                if place.startswith("tcp:") and len(places) > 1 and problem.errno in _NOT_HERE:
-                    continue
-                raise
-            self._sockets[endpoint] = listening
-        self.endpoint = " ".join(self._sockets)
-        self._pool = pool
-        self._context = credentials.context(server=True) if credentials else None
-        self._accept = accept
-        self._seconds = seconds
-        self._versions = my_versions()
-        self._unproven: dict[int, socket.socket] = {}
-        self._halves: dict[tuple[str, int, str], socket.socket] = {}
-        self._links: dict[str, Link] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-        self._numbers = itertools.count()
-        for endpoint, listening in self._sockets.items():
-            threading.Thread(
-                target=self._serve,
-                args=(listening, None if endpoint.startswith("unix:") else self._context),
-                name="skyward-listener",
-                daemon=True,
-            ).start()
-
-    def _serve(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
-        while True:
-            try:
-                end, _ = listening.accept()
-            except OSError:
-                if self._closed:
-                    return
-                # Out of descriptors, say, which may pass; whoever it was will come again.
-                time.sleep(0.05)
-                continue
-            with self._lock:
-                number = next(self._numbers)
-                oldest = next(iter(self._unproven), 0)
-                crowd = len(self._unproven) >= UNPROVEN_PEERS
-                crowded_out = self._unproven.pop(oldest) if crowd else None
-                self._unproven[number] = end
-            if crowded_out is not None:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(crowded_out, socket.SHUT_RDWR)
-            threading.Thread(
-                target=self._greet,
-                args=(number, end, context),
-                name="skyward-greeting",
-                daemon=True,
-            ).start()
-
-    def _greet(self, number: int, end: socket.socket, context: ssl.SSLContext | None) -> None:
-        try:
-            deadline = time.monotonic() + self._seconds
-            end.settimeout(self._seconds)
-            if context is not None:
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _keep_alive(end)
-                end = context.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
-                with self._lock:
-                    if number in self._unproven:
-                        self._unproven[number] = end
-                end.do_handshake()
-            else:
-                _check_peer(end)
-            decoder = FrameDecoder(meta_limit=GREETING_LIMIT, body_limit=0)
-            hello = self._read_hello(end, decoder, deadline)
-            decoder.accept_large()
-            refusal = "" if hello.pool == self._pool else "this worker belongs to another pool"
-            if isinstance(end, ssl.SSLSocket) and hello.role != PEER and _name_of(end) != CLIENT:
-                refusal = f"only the client may ask for {hello.role!r}"
-            received = self._received_of(hello) if hello.attempt and not refusal else 0
-            if received is None:
-                refusal, received = SESSION_UNKNOWN, 0
-            Channel(end).send(Welcome(self._versions, os.getpid(), refusal, received))
-            if refusal:
-                raise AuthenticationError(refusal)
-            end.settimeout(None)
-        except (OSError, EOFError, ProtocolError):
-            # Whoever it was is not ours; the pool goes on without a word to them.
-            end.close()
-            return
-        finally:
-            with self._lock:
-                self._unproven.pop(number, None)
-        channel = self._joined(end, decoder, hello)
-        if channel is not None:
-            self._accept(channel, hello)
-
-    def _received_of(self, hello: Hello) -> int | None:
-        """What came of a link whose client is back, or begins; None if it cannot go on."""
-        with self._lock:
-            link = self._links.get(hello.session)
-        if link is not None:
-            return link.suspend(hello.attempt)
-        return None if hello.received else 0
-
-    def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
-        """A new channel, or None if another connection is missing or belongs to an old one."""
-        if hello.direction == "both":
-            return Channel(end, decoder=decoder)
-        opposite = "send" if hello.direction == "receive" else "receive"
-        with self._lock:
-            if self._closed or decoder.buffered:
-                end.close()
-                return None
-            if hello.aside:
-                link = self._links.get(hello.session)
-                if link is None:
-                    end.close()
-                else:
-                    link.widen(
-                        hello.attempt, hello.aside, end, to_send=hello.direction == "receive"
-                    )
-                return None
-            other = self._halves.pop((hello.session, hello.attempt, opposite), None)
-            if other is None:
-                key = (hello.session, hello.attempt, hello.direction)
-                stale = [self._halves.pop(key, None)]
-                self._halves[key] = end
-                if len(self._halves) > UNPROVEN_PEERS:
-                    stale.append(self._halves.pop(next(iter(self._halves))))
-                for half in filter(None, stale):
-                    half.close()
-                return None
-            # What the client sends on, we receive on.
-            sender, receiver = (end, other) if hello.direction == "receive" else (other, end)
-            if not hello.attempt:
-                return Channel(sender, receiver)
-            pair = Pair(sender, receiver, hello.received)
-            link = self._links.get(hello.session)
-            if link is None:
-                self._links = {key: kept for key, kept in self._links.items() if not kept.ended}
-                link = self._links[hello.session] = Link(pair, attempt=hello.attempt)
-                return Channel.over(link)
-        link.install(pair, hello.attempt)
-        return None
-
-    @staticmethod
-    def _read_hello(end: socket.socket, decoder: FrameDecoder, deadline: float) -> Hello:
-        while (frame := decoder.next()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the peer took too long to introduce itself")
-            end.settimeout(left)
-            data = end.recv(GREETING_LIMIT)
-            if not data:
-                raise EOFError("the peer left before it introduced itself")
-            decoder.feed(data)
-        hello = messages.decode_as(Hello, frame.kind, frame.meta)
-        if hello.direction not in ("both", "send", "receive"):
-            raise ProtocolError(f"a connection in the direction {hello.direction!r}")
-        return hello
-
-    def close(self) -> None:
-        """Stop accepting and remove the socket's file."""
-        with self._lock:
-            self._closed = True
-        for endpoint, listening in self._sockets.items():
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)
-            listening.close()
-            family, _, address = endpoint.partition(":")
-            if family == "unix":
-                Path(address).unlink(missing_ok=True)
-        with self._lock:
-            halves, self._halves = self._halves, {}
-        for end in halves.values():
-            end.close()

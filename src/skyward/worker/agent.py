@@ -24,7 +24,8 @@ from skyward import context
 from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Credentials, Listener
+from skyward.wire.identity import Credentials
+from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     CloseDevice,
     ExecutorDown,

@@ -30,7 +30,8 @@ from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages, objects, references
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import PEER, Credentials, Listener
+from skyward.wire.identity import PEER, Credentials
+from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     Cancel,
     Credit,
