@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import signal
@@ -40,6 +41,13 @@ def surely(values: Any) -> int:
 @sky.function
 def weighed(model: Any) -> float:
     return sum(parameter.sum().item() for parameter in model.parameters())
+
+
+@sky.function
+def hashed(value: Any) -> str:
+    parts = value if isinstance(value, list) else [value]
+    whole = b"".join(part.encode() if isinstance(part, str) else part for part in parts)
+    return hashlib.sha256(whole).hexdigest()
 
 
 @sky.function
@@ -95,6 +103,16 @@ def test_and_every_large_tensor_of_a_model(far: Any) -> None:
     with sent(far.pool) as mib:
         assert weighed(model) @ far.pool == pytest.approx([right] * 2)
         assert mib() < 12
+
+
+@pytest.mark.parametrize("kind", ["bytes", "str", "list of bytes"])
+def test_and_what_is_large_without_being_an_array(far: Any, kind: str) -> None:
+    data = os.urandom(6 * MIB)
+    value: Any = {"bytes": data, "str": data.hex(), "list of bytes": [data, data[::-1]]}[kind]
+    for call in (hashed(value), hashed(sky.put(value))):
+        with sent(far.pool) as mib:
+            assert call @ far.pool == [hashed.local(value)] * 2
+            assert mib() < 13
 
 
 def test_without_a_cluster_every_node_is_sent_its_own(far_pool: Any, values: Any) -> None:

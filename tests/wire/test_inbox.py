@@ -121,7 +121,7 @@ def test_a_segment_is_released_when_forgotten_and_unused(client: Client) -> None
     frame = client.far.receive()
     pieces, _ = client.inbox.take(client.far, frame, payload)
     assert pieces is not None
-    assert bytes(pieces[1][0]) == b"contents"
+    assert bytes(pieces[0]) == b"contents"
     client.inbox.forget(client.far, [segment.id], [])
     assert client.near.poll() == []
     del pieces

@@ -14,6 +14,7 @@ from typing import Any
 from skyward.errors import ConfigurationError
 from skyward.functions import Code, Handle, Pending
 from skyward.pool.references import References
+from skyward.pool.relays import RELAY_MIN
 from skyward.pool.task import Definition, Parcel
 from skyward.wire import memory, objects
 from skyward.wire.blobs import BLOB_MIN, BlobStore, Sources
@@ -47,8 +48,11 @@ def blob_room() -> tuple[int, str | None]:
 class Packer:
     """Makes parcels, and keeps one definition for everything workers hold under a key."""
 
-    def __init__(self, *, encrypted: bool, stale: Callable[[list[bytes], list[int]], None]) -> None:
+    def __init__(
+        self, *, encrypted: bool, relayed: bool, stale: Callable[[list[bytes], list[int]], None]
+    ) -> None:
         self._encrypted = encrypted
+        self._relayed = relayed
         self._tell_stale = stale
         self.cap, folder = blob_room()
         self.store = BlobStore(self.cap, folder)
@@ -58,24 +62,31 @@ class Packer:
         self._lock = threading.Lock()
 
     def call(
-        self, pending: Pending[Any], *, keep: bool, refer: References | None = None
+        self,
+        pending: Pending[Any],
+        *,
+        keep: bool,
+        for_many: bool = False,
+        refer: References | None = None,
     ) -> tuple[Parcel, list[Iterator[Any]]]:
         """A call's arguments, and the iterators among them that travel item by item.
 
-        `keep` copies what the caller may change before it is sent; `refer` decides which tensors
-        stay where they are.
+        `keep` copies what the caller may change before it is sent; `for_many` says that others
+        are sent the same; `refer` decides which tensors stay where they are.
         """
         function = pending.function
         args, kwargs, inputs = split_streams(pending)
         call = objects.Call(function.name, function.parameter_names, args, kwargs)
         encoded = objects.encode(call, own_modules=True, refer=refer)
-        parcel = self.parcel(encoded, keep=keep)
+        parcel = self.parcel(encoded, keep=keep, for_many=for_many)
         if encoded.referred:
             parcel.by_value = lambda: self.parcel(objects.encode(call, own_modules=True), keep=True)
         return parcel, inputs
 
-    def parcel(self, encoded: Encoded, *, keep: bool) -> Parcel:
+    def parcel(self, encoded: Encoded, *, keep: bool, for_many: bool = False) -> Parcel:
         """An encoded object with its large buffers named, and held if that is needed."""
+        if for_many and self._relayed and encoded.pickle_length >= RELAY_MIN:
+            encoded = encoded.with_pickle_apart()
         parcel = Parcel(encoded)
         large = [buffer for buffer in encoded.buffers if len(buffer) >= BLOB_MIN]
         if keep and len(large) < len(encoded.buffers):
@@ -142,7 +153,7 @@ class Packer:
             if known is not None:
                 self._definitions.move_to_end(code.key)
                 return known
-        made = Definition(code.key, self.parcel(_copied(code.encoded), keep=True), False)
+        made = Definition(code.key, self._kept(code.encoded), False)
         with self._lock:
             self._definitions[code.key] = made
             old = None
@@ -154,13 +165,16 @@ class Packer:
             self.release(old.parcel)
         return made
 
+    def _kept(self, encoded: Encoded) -> Parcel:
+        return self.parcel(_copied(encoded), keep=True, for_many=True)
+
     def handle(self, handle: Handle[Any]) -> Definition:
         """The definition of data given to `put`; it lives as long as the handle."""
         with self._lock:
             known = self._definitions.get(handle.key)
         if known is not None:
             return known
-        made = Definition(handle.key, self.parcel(_copied(handle.encoded), keep=True), True)
+        made = Definition(handle.key, self._kept(handle.encoded), True)
         with self._lock:
             self._definitions[handle.key] = made
         weakref.finalize(handle, self._forgotten.put, handle.key).atexit = False

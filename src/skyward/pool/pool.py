@@ -32,8 +32,11 @@ class Pool:
         self._console = console
         self._loop = Loop()
         self._dispatcher = Dispatcher(self._loop, console)
+        encrypted = crosses_a_network(spec.provider)
         self._packer = self._dispatcher.packer = Packer(
-            encrypted=crosses_a_network(spec.provider), stale=self._dispatcher.tell_stale
+            encrypted=encrypted,
+            relayed=encrypted and spec.options.cluster,
+            stale=self._dispatcher.tell_stale,
         )
         self._fleet = Fleet(self.id, spec, self._loop, self._dispatcher, console)
         self._ids = itertools.count(1)
@@ -109,7 +112,9 @@ class Pool:
         if like is not None and not like.inputs:
             parcel = self._packer.shared(like.parcel)
         else:
-            parcel, inputs = self._packer.call(pending, keep=keep, refer=refer)
+            parcel, inputs = self._packer.call(
+                pending, keep=keep, for_many=worker is not None, refer=refer
+            )
         if refer is not None and refer.holder is not None:
             on = refer.holder[0]
             worker = None if refer.holder[1] is None else (on, refer.holder[1])

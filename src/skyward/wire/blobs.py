@@ -387,7 +387,8 @@ def unpack(
     view = memoryview(body)
     if not payload.buffers and not payload.storages and payload.pickle == len(view):
         return view, [], []
-    if payload.pickle > len(view) or len(payload.storages) > len(payload.buffers):
+    apart = not payload.pickle
+    if payload.pickle > len(view) or len(payload.storages) + apart > len(payload.buffers):
         raise ProtocolError("a payload that does not fit its body")
     buffers = []
     for ref in payload.buffers:
@@ -397,7 +398,8 @@ def unpack(
         if ref.offset < payload.pickle or ref.offset + ref.length > len(view):
             raise ProtocolError("a buffer outside of its body")
         buffers.append(view[ref.offset : ref.offset + ref.length])
-    return view[: payload.pickle], buffers, payload.storages
+    pickle = buffers.pop(0) if apart else view[: payload.pickle]
+    return pickle, buffers, payload.storages
 
 
 def read_body(

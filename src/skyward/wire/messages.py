@@ -37,6 +37,7 @@ class Payload(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
     """An encoded object: how the body and shared memory make up its pickle and buffers."""
 
     pickle: Size
+    """Its length at the front of the body; 0 if the first of the buffers is the pickle."""
     buffers: list[Buffer] = []
     storages: list[tuple[Size, Size]] = []
     """For the last buffers, each a tensor storage: (first byte sent, bytes of the storage)."""

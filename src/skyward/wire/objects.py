@@ -44,6 +44,12 @@ class Encoded:
         """Bytes of the pickle itself."""
         return sum(map(len, self.pieces))
 
+    def with_pickle_apart(self) -> Encoded:
+        """The same with the pickle as the first buffer, so that it can be kept and passed on."""
+        whole = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+        buffers = [memoryview(whole), *self.buffers]
+        return Encoded([], buffers, self.storages, self.handles, self.referred)
+
     @property
     def size(self) -> int:
         """Bytes altogether."""
