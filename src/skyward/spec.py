@@ -232,9 +232,10 @@ class Worker:
 class Options:
     """How a pool behaves; every time is in seconds.
 
-    `idle_timeout` is how long a node without work is kept, `orphan_timeout` how long one lives on
-    without its client, and so how long an outage of the network may last. `console=None` shows
-    progress in the way the terminal allows.
+    With `cluster=False` workers stand alone: they know of no peers, and pass nothing on to each
+    other. `idle_timeout` is how long a node without work is kept, `orphan_timeout` how long one
+    lives on without its client, and so how long an outage of the network may last. `console=None`
+    shows progress in the way the terminal allows.
 
     >>> Options(default_timeout=30).retries
     0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyward.errors import BlobStoreFullError
 from skyward.wire import memory
 from skyward.wire.blobs import BlobStore
 from skyward.wire.channel import Channel
@@ -230,6 +231,22 @@ def test_wrong_bytes_do_not_pass_for_right_ones(peers: list[Peer]) -> None:
     second.fetch(first, data)
     assert second.settled.wait(10)
     assert second.have(data) is None
+
+
+def test_what_there_is_no_room_for_is_not_fetched(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = peers
+    data = content(MIB)
+    first.cache.place([data])
+
+    def full(size: int) -> None:
+        raise BlobStoreFullError(f"no room for {size} bytes")
+
+    monkeypatch.setattr(second.cache.arena, "allocate", full)
+    second.fetch(first, data)
+    assert not second.arrivals.awaits(memory.digests([data]))
+    assert not first.served
 
 
 def test_nobody_there_is_noticed_at_once(peers: list[Peer]) -> None:

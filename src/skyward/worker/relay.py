@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from skyward.errors import ProtocolError, SkywardError
+from skyward.errors import BlobStoreFullError, ProtocolError, SkywardError
 from skyward.wire import memory, messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER, Credentials, connect_once
@@ -49,11 +49,14 @@ class Relay:
         self._settled = settled
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin to get buffers from a peer."""
+        """Begin to get buffers from a peer; those for which there is no room will be missing."""
         wanted = self._arrivals.unknown(fetch.blobs)
         if not wanted:
             return
-        arrivals = self._arrivals.expect(wanted, fetch.number)
+        try:
+            arrivals = self._arrivals.expect(wanted, fetch.number)
+        except BlobStoreFullError:
+            return
         threading.Thread(
             target=self._fetch, args=(fetch, arrivals), name="skyward-fetch", daemon=True
         ).start()
