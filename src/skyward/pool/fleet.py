@@ -20,24 +20,22 @@ from skyward.errors import (
     PoolStartError,
     ProtocolError,
     SkywardError,
-    WorkerDiedError,
 )
 from skyward.pool.contact import Contacts, reach
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
+from skyward.pool.executors import Executors
 from skyward.pool.host import RemoteHost
 from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
-from skyward.pool.relays import Relays
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
 from skyward.providers import Host, Hosting, Order, Provider, Wish, crosses_a_network
 from skyward.spec import Nodes, Options, Worker
 from skyward.wire import messages
-from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import (
@@ -56,7 +54,6 @@ from skyward.wire.messages import (
     ExecutorDown,
     ExecutorUp,
     Hello,
-    Kill,
     Message,
     Ping,
     Prepared,
@@ -73,8 +70,6 @@ STEADY_SECONDS = 60.0
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
 """How much longer installing an image, and plugins, may take: some download gigabytes."""
-LAST_RESULTS_SECONDS = 1.0
-"""How long a dead executor's connection is read on before its tasks count as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +104,40 @@ class Fleet:
         self._authority = Authority(pool_id) if crosses_a_network(spec.provider) else None
         self._credentials = self._authority.issue(CLIENT) if self._authority else None
         # Executors on one host share memory with the client; over a network they help each other.
-        clustered = self._authority is not None and spec.options.cluster
-        self._relays = Relays() if clustered else None
+        self._clustered = self._authority is not None and spec.options.cluster
         self._head_port = _free_port()
         self._journal = Journal()
         self._is_remote = not isinstance(spec.provider, Hosting)
         self._resizing = threading.Lock()
         self._scaler = Scaler(spec.nodes, spec.options, dispatcher, self._scale_to)
-        self._preparer = Preparer(
+        self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
+        self._executors = Executors(
+            pool_id,
+            spec.worker,
+            loop,
+            dispatcher,
+            console,
+            self._contacts,
+            credentials=self._credentials,
+            clustered=self._clustered,
+            lock=self._lock,
+            is_closed=lambda: self.closed,
+            per_node=self._workers_per_node,
+            fail=self._fail_node,
+        )
+        self._preparer = self._executors.preparer = Preparer(
             spec.preparations,
             loop,
             members=self._members,
             compute_pool=self._compute_pool,
             meet_at=self._meet_at,
             drain=dispatcher.drain,
-            ready=self._lane_ready,
+            ready=self._executors.ready,
             failed=self._plugin_failed,
         )
         self._devices = DeviceDesk(
             self._tell_node, self._connect_device, spec.options.orphan_timeout
         )
-        self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         dispatcher.has_hope = self._has_hope
         dispatcher.why_hopeless = self._why_hopeless
 
@@ -276,7 +284,7 @@ class Fleet:
             credentials=credentials,
             blob_cap=self._dispatcher.packer.cap,
             plugged=bool(self._spec.preparations),
-            private=node.machine.address if self._relays is not None else "",
+            private=node.machine.address if self._clustered else "",
         )
 
     def _workers_per_node(self, node: Node) -> int:
@@ -449,10 +457,13 @@ class Fleet:
                 pass
             case ExecutorUp():
                 threading.Thread(
-                    target=self._open_lane, args=(node, message), name="skyward-lane", daemon=True
+                    target=self._executors.up,
+                    args=(node, message),
+                    name="skyward-lane",
+                    daemon=True,
                 ).start()
             case ExecutorDown():
-                self._executor_down(node, message)
+                self._executors.down(node, message)
             case Prepared():
                 self._preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
@@ -463,85 +474,6 @@ class Fleet:
                 )
             case _:
                 raise ProtocolError(f"an agent does not send {type(message).__name__}")
-
-    def _open_lane(self, node: Node, up: ExecutorUp) -> None:
-        hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
-        control = node.control
-        try:
-            channel, _ = reach(
-                node.route(up.endpoint),
-                hello,
-                self._credentials,
-                node_name(self._id, node.index),
-                node.dial,
-                persist=lambda: not self.closed and node.control is control is not None,
-            )
-        except (OSError, EOFError, SkywardError) as problem:
-            if not self.closed and node.state == "starting":
-                self._fail_node(
-                    node, PoolStartError(f"node {node.index}: worker unreachable: {problem}")
-                )
-            elif not self.closed:
-                # A new one takes its place, and is tried in turn.
-                node.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
-            return
-        self._add_lane(node, up, channel)
-
-    def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
-        worker = self._spec.worker
-        capacity = worker.concurrency if worker.executor == "thread" else 1
-        lane = Lane(
-            node=node.index,
-            worker=up.worker,
-            slot=up.slot,
-            capacity=capacity,
-            window=capacity,
-            pid=up.pid,
-            channel=channel,
-            store=self._dispatcher.packer.store,
-            kill=lambda reason: node.kill(lane, reason),
-            port=up.port,
-            peer=_among(up.endpoint, node.machine.address),
-            certified=node_name(self._id, node.index),
-            relays=self._relays,
-            open=False,
-        )
-        lane.mapped = Mapped(lambda: self._dispatcher.releasing.append(lane))
-        with self._lock:
-            if self.closed or node.state in ("lost", "stopped"):
-                channel.close()
-                return
-            node.lanes[up.worker, up.slot] = lane
-        self._contacts.watch_lane(lane, lambda reason: self._bury(node, lane, reason))
-        self._loop.watch(
-            channel,
-            lambda frame: self._on_data(node, lane, frame),
-            lambda problem: self._lane_lost(node, lane, problem),
-        )
-        self._preparer.lane_up(node, lane)
-
-    def _on_data(self, node: Node, lane: Lane, frame: Frame) -> None:
-        if frame.kind == Prepared.KIND:
-            prepared = messages.decode_as(Prepared, frame.kind, frame.meta)
-            self._preparer.lane_prepared(node, lane, prepared.problem)
-        else:
-            self._dispatcher.receive(lane, frame)
-
-    def _lane_ready(self, node: Node, lane: Lane) -> None:
-        """An executor can be given tasks; with the last one, the node is ready."""
-        self._dispatcher.add(lane, usable=node.state != "draining" and not lane.replaced)
-        worker = self._spec.worker
-        expected = self._workers_per_node(node) * (
-            1 if worker.executor == "thread" else worker.concurrency
-        )
-        with self._lock:
-            prepared = sum(other.prepared for other in node.lanes.values())
-            if node.state != "starting" or prepared != expected:
-                return
-            node.state = "ready"
-            node.ready_since = time.monotonic()
-        node.ready.set()
-        self._console.phase(node.index, "ready")
 
     # What plugins need to know, and how they fail.
 
@@ -565,57 +497,6 @@ class Fleet:
             self._node_lost(node, str(failure))
 
     # Losing things.
-
-    def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
-        """The connection ended; why, the agent will say, if it is not gone itself."""
-        if lane.lost or self.closed:
-            return
-        self._dispatcher.drain(lane)
-        resumes = lane.channel.resumes
-        lane.close()
-        if resumes:
-            # Its process waits for us to come back, which we will not.
-            node.kill(lane, f"its connection was given up: {problem}")
-        if lane.end_reason:
-            self._bury(node, lane, lane.end_reason)
-            return
-        # The agent's report follows within moments; without one, the link itself broke.
-        self._loop.later(2.0, lambda: self._bury(node, lane, "its connection was lost"))
-
-    def _executor_down(self, node: Node, down: ExecutorDown) -> None:
-        lane = node.lanes.get((down.worker, down.slot))
-        if lane is not None and lane.pid == down.pid:
-            # Results it sent before it died come before the end of its connection, unless a
-            # process it left behind keeps that open.
-            lane.end_reason = down.reason
-            over = lane.lost or lane.channel.exhausted
-            seconds = 0.0 if over else LAST_RESULTS_SECONDS
-            self._loop.later(seconds, lambda: self._bury(node, lane, down.reason))
-        if not down.restarting:
-            failure = PoolStartError(
-                f"node {node.index} worker {down.worker} cannot run: {down.reason}"
-            )
-            if node.state == "starting":
-                self._fail_node(node, failure)
-            else:
-                self._console.note(str(failure))
-        elif node.state == "starting" and lane is None:
-            self._console.note(f"node {node.index}: worker {down.worker}: {down.reason}")
-
-    def _bury(self, node: Node, lane: Lane, reason: str) -> None:
-        """An executor is gone for good."""
-        with self._lock:
-            if node.lanes.get((lane.worker, lane.slot)) is not lane:
-                return
-            del node.lanes[lane.worker, lane.slot]
-        if lane.tasks:
-            self._dispatcher.counts.workers_died += 1
-        self._preparer.lane_lost(node, lane, reason)
-        self._loop.forget(lane.channel)
-        self._dispatcher.lose(
-            lane,
-            lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
-        )
 
     def _agent_lost(self, node: Node, control: Channel, problem: BaseException) -> None:
         """The control connection is over, and will not be made again."""
@@ -712,12 +593,6 @@ class Fleet:
                 )
                 for node in self.nodes
             ]
-
-
-def _among(endpoints: str, address: str) -> str:
-    """Of the places where an executor listens, the one at its node's address for the others."""
-    found = (each for each in endpoints.split() if each.startswith(f"tcp:{address}:"))
-    return next(found, "")
 
 
 def _free_port() -> int:
