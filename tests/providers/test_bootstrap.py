@@ -539,6 +539,20 @@ def test_a_failure_for_want_of_rights_or_room_says_so() -> None:
     assert "make room on the machine" in message
 
 
+def test_packages_that_do_not_work_together_are_told_from_those_that_are_not_there(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """As where a library of the system is missing that a compiled package needs."""
+    url = index(tmp_path / "mine", msgspec=("99.0", ()))
+    image = Image(pip=["msgspec"], pip_indexes=[PipIndex(url, ["msgspec"])])
+    with pytest.raises(ImageError) as caught:
+        lab.prepared(image)
+    message = str(caught.value)
+    assert message.startswith("node 0: trying the environment failed for Image(pip=['msgspec'])\n")
+    assert "AttributeError" in message
+    assert "Image(apt=[...])" in message
+
+
 def test_a_failing_network_is_tried_once_more_and_told_apart(lab: Lab) -> None:
     nobody = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0"}
     image = Image(pip=["nosuchpackage-xyz"], env=nobody)

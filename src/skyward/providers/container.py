@@ -34,13 +34,22 @@ _HEADER = struct.Struct(">BxxxL")
 _MAIN = f"""\
 left={BOOTSTRAP_SECONDS}
 while [ "$left" -gt 0 ]; do
-    if grep -q -s skyward.worker.agen[t] /proc/[0-9]*/cmdline; then
-        left={AGENTLESS_SECONDS}
-    fi
+    for line in /proc/[0-9]*/cmdline; do
+        read -r line 2>/dev/null <"$line"
+        case $line in *skyward.worker.agen[t]*) left={AGENTLESS_SECONDS} ;; esac
+    done
     left=$((left - 5))
     sleep 5
 done
 """
+
+_PYTHON = """\
+node=${2#unix:}
+node=${node%/*}/python
+if [ -x "$node" ]; then exec "$node" -c "$@"; fi
+exec "$0" -c "$@"
+"""
+"""Of a machine on which Python was installed, the node's folder knows where."""
 
 _RELAY = """\
 import os, socket, sys, threading
@@ -281,7 +290,7 @@ class ContainerMachine:
         return await asyncio.to_thread(self._dial, endpoint)
 
     def _dial(self, endpoint: str) -> socket.socket:
-        command = [self.python or "python3", "-c", _RELAY, endpoint]
+        command = ["sh", "-c", _PYTHON, self.python or "python3", _RELAY, endpoint]
         executing = self._executing(command)
         stream, _ = executing.__enter__()
         near, far = socket.socketpair()

@@ -242,7 +242,8 @@ install_packages() {
         "$environment/bin/python" -m pip install --disable-pip-version-check --no-input \
             -r "$build/requirements.txt" "$cache/wheels/$wheel" || give_up packages
     fi
-    "$environment/bin/python" -c 'import skyward.worker.agent' || give_up packages
+    tell phase "trying the environment"
+    "$environment/bin/python" -c 'import skyward.worker.agent' || give_up environment
 }
 
 # No pool lives as long as this: its certificates end first.

@@ -33,8 +33,10 @@ fi
 if ! is_ready; then
     tell missing environment
     [ -s "$cache/wheels/$wheel" ] || tell missing wheel
-elif [ -z "$given_python" ]; then
-    touch "$environment/.ready"
+else
+    [ -n "$given_python" ] || touch "$environment/.ready"
+    # For what is to be run there later, and cannot know which environment it was.
+    ln -sf "$python" "$folder/python"
 fi
 
 cards=0
