@@ -53,7 +53,12 @@ def import_image() -> None:
 
 
 def remove_image() -> None:
+    """Remove it, with what was built for it."""
     subprocess.run(["podman", "rmi", "-f", IMAGE], check=False, capture_output=True)
+    filters = ["--filter", "label=skyward.cache"]
+    listed = subprocess.run(["podman", "volume", "ls", "-q", *filters], capture_output=True)
+    for name in listed.stdout.decode().split():
+        subprocess.run(["podman", "volume", "rm", "-f", name], check=False, capture_output=True)
 
 
 def _libraries(programs: Iterable[str]) -> set[Path]:

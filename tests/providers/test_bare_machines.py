@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from skyward.providers.container import ContainerMachine
 
 from . import bare
 
+LOUD = sky.Options(console=True)
 pytestmark = pytest.mark.usefixtures("engine")
 
 
@@ -23,6 +25,12 @@ def image(engine: None) -> Iterator[str]:
     bare.remove_image()
 
 
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> tuple[sky.Volume, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("mirror")
+    return sky.Volume(str(folder), read_only=True), bare.mirror(folder)
+
+
 @sky.function
 def interpreter() -> tuple[str, str]:
     return sys.version, sys.base_prefix
@@ -30,18 +38,21 @@ def interpreter() -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_uv_python_and_packages_are_brought_to_a_machine_that_has_none(
-    image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    image: str,
+    mirror: tuple[sky.Volume, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    eventually: Callable[..., None],
 ) -> None:
     """Slow: uv is fetched, Python packed, and all of it installed in a container.
 
     Nothing but the service's own stream leads into it, for which Python is needed there too.
     """
     monkeypatch.setattr(ContainerMachine, "direct", None)
-    variables = bare.mirror(tmp_path)
-    provider = sky.Container(image, mounts=[sky.Volume(str(tmp_path), read_only=True)])
+    volume, variables = mirror
+    provider = sky.Container(image, mounts=[volume])
     wanted = sky.Image(pip=["iniconfig"], env=variables)
-    options = sky.Options(console=True)
-    with sky.Compute(provider, image=wanted, options=options) as compute:
+    with sky.Compute(provider, image=wanted, options=LOUD) as compute:
         version, prefix = interpreter() >> compute
     assert version == sys.version
     assert "/skyward/python/cpython-" in prefix
@@ -49,3 +60,38 @@ def test_uv_python_and_packages_are_brought_to_a_machine_that_has_none(
     phases = ["sending uv", "installing Python", "installing packages", "trying the environment"]
     places = [told.index(phase) for phase in phases]
     assert places == sorted(places)
+
+    with sky.Compute(provider, image=wanted, options=LOUD) as compute:
+        assert interpreter() >> compute == (version, prefix)
+    told = capsys.readouterr().err
+    assert "starting the agent" in told
+    assert "installing" not in told, "another container has built it"
+    assert "sending" not in told
+    # What was copied through the service ends a moment after its container.
+    eventually(lambda: not names_of_threads("skyward-redial"), 10, "the end of the connections")
+
+
+def names_of_threads(name: str) -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == name]
+
+
+@pytest.mark.slow
+def test_two_pools_that_start_at_once_build_an_environment_once(
+    image: str,
+    mirror: tuple[sky.Volume, dict[str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slow: each of them has a container, and both of these are called node-0."""
+    volume, variables = mirror
+    wanted = sky.Image(pip=["iniconfig==2.0.0"], env=variables)
+
+    def started(_: int) -> tuple[str, str]:
+        provider = sky.Container(image, mounts=[volume])
+        with sky.Compute(provider, image=wanted, options=LOUD) as compute:
+            return interpreter() >> compute
+
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.map(started, range(2))
+    assert one == other
+    told = capsys.readouterr().err
+    assert told.count(": trying the environment") == 1

@@ -23,11 +23,15 @@ from skyward.spec import Volume
 
 POOL, NODE = "skyward.pool", "skyward.node"
 """The labels by which a pool's containers are found."""
+CACHE = "skyward.cache"
+"""The label of volumes with what was built for an image; they outlive every pool."""
 IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
 BOOTSTRAP_SECONDS = 1800
 AGENTLESS_SECONDS = 30
 """A container ends by itself when no agent came up in it for so long, or none is left."""
+_CACHE_FOLDER = "/var/cache/skyward"
 _TIMEOUT = 120
+_ENDING_SECONDS = 5.0
 _HEADER = struct.Struct(">BxxxL")
 """Before each piece of a command's output: the stream it belongs to, and its length."""
 
@@ -147,7 +151,7 @@ class Container:
     def _run(self, docker: Any, order: Order) -> Any:
         wish = order.wish
         image = self.image or os.environ.get(IMAGE) or _official_python(wish)
-        _have_image(docker, image)
+        found = _have_image(docker, image)
         network = _network(docker, order.pool)
         options: dict[str, Any] = {}
         if wish.vcpus:
@@ -156,6 +160,11 @@ class Container:
             options["mem_limit"] = int(wish.memory_gb * 2**30)
         if wish.accelerator is not None:
             options["device_requests"] = [_gpus(wish.accelerator.count)]
+        mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)]
+        if self.python is None:
+            # Else each pool would begin with nothing, and each of its nodes.
+            mounts.append(_cache(docker, found))
+            options["environment"] = {"SKYWARD_CACHE": _CACHE_FOLDER}
         # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
         options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
         return docker.containers.run(
@@ -165,7 +174,7 @@ class Container:
             hostname=f"node-{order.node}",
             labels={POOL: order.pool, NODE: str(order.node)},
             network=network,
-            mounts=[_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)],
+            mounts=mounts,
             init=True,
             auto_remove=True,
             detach=True,
@@ -230,6 +239,8 @@ class ContainerMachine:
         self.python = python
         self.node = int(container.labels.get(NODE, 0))
         self._pool = str(container.labels.get(POOL, ""))
+        self._copying: list[threading.Thread] = []
+        """One for each connection; they end with it, at the latest with the container."""
         container.reload()
         networks = container.attrs["NetworkSettings"]["Networks"].values()
         self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
@@ -314,7 +325,9 @@ class ContainerMachine:
 
         sender = threading.Thread(target=upward, name="skyward-dial", daemon=True)
         sender.start()
-        threading.Thread(target=downward, name="skyward-dial", daemon=True).start()
+        receiver = threading.Thread(target=downward, name="skyward-dial", daemon=True)
+        receiver.start()
+        self._copying = [each for each in self._copying if each.is_alive()] + [receiver]
         return near
 
     @contextlib.contextmanager
@@ -369,6 +382,8 @@ class ContainerMachine:
             except NotFound:
                 pass
             _remove_unused_network(docker, self._pool)
+        for thread in self._copying:
+            thread.join(_ENDING_SECONDS)
 
 
 def _addresses(host: str | None) -> list[str]:
@@ -403,14 +418,15 @@ def _official_python(wish: Wish) -> str:
     return f"python:{mine if wish.image.python == 'auto' else wish.image.python}-slim"
 
 
-def _have_image(docker: Any, image: str) -> None:
+def _have_image(docker: Any, image: str) -> Any:
     import docker.errors as errors
 
     try:
-        docker.images.get(image)
+        return docker.images.get(image)
     except errors.ImageNotFound:
         try:
             docker.images.pull(image)
+            return docker.images.get(image)
         except errors.APIError as problem:
             raise PoolStartError(
                 f"the image {image!r} is not here and cannot be pulled: {_said(problem)}; name "
@@ -442,6 +458,15 @@ def _mount(volume: Volume) -> Any:
     from docker.types import Mount
 
     return Mount(volume.target, volume.source, type="bind", read_only=volume.read_only)
+
+
+def _cache(docker: Any, image: Any) -> Any:
+    """A volume for what is built in containers of an image; its Python is that of no other."""
+    from docker.types import Mount
+
+    name = f"skyward-cache-{str(image.id).removeprefix('sha256:')[:12]}"
+    docker.volumes.create(name, labels={CACHE: (image.tags or [name])[0]})
+    return Mount(_CACHE_FOLDER, name, type="volume")
 
 
 def _gpus(count: int) -> Any:

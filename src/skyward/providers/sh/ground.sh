@@ -22,7 +22,7 @@ fi
 
 home=${HOME:-}
 [ -d "$home" ] || home=$(cd ~ 2>/dev/null && pwd)
-cache=${XDG_CACHE_HOME:-${home:+${home%/}/.cache}}/skyward
+cache=${SKYWARD_CACHE:-${XDG_CACHE_HOME:-${home:+${home%/}/.cache}}/skyward}
 if [ "$cache" = /skyward ] || ! mkdir -p "$cache" 2>/dev/null || ! [ -w "$cache" ]; then
     for cache in "/var/tmp/skyward-$user" "/tmp/skyward-$user" ""; do
         mkdir "$cache" 2>/dev/null
@@ -63,9 +63,10 @@ missing_apt() {
 }
 
 # The marker is written last, and holds what dpkg does not know although apt installed it.
+is_built() { [ -f "$environment/.ready" ] && [ -x "$environment/bin/python" ]; }
 is_ready() {
     [ -n "$given_python" ] && return 0
-    [ -f "$environment/.ready" ] && [ -x "$environment/bin/python" ] || return 1
+    is_built || return 1
     [ -z "$apt" ] && return 0
     virtual=
     read -r virtual <"$environment/.ready"
