@@ -18,7 +18,7 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Order, Wish
+from skyward.providers import Order, Wish, gpus
 from skyward.spec import Volume
 
 POOL, NODE = "skyward.pool", "skyward.node"
@@ -108,7 +108,9 @@ class Container:
         checks.store(self, mounts=tuple(mounts))
 
     def check(self, wish: Wish) -> None:
-        """Nothing here is known before the service is asked."""
+        """Little is known before the service is asked."""
+        if wish.accelerator is not None:
+            gpus.check(wish.accelerator)
 
     def describe(self) -> Mapping[str, Any]:
         """Where its containers are; that is all it takes to find and remove them."""
@@ -144,8 +146,10 @@ class Container:
                 _remove_unused_network(docker, order.pool)
                 if isinstance(problem, (PoolStartError, ConfigurationError)):
                     raise
+                said, accelerator = _said(problem), order.wish.accelerator
+                why = accelerator and gpus.refusal(accelerator, order.node, said)
                 raise PoolStartError(
-                    f"node {order.node}: the container did not start: {_said(problem)}"
+                    why or f"node {order.node}: the container did not start: {said}"
                 ) from problem
 
     def _run(self, docker: Any, order: Order) -> Any:
@@ -158,8 +162,8 @@ class Container:
             options["nano_cpus"] = int(wish.vcpus * 1e9)
         if wish.memory_gb:
             options["mem_limit"] = int(wish.memory_gb * 2**30)
-        if wish.accelerator is not None:
-            options["device_requests"] = [_gpus(wish.accelerator.count)]
+        if wish.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
+            options["device_requests"] = [gpus.request(docker, wish.accelerator, order.node)]
         mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)]
         if self.python is None:
             # Else each pool would begin with nothing, and each of its nodes.
@@ -467,12 +471,6 @@ def _cache(docker: Any, image: Any) -> Any:
     name = f"skyward-cache-{str(image.id).removeprefix('sha256:')[:12]}"
     docker.volumes.create(name, labels={CACHE: (image.tags or [name])[0]})
     return Mount(_CACHE_FOLDER, name, type="volume")
-
-
-def _gpus(count: int) -> Any:
-    from docker.types import DeviceRequest
-
-    return DeviceRequest(count=count, capabilities=[["gpu"]])
 
 
 def _name(pool: str, node: int) -> str:

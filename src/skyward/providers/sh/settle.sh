@@ -48,6 +48,12 @@ for card in /proc/driver/nvidia/gpus/*/information; do
         if [ "$name" = Model: ]; then tell accelerator "$value"; fi
     done <"$card"
 done
+# A container may see all cards of its machine there, and have the devices of some.
+devices=0
+for device in /dev/nvidia[0-9] /dev/nvidia[0-9][0-9]; do
+    if [ -e "$device" ]; then devices=$((devices + 1)); fi
+done
+if [ "$devices" -gt 0 ] && [ "$devices" -lt "$cards" ]; then cards=$devices; fi
 tell accelerators "$cards"
 tell hostname "$host"
 tell cache "$cache"
