@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from floors import RawLink, change, touch
 from measure import Sample, interleave, p50, timed
 from report import Row, absent, absolute, compared, run_suite
-from testbed import Hosts, NoTestbedError, containers, ssh_hosts
+from testbed import Hosts, NoTestbedError, containers, forgetful_host, ssh_hosts
 
 import skyward as sky
 
@@ -33,10 +34,11 @@ class Size:
     rounds: int
     calls: int
     starts: int
+    firsts: int
 
 
-FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5)
-QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1)
+FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5, firsts=3)
+QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1, firsts=1)
 
 
 @sky.function
@@ -67,16 +69,39 @@ def hosts_start(size: Size) -> Sequence[Row]:
     return [absolute(what, starts, "< 3 s", 3)]
 
 
+def first_and_second(size: Size) -> Sequence[Row]:
+    """A host on which uv, the packages and skyward have to be installed, and the same host again.
+
+    Before each first start the folder with all of that is deleted, what was downloaded included.
+    """
+    what = "SSH host, image with numpy: first start"
+    try:
+        with forgetful_host() as (provider, cache):
+
+            def first() -> float:
+                shutil.rmtree(cache, ignore_errors=True)
+                return start(provider, IMAGE, nodes=1)
+
+            # One after the other: what a second start finds, the first has left.
+            pairs = [(first(), start(provider, IMAGE, nodes=1)) for _ in range(size.firsts)]
+    except NoTestbedError as problem:
+        return [absent(what, "the second", str(problem))]
+    firsts, seconds = (Sample(values) for values in zip(*pairs, strict=True))
+    return [compared(what, firsts, "the second with the same image", seconds, ">= 5x")]
+
+
+def start(provider: sky.Container | sky.SSH, image: sky.Image, nodes: int) -> float:
+    """Seconds until a pool is ready."""
+    compute = sky.Compute(provider, nodes=nodes, image=image, options=QUIET)
+    taken = timed(compute.__enter__)
+    compute.__exit__(None, None, None)
+    return taken
+
+
 def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> Sample:
     """Seconds until a pool is ready; the first time is not counted."""
-
-    def start() -> float:
-        compute = sky.Compute(provider, nodes=2, image=image, options=QUIET)
-        taken = timed(compute.__enter__)
-        compute.__exit__(None, None, None)
-        return taken
-
-    return interleave({"start": start}, rounds=times)["start"]
+    contenders = {"start": lambda: start(provider, image, nodes=2)}
+    return interleave(contenders, rounds=times)["start"]
 
 
 def calls_and_bytes(size: Size) -> Sequence[Row]:
@@ -217,7 +242,7 @@ def plainly(floats: Any, link: RawLink) -> Callable[[], float]:
 if __name__ == "__main__":
     run_suite(
         "other machines",
-        [containers_start, hosts_start, calls_and_bytes],
+        [containers_start, hosts_start, first_and_second, calls_and_bytes],
         full=FULL,
         quick=QUICK,
     )
