@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 IMAGE = "localhost/skyward-bare:1"
+MUSL_IMAGE = "localhost/skyward-musl:1"
 PROGRAMS = ["sh", "cat", "chmod", "id", "ln", "ls", "mkdir", "mv"]
 PROGRAMS += ["readlink", "rm", "sleep", "touch", "uname", "wc"]
 """No grep, awk, sed, find, tar, gzip or env, and no Python."""
@@ -44,17 +45,12 @@ def import_image() -> None:
             tar.add(library.resolve(), str(place).lstrip("/"))
         if AUTHORITIES.exists():
             tar.add(AUTHORITIES.resolve(), str(AUTHORITIES).lstrip("/"))
-    subprocess.run(
-        ["podman", "import", "-q", "-c", "ENV PATH=/bin", "-", IMAGE],
-        input=packed.getvalue(),
-        check=True,
-        capture_output=True,
-    )
+    _import(packed.getvalue(), IMAGE)
 
 
 def remove_image() -> None:
     """Remove it, with what was built for it."""
-    subprocess.run(["podman", "rmi", "-f", IMAGE], check=False, capture_output=True)
+    subprocess.run(["podman", "rmi", "-f", IMAGE, MUSL_IMAGE], check=False, capture_output=True)
     filters = ["--filter", "label=skyward.cache"]
     listed = subprocess.run(["podman", "volume", "ls", "-q", *filters], capture_output=True)
     for name in listed.stdout.decode().split():
@@ -109,3 +105,32 @@ def mirror(folder: Path) -> dict[str, str]:
 def _wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     unused = _UNUSED.intersection(entry.name.split("/")) or entry.name.endswith(".a")
     return None if unused else entry
+
+
+def import_image_without_glibc(folder: Path) -> bool:
+    """A machine with a static shell and musl, as far as apt has them; whether it could be."""
+    fetch = ["apt-get", "-qq", "download", "busybox-static", "musl"]
+    if subprocess.run(fetch, cwd=folder, check=False, capture_output=True).returncode:
+        return False
+    for package in folder.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", str(package), str(folder / "unpacked")], check=True)
+    (loader,) = folder.glob("unpacked/lib/ld-musl-*")
+    (libc,) = folder.glob("unpacked/**/*-musl/libc.so")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.add(folder / "unpacked/bin/busybox", "bin/busybox")
+        tar.add(libc, f"lib/{loader.name}")
+        for program in PROGRAMS:
+            entry = tarfile.TarInfo(f"bin/{program}")
+            entry.type, entry.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(entry)
+        entry = tarfile.TarInfo("tmp")
+        entry.type, entry.mode = tarfile.DIRTYPE, 0o1777
+        tar.addfile(entry)
+    _import(packed.getvalue(), MUSL_IMAGE)
+    return True
+
+
+def _import(packed: bytes, name: str) -> None:
+    command = ["podman", "import", "-q", "-c", "ENV PATH=/bin", "-", name]
+    subprocess.run(command, input=packed, check=True, capture_output=True)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,21 @@ def test_two_pools_that_start_at_once_build_an_environment_once(
     assert one == other
     told = capsys.readouterr().err
     assert told.count(": trying the environment") == 1
+
+
+@pytest.mark.slow
+def test_a_machine_without_glibc_gets_a_uv_that_runs_there(image: str, tmp_path: Path) -> None:
+    """Slow: a static shell is fetched. It is not followed by a Python, which no mirror here has."""
+    if not bare.import_image_without_glibc(tmp_path):
+        pytest.skip("apt has no static shell to offer here")
+    nowhere = {"UV_PYTHON_INSTALL_MIRROR": "file:///nowhere"}
+    quiet = sky.Options(console=False)
+    with pytest.raises(sky.ImageError) as caught:
+        with sky.Compute(
+            sky.Container(bare.MUSL_IMAGE), image=sky.Image(env=nowhere), options=quiet
+        ):
+            pass
+    message = str(caught.value)
+    assert message.startswith("node 0: installing Python ")
+    assert "failed for Image(python=" in message
+    assert "musl" in message

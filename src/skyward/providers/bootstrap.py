@@ -171,6 +171,9 @@ class _Preparation:
             if "uv" in report.missing and not carried:
                 carried = True
                 with_uv = await self._carry_uv(facts)
+            elif "uv" in report.missing and with_uv:
+                with_uv = False
+                self.note(f"node {self.node}: uv does not run there; going on with pip")
             elif blame.looks_like_network(report.lines) and not repeated:
                 repeated = True
                 self.note(f"node {self.node}: {report.phase} failed on the network; once more")
@@ -180,9 +183,8 @@ class _Preparation:
     async def _carry_uv(self, facts: dict[str, str]) -> bool:
         """Take uv there; False where it cannot be had, and pip must do."""
         self.phase("sending uv")
-        system, _, architecture = facts["platform"].partition(" ")
         try:
-            program = await uv.program_for(system, architecture)
+            program = await uv.program_for(*facts["platform"].split(" "))
         except ImageError as problem:
             self.note(f"node {self.node}: {problem}; going on with pip")
             return False

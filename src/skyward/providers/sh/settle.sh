@@ -57,7 +57,7 @@ if [ "$devices" -gt 0 ] && [ "$devices" -lt "$cards" ]; then cards=$devices; fi
 tell accelerators "$cards"
 tell hostname "$host"
 tell cache "$cache"
-tell platform "$(uname -s) $arch"
+tell platform "$(uname -s) $arch $libc"
 have gzip && tell gzip yes
 tell python "$python"
 tell folder "$folder"
