@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.providers import container
 from skyward.providers.container import ContainerMachine
 
 from . import bare
@@ -114,3 +117,15 @@ def test_a_machine_without_glibc_gets_a_uv_that_runs_there(image: str, tmp_path:
     assert message.startswith("node 0: installing Python ")
     assert "failed for Image(python=" in message
     assert "musl" in message
+
+
+@pytest.mark.slow
+def test_a_container_ends_by_itself_some_time_after_its_agent(image: str) -> None:
+    """Slow: it looks every five seconds. The first line of a command is all that it looks at."""
+    agent = "\nsh -c 'sleep 12; :' skyward.worker.agent &\n"
+    main = container._MAIN.replace(f"left={container.BOOTSTRAP_SECONDS}", "left=6")
+    main = main.replace(f"left={container.AGENTLESS_SECONDS}", "left=6")
+    begun = time.monotonic()
+    command = ["podman", "run", "--rm", "--init", image, "sh", "-c", agent + main]
+    subprocess.run(command, check=True, timeout=100)
+    assert time.monotonic() - begun > 12
