@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 import time
@@ -17,14 +18,14 @@ from floors import RawLink, change, touch
 from measure import Sample, interleave, p50, timed
 from report import Row, absent, absolute, compared, run_suite
 from slow_link import NoLinkError, slow_link
-from testbed import Hosts, NoTestbedError, containers, ssh_hosts
+from testbed import Hosts, NoTestbedError, containers, forgetful_host, ssh_hosts
 
 import skyward as sky
 
 QUIET = sky.Options(console=False)
 IMAGE = sky.Image(pip=["numpy"])
 MIB = 2**20
-ROUND_TRIP = "no-op call to an SSH host, through SSH"
+ROUND_TRIP = "no-op call to an SSH host"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,32 @@ class Size:
     rounds: int
     calls: int
     starts: int
+    firsts: int
     broadcast: int
     broadcasts: int
+    distant: int
 
 
-FULL = Size(payload=256 * MIB, rounds=9, calls=200, starts=5, broadcast=256 * 10**6, broadcasts=3)
-QUICK = Size(payload=64 * MIB, rounds=2, calls=20, starts=1, broadcast=16 * 10**6, broadcasts=1)
+FULL = Size(
+    payload=256 * MIB,
+    rounds=9,
+    calls=200,
+    starts=5,
+    firsts=3,
+    broadcast=256 * 10**6,
+    broadcasts=3,
+    distant=128 * 10**6,
+)
+QUICK = Size(
+    payload=64 * MIB,
+    rounds=2,
+    calls=20,
+    starts=1,
+    firsts=1,
+    broadcast=16 * 10**6,
+    broadcasts=1,
+    distant=16 * 10**6,
+)
 
 
 @sky.function
@@ -71,16 +92,39 @@ def hosts_start(size: Size) -> Sequence[Row]:
     return [absolute(what, starts, "< 3 s", 3)]
 
 
+def first_and_second(size: Size) -> Sequence[Row]:
+    """A host on which uv, the packages and skyward have to be installed, and the same host again.
+
+    Before each first start the folder with all of that is deleted, what was downloaded included.
+    """
+    what = "SSH host, image with numpy: first start"
+    try:
+        with forgetful_host() as (provider, cache):
+
+            def first() -> float:
+                shutil.rmtree(cache, ignore_errors=True)
+                return start(provider, IMAGE, nodes=1)
+
+            # One after the other: what a second start finds, the first has left.
+            pairs = [(first(), start(provider, IMAGE, nodes=1)) for _ in range(size.firsts)]
+    except NoTestbedError as problem:
+        return [absent(what, "the second", str(problem))]
+    firsts, seconds = (Sample(values) for values in zip(*pairs, strict=True))
+    return [compared(what, firsts, "the second with the same image", seconds, ">= 5x")]
+
+
+def start(provider: sky.Container | sky.SSH, image: sky.Image, nodes: int) -> float:
+    """Seconds until a pool is ready."""
+    compute = sky.Compute(provider, nodes=nodes, image=image, options=QUIET)
+    taken = timed(compute.__enter__)
+    compute.__exit__(None, None, None)
+    return taken
+
+
 def started(provider: sky.Container | sky.SSH, image: sky.Image, times: int) -> Sample:
     """Seconds until a pool is ready; the first time is not counted."""
-
-    def start() -> float:
-        compute = sky.Compute(provider, nodes=2, image=image, options=QUIET)
-        taken = timed(compute.__enter__)
-        compute.__exit__(None, None, None)
-        return taken
-
-    return interleave({"start": start}, rounds=times)["start"]
+    contenders = {"start": lambda: start(provider, image, nodes=2)}
+    return interleave(contenders, rounds=times)["start"]
 
 
 def calls_and_bytes(size: Size) -> Sequence[Row]:
@@ -98,6 +142,7 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             calls = interleave(
                 {
                     "tunnel": lambda: p50(lambda: nothing() >> through, size.calls),
+                    "straight": lambda: p50(lambda: nothing() >> straight, size.calls),
                     "channel": lambda: p50(channel.round_trip, size.calls),
                 },
                 rounds=size.rounds,
@@ -115,7 +160,7 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             )
     except NoTestbedError as problem:
         what = (
-            ROUND_TRIP,
+            *(f"{ROUND_TRIP}, {way}" for way in ("through SSH", "direct TLS")),
             tunnelled,
             f"{label}, direct TLS",
         )
@@ -123,8 +168,15 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
     rate = {name: sample.per(size.payload, "B/s") for name, sample in seconds.items()}
     return [
         compared(
-            ROUND_TRIP,
+            f"{ROUND_TRIP}, through SSH",
             calls["tunnel"],
+            "a byte there and back through `ssh`",
+            calls["channel"],
+            "<= 2x",
+        ),
+        compared(
+            f"{ROUND_TRIP}, direct TLS",
+            calls["straight"],
             "a byte there and back through `ssh`",
             calls["channel"],
             "<= 2x",
@@ -233,10 +285,30 @@ def broadcasts(size: Size) -> Sequence[Row]:
     ]
 
 
+def distant(size: Size) -> Sequence[Row]:
+    """One node at the end of a link of 1 Gbit/s and 100 ms, where one connection is too few."""
+    what = f"{size.distant // 10**6} MB to a node 100 ms away, over 1 Gbit/s"
+    plain = "a plain socket"
+    try:
+        with slow_link(0.1, mbit=1000) as ends:
+            seconds = broadcasts_over(ends, size.distant, size.broadcasts)
+    except NoLinkError as problem:
+        return [absent(what, plain, str(problem))]
+    rate = {name: sample.per(size.distant, "B/s") for name, sample in seconds.items()}
+    return [compared(what, rate["one"], plain, rate["socket"])]
+
+
 if __name__ == "__main__":
     run_suite(
         "other machines",
-        [containers_start, hosts_start, calls_and_bytes, broadcasts],
+        [
+            containers_start,
+            hosts_start,
+            first_and_second,
+            calls_and_bytes,
+            broadcasts,
+            distant,
+        ],
         full=FULL,
         quick=QUICK,
     )

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import skyward as sky
@@ -59,9 +60,7 @@ def ssh_hosts() -> Iterator[Hosts]:
     """Two SSH hosts, taken down afterwards."""
     # Short, because Unix sockets end up below it.
     folder = tempfile.mkdtemp(prefix="skybench-", dir="/tmp")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     environment = {"TESTBED_STATE": folder, "TESTBED_SSH_PORT": str(port)}
     try:
         said = _run("sshd-up", "2", **environment)
@@ -76,6 +75,52 @@ def ssh_hosts() -> Iterator[Hosts]:
         with contextlib.suppress(NoTestbedError):
             _run("sshd-down", **environment)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def forgetful_host() -> Iterator[tuple[sky.SSH, Path]]:
+    """An SSH host that keeps what it builds in one folder, which may be deleted; and the folder."""
+    with ssh_hosts() as hosts, tempfile.TemporaryDirectory(prefix="skybench-") as name:
+        folder = Path(name)
+        cache = folder / "cache"
+        port = _free_port()
+        plain = Path(hosts.key).with_name("sshd1.conf").read_text().splitlines()
+        kept = [line for line in plain if line.split()[:1] not in (["Port"], ["SetEnv"])]
+        config = folder / "sshd.conf"
+        config.write_text("\n".join([f"Port {port}", f"SetEnv SKYWARD_CACHE={cache}", *kept, ""]))
+        known = folder / "known_hosts"
+        entries = Path(hosts.known_hosts).read_text()
+        known.write_text(entries.replace(f"]:{hosts.port} ", f"]:{port} "))
+        daemon = subprocess.Popen(
+            ["/usr/sbin/sshd", "-D", "-f", str(config)], stderr=subprocess.DEVNULL
+        )
+        try:
+            _await_listener(hosts.names[0], port)
+            one = replace(hosts, names=hosts.names[:1], port=port, known_hosts=str(known))
+            yield one.provider(), cache
+        finally:
+            daemon.terminate()
+            daemon.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_listener(host: str, port: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection((host, port), 1).close()
+        except OSError as problem:
+            if time.monotonic() > deadline:
+                raise NoTestbedError(f"sshd on port {port}: {problem}") from problem
+            time.sleep(0.05)
+        else:
+            return
 
 
 @contextlib.contextmanager

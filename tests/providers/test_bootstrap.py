@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from skyward.providers import Order, Wish, blame, bootstrap
 from skyward.providers.bootstrap import Prepared
 from skyward.providers.local import LocalMachine
 from skyward.providers.recipe import Recipe
+from skyward.providers.wheel import own_wheel
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -537,6 +539,72 @@ def test_a_failure_for_want_of_rights_or_room_says_so() -> None:
     lines = ["error: failed to write: No space left on device (os error 28)"]
     message = str(blame.failure(0, "packages", "installing packages", image, "3.11", lines))
     assert "make room on the machine" in message
+
+
+def test_variables_may_hold_anything_and_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
+    cache = tmp_path / """it's "odd" $(touch x) `touch x` \\ größe"""
+    env = {
+        "UV_CACHE_DIR": str(cache),
+        "LINES": "one\ntwo\n",
+        "IFS": "e",
+        "cache": "/nowhere",
+        "each": "x",
+        "origins": "x",
+        "wheel": "x",
+        "apt": "nosuch",
+        "project": "x",
+        "EMPTY": "",
+    }
+    _, prepared = lab.prepared(Image(env=env))
+    assert said_by(lab, prepared.python, "import skyward; print('there')") == "there"
+    assert cache.is_dir()
+    assert not list(Path(prepared.folder).rglob("x"))
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_machine_that_fell_silent_is_taken_over(lab: Lab) -> None:
+    """Slow: another that shares the folder, in a container or over a network, is waited for."""
+    image = Image()
+    name = f"{Recipe(image, own_wheel()).key}-{os.uname().machine}-gnu.lock"
+    envs = lab.cache / "envs"
+    envs.mkdir(parents=True)
+    (envs / name).symlink_to("elsewhere-pid:[1]:1:1")
+    begun = time.monotonic()
+    _, prepared = lab.prepared(image)
+    assert 25 < time.monotonic() - begun < 90
+    assert "waiting for another node that builds this environment" in lab.phases
+    assert not prepared.cached
+    assert not list(envs.glob("*.lock*"))
+
+
+def test_a_start_after_a_failure_goes_on_from_what_is_there(lab: Lab, tmp_path: Path) -> None:
+    """The same image: its package comes to the index after the first attempt."""
+    folder = tmp_path / "mine"
+    url = index(folder, skyalpha=("1.0", ()))
+    image = Image(pip=["skybeta"], pip_indexes=[PipIndex(url, ["skybeta"])])
+    with pytest.raises(ImageError, match=r"Image\(pip=\['skybeta'\]\)"):
+        lab.prepared(image)
+    left = [each.name for each in (lab.cache / "envs").iterdir()]
+    assert not [name for name in left if name.endswith((".lock", ".build", ".beat"))]
+    index(folder, skybeta=("1.0", ()))
+    lab.phases.clear()
+    _, prepared = lab.prepared(image, node=1)
+    assert said_by(lab, prepared.python, "import skybeta; print(skybeta.origin)") == "mine"
+    assert "sending skyward" not in lab.phases
+
+
+def test_packages_that_do_not_work_together_are_told_from_those_that_are_not_there(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """As where a library of the system is missing that a compiled package needs."""
+    url = index(tmp_path / "mine", msgspec=("99.0", ()))
+    image = Image(pip=["msgspec"], pip_indexes=[PipIndex(url, ["msgspec"])])
+    with pytest.raises(ImageError) as caught:
+        lab.prepared(image)
+    message = str(caught.value)
+    assert message.startswith("node 0: trying the environment failed for Image(pip=['msgspec'])\n")
+    assert "AttributeError" in message
+    assert "Image(apt=[...])" in message
 
 
 def test_a_failing_network_is_tried_once_more_and_told_apart(lab: Lab) -> None:

@@ -108,6 +108,49 @@ def test_links_that_lead_outside_are_refused_unless_left_out(here: Path) -> None
     assert names(includes.find(["app"], ["secrets"])) == {"app/a.py"}
 
 
+def test_links_that_lead_to_themselves_are_refused_unless_left_out(here: Path) -> None:
+    write(here / "app/a.py")
+    (here / "app/loop").symlink_to("loop")
+    with pytest.raises(ImageError, match=r"link to 'loop', .*nowhere.*excludes=\['loop'\]"):
+        includes.find(["app"])
+    assert names(includes.find(["app"], ["loop"])) == {"app/a.py"}
+    with pytest.raises(ImageError, match=r"there is no .*loop"):
+        includes.find(["app/loop"])
+
+
+def test_a_link_to_a_folder_above_it_is_not_followed(here: Path, tmp_path: Path) -> None:
+    write(here / "app/deep/a.py")
+    (here / "app/deep/up").symlink_to("..")
+    there = unpacked(includes.find(["app"]), tmp_path / "there")
+    assert os.readlink(there / "app/deep/up") == ".."
+
+
+def test_a_file_that_vanishes_meanwhile_is_not_missed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here / "app/a.py")
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [*listed(path), "gone.tmp"])
+    assert names(includes.find(["app"])) == {"app/a.py"}
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here / "app/log.txt", text="x" * 100)
+    bundle = includes.find(["app"])
+    monkeypatch.setattr(includes._Reading, "read", lambda self, size=-1: b"")
+    with pytest.raises(ImageError, match=r"log\.txt was cut off.*excludes=\['log\.txt'\]"):
+        bundle.archive()
+
+
+def test_names_may_hold_anything_a_file_system_takes(here: Path, tmp_path: Path) -> None:
+    odd = ["with space", "it's", 'a "quote"', "$HOME", "-rf", "zeile\nzwei", "größe", "*"]
+    write(*(here / "app" / name for name in odd))
+    there = unpacked(includes.find(["app"]), tmp_path / "there")
+    assert sorted(os.listdir(there / "app")) == sorted(odd)
+
+
 def test_an_include_that_is_a_link_brings_what_it_leads_to(here: Path, tmp_path: Path) -> None:
     write(tmp_path / "elsewhere/a.csv")
     (here / "data").symlink_to(tmp_path / "elsewhere")

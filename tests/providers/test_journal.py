@@ -132,6 +132,14 @@ class TestCommands:
         assert "in use" in shown.output
         assert (document["state"], document["pid"]) == ("running", os.getpid())
 
+    @pytest.mark.parametrize("page", ["providers.md", "cli.md"])
+    def test_the_documentation_shows_what_ps_prints(self, journal: Journal, page: str) -> None:
+        opened(journal)
+        heads = CliRunner().invoke(command, ["ps"]).output.splitlines()[0].lower().split()
+        lines = Path(__file__).parents[2].joinpath("docs", page).read_text("utf-8").splitlines()
+
+        assert lines[lines.index("$ sky ps") + 1].split() == heads
+
     def test_down_leaves_pools_in_use_alone(self, journal: Journal) -> None:
         pool = opened(journal)
         folder = made(journal, pool, 0)
@@ -145,7 +153,7 @@ class TestCommands:
         assert "pass --yes" in refused.output
 
         done = CliRunner().invoke(command, ["down", pool[:6], "--yes"])
-        assert "1 machines removed" in done.output
+        assert "1 machine removed" in done.output
         assert not folder.exists()
 
     def test_a_name_nobody_has(self, journal: Journal) -> None:

@@ -86,3 +86,13 @@ def test_a_skyward_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch
     wheel.own_wheel.cache_clear()
     with pytest.raises(ImageError, match="pip install -e"):
         wheel.own_wheel()
+
+
+def test_it_is_the_same_for_machines_of_every_kind() -> None:
+    """Compiled parts are left here and made there, so that an arm64 laptop serves x86 hosts."""
+    made = wheel.own_wheel()
+    inside = members(made)
+    text = inside[next(name for name in inside if name.endswith(".dist-info/WHEEL"))].decode()
+    assert "Root-Is-Purelib: true" in text
+    assert "Tag: py3-none-any" in text
+    assert not [name for name, data in inside.items() if data[:4] == b"\x7fELF"]

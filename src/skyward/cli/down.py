@@ -51,8 +51,9 @@ def down(name: str | None, everything: bool, yes: bool) -> None:
         )
     else:
         for each in outcomes:
-            count = len(each.removed) - len(each.failures)
-            click.echo(f"{each.pool.name} ({each.pool.id}): {max(count, 0)} machines removed")
+            count = max(len(each.removed) - len(each.failures), 0)
+            machines = "1 machine" if count == 1 else f"{count} machines"
+            click.echo(f"{each.pool.name} ({each.pool.id}): {machines} removed")
         if not outcomes:
             click.echo("nothing was left behind")
     failures = [f"{each.pool.name}: {what}" for each in outcomes for what in each.failures]

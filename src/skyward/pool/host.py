@@ -88,6 +88,7 @@ class RemoteHost:
         prepared = await bootstrap.prepare(
             machine, order.pool, order.node, order.wish.image, self._phase, self._note
         )
+        bootstrap.check_accelerators(prepared, order.node, order.wish.accelerator)
         self._prepared = prepared
         self.accelerators, self.accelerator = prepared.accelerators, prepared.accelerator
 

@@ -97,6 +97,13 @@ def _cause(kind: str, image: Image, python: str, lines: Sequence[str]) -> tuple[
                 "install uv on the machine (https://docs.astral.sh/uv), or Python's venv and pip "
                 f"(on Debian: apt install python{python}-venv)",
             )
+        case "environment":
+            pip = f"pip={list(image.pip)}" if image.pip else ""
+            return (
+                pip,
+                "everything was installed, and does not work together; a library that is missing "
+                "belongs to the system: Image(apt=[...]) installs it, or a machine image has it",
+            )
         case "includes":
             return f"includes={list(image.includes)}", "check the disk space on the machine"
         case _:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from skyward.accelerators import Accelerator
 from skyward.errors import ImageError, PoolError, PoolStartError
 from skyward.providers import Machine, blame, includes, uv
 from skyward.providers.courier import Report, consult, deliver
@@ -74,6 +76,20 @@ async def prepare(
         bundle = await asyncio.to_thread(includes.find, image.includes, image.excludes)
         note(bundle.describe())
     return await _Preparation(machine, pool, node, recipe, bundle, phase, note).carry_out()
+
+
+def check_accelerators(prepared: Prepared, node: int, wanted: Accelerator | None) -> None:
+    """Raise where a machine has fewer GPUs than were asked for; only NVIDIA's are known."""
+    if wanted is None or wanted.cuda is None or os.environ.get("SKYWARD_DEVICE") == "cpu":
+        return
+    if prepared.accelerators < wanted.count:
+        count = prepared.accelerators
+        has = f"{count} x {prepared.accelerator}" if count else "no GPU that its driver knows"
+        raise PoolStartError(
+            f"accelerator={wanted}: node {node}, on {prepared.hostname}, has {has}; choose a "
+            "machine that has it, look at `nvidia-smi` there, or set SKYWARD_DEVICE=cpu here to "
+            "try GPU code without"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,9 @@ class _Preparation:
             if "uv" in report.missing and not carried:
                 carried = True
                 with_uv = await self._carry_uv(facts)
+            elif "uv" in report.missing and with_uv:
+                with_uv = False
+                self.note(f"node {self.node}: uv does not run there; going on with pip")
             elif blame.looks_like_network(report.lines) and not repeated:
                 repeated = True
                 self.note(f"node {self.node}: {report.phase} failed on the network; once more")
@@ -164,9 +183,8 @@ class _Preparation:
     async def _carry_uv(self, facts: dict[str, str]) -> bool:
         """Take uv there; False where it cannot be had, and pip must do."""
         self.phase("sending uv")
-        system, _, architecture = facts["platform"].partition(" ")
         try:
-            program = await uv.program_for(system, architecture)
+            program = await uv.program_for(*facts["platform"].split(" "))
         except ImageError as problem:
             self.note(f"node {self.node}: {problem}; going on with pip")
             return False

@@ -18,29 +18,42 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Order, Wish
+from skyward.providers import Order, Wish, gpus
 from skyward.spec import Volume
 
 POOL, NODE = "skyward.pool", "skyward.node"
 """The labels by which a pool's containers are found."""
+CACHE = "skyward.cache"
+"""The label of volumes with what was built for an image; they outlive every pool."""
 IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
 BOOTSTRAP_SECONDS = 1800
 AGENTLESS_SECONDS = 30
 """A container ends by itself when no agent came up in it for so long, or none is left."""
+_CACHE_FOLDER = "/var/cache/skyward"
 _TIMEOUT = 120
+_ENDING_SECONDS = 5.0
 _HEADER = struct.Struct(">BxxxL")
 """Before each piece of a command's output: the stream it belongs to, and its length."""
 
 _MAIN = f"""\
 left={BOOTSTRAP_SECONDS}
 while [ "$left" -gt 0 ]; do
-    if grep -q -s skyward.worker.agen[t] /proc/[0-9]*/cmdline; then
-        left={AGENTLESS_SECONDS}
-    fi
+    for line in /proc/[0-9]*/cmdline; do
+        read -r line 2>/dev/null <"$line"
+        case $line in *skyward.worker.agen[t]*) left={AGENTLESS_SECONDS} ;; esac
+    done
     left=$((left - 5))
     sleep 5
 done
 """
+
+_PYTHON = """\
+node=${2#unix:}
+node=${node%/*}/python
+if [ -x "$node" ]; then exec "$node" -c "$@"; fi
+exec "$0" -c "$@"
+"""
+"""Of a machine on which Python was installed, the node's folder knows where."""
 
 _RELAY = """\
 import os, socket, sys, threading
@@ -95,7 +108,9 @@ class Container:
         checks.store(self, mounts=tuple(mounts))
 
     def check(self, wish: Wish) -> None:
-        """Nothing here is known before the service is asked."""
+        """Little is known before the service is asked."""
+        if wish.accelerator is not None:
+            gpus.check(wish.accelerator)
 
     def describe(self) -> Mapping[str, Any]:
         """Where its containers are; that is all it takes to find and remove them."""
@@ -131,22 +146,29 @@ class Container:
                 _remove_unused_network(docker, order.pool)
                 if isinstance(problem, (PoolStartError, ConfigurationError)):
                     raise
+                said, accelerator = _said(problem), order.wish.accelerator
+                why = accelerator and gpus.refusal(accelerator, order.node, said)
                 raise PoolStartError(
-                    f"node {order.node}: the container did not start: {_said(problem)}"
+                    why or f"node {order.node}: the container did not start: {said}"
                 ) from problem
 
     def _run(self, docker: Any, order: Order) -> Any:
         wish = order.wish
         image = self.image or os.environ.get(IMAGE) or _official_python(wish)
-        _have_image(docker, image)
+        found = _have_image(docker, image)
         network = _network(docker, order.pool)
         options: dict[str, Any] = {}
         if wish.vcpus:
             options["nano_cpus"] = int(wish.vcpus * 1e9)
         if wish.memory_gb:
             options["mem_limit"] = int(wish.memory_gb * 2**30)
-        if wish.accelerator is not None:
-            options["device_requests"] = [_gpus(wish.accelerator.count)]
+        if wish.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
+            options["device_requests"] = [gpus.request(docker, wish.accelerator, order.node)]
+        mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)]
+        if self.python is None:
+            # Else each pool would begin with nothing, and each of its nodes.
+            mounts.append(_cache(docker, found))
+            options["environment"] = {"SKYWARD_CACHE": _CACHE_FOLDER}
         # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
         options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
         return docker.containers.run(
@@ -156,7 +178,7 @@ class Container:
             hostname=f"node-{order.node}",
             labels={POOL: order.pool, NODE: str(order.node)},
             network=network,
-            mounts=[_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)],
+            mounts=mounts,
             init=True,
             auto_remove=True,
             detach=True,
@@ -221,6 +243,8 @@ class ContainerMachine:
         self.python = python
         self.node = int(container.labels.get(NODE, 0))
         self._pool = str(container.labels.get(POOL, ""))
+        self._copying: list[threading.Thread] = []
+        """One for each connection; they end with it, at the latest with the container."""
         container.reload()
         networks = container.attrs["NetworkSettings"]["Networks"].values()
         self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
@@ -281,7 +305,7 @@ class ContainerMachine:
         return await asyncio.to_thread(self._dial, endpoint)
 
     def _dial(self, endpoint: str) -> socket.socket:
-        command = [self.python or "python3", "-c", _RELAY, endpoint]
+        command = ["sh", "-c", _PYTHON, self.python or "python3", _RELAY, endpoint]
         executing = self._executing(command)
         stream, _ = executing.__enter__()
         near, far = socket.socketpair()
@@ -305,7 +329,9 @@ class ContainerMachine:
 
         sender = threading.Thread(target=upward, name="skyward-dial", daemon=True)
         sender.start()
-        threading.Thread(target=downward, name="skyward-dial", daemon=True).start()
+        receiver = threading.Thread(target=downward, name="skyward-dial", daemon=True)
+        receiver.start()
+        self._copying = [each for each in self._copying if each.is_alive()] + [receiver]
         return near
 
     @contextlib.contextmanager
@@ -360,6 +386,8 @@ class ContainerMachine:
             except NotFound:
                 pass
             _remove_unused_network(docker, self._pool)
+        for thread in self._copying:
+            thread.join(_ENDING_SECONDS)
 
 
 def _addresses(host: str | None) -> list[str]:
@@ -394,14 +422,15 @@ def _official_python(wish: Wish) -> str:
     return f"python:{mine if wish.image.python == 'auto' else wish.image.python}-slim"
 
 
-def _have_image(docker: Any, image: str) -> None:
+def _have_image(docker: Any, image: str) -> Any:
     import docker.errors as errors
 
     try:
-        docker.images.get(image)
+        return docker.images.get(image)
     except errors.ImageNotFound:
         try:
             docker.images.pull(image)
+            return docker.images.get(image)
         except errors.APIError as problem:
             raise PoolStartError(
                 f"the image {image!r} is not here and cannot be pulled: {_said(problem)}; name "
@@ -435,10 +464,13 @@ def _mount(volume: Volume) -> Any:
     return Mount(volume.target, volume.source, type="bind", read_only=volume.read_only)
 
 
-def _gpus(count: int) -> Any:
-    from docker.types import DeviceRequest
+def _cache(docker: Any, image: Any) -> Any:
+    """A volume for what is built in containers of an image; its Python is that of no other."""
+    from docker.types import Mount
 
-    return DeviceRequest(count=count, capabilities=[["gpu"]])
+    name = f"skyward-cache-{str(image.id).removeprefix('sha256:')[:12]}"
+    docker.volumes.create(name, labels={CACHE: (image.tags or [name])[0]})
+    return Mount(_CACHE_FOLDER, name, type="volume")
 
 
 def _name(pool: str, node: int) -> str:

@@ -122,8 +122,8 @@ def find(includes: Sequence[str], excludes: Sequence[str] = ()) -> Bundle:
         below = absolute.is_relative_to(here)
         name = (absolute.relative_to(here) if below else Path(absolute.name)).as_posix()
         # Naming a link is asking for what it leads to.
-        root = absolute.resolve()
-        if not root.exists():
+        root = _resolved(absolute)
+        if root is None or not root.exists():
             raise ImageError(
                 f"Image(includes=[{include!r}]): there is no {absolute}; paths are relative to the "
                 f"working directory, which is {here}"
@@ -173,15 +173,19 @@ def _parents(name: str) -> Iterator[Entry]:
 
 
 def _entry(path: Path, name: str, root: Path, include: str) -> Entry | None:
-    seen = path.lstat()
+    try:
+        seen = path.lstat()
+    except FileNotFoundError:
+        # Deleted since its folder was listed, as others' temporary files are.
+        return None
     executable = bool(seen.st_mode & stat.S_IXUSR)
     if stat.S_ISLNK(seen.st_mode):
         target = _inside_target(path, root)
         if target is None:
             raise ImageError(
                 f"Image(includes=[{include!r}]): {path} is a link to {os.readlink(path)!r}, "
-                "outside of what is included; include what it leads to, or leave it out with "
-                f"excludes=[{path.name!r}]"
+                "outside of what is included or nowhere; include what it leads to, or leave it out "
+                f"with excludes=[{path.name!r}]"
             )
         return Entry(name, path, tarfile.SYMTYPE, 0, False, target, 0)
     if stat.S_ISDIR(seen.st_mode):
@@ -195,10 +199,18 @@ def _entry(path: Path, name: str, root: Path, include: str) -> Entry | None:
 
 def _inside_target(link: Path, root: Path) -> str | None:
     """Where a link inside `root` leads, relative to itself; None when that is outside."""
-    target = link.resolve()
-    if not target.is_relative_to(root):
+    target = _resolved(link)
+    if target is None or not target.is_relative_to(root):
         return None
     return os.path.relpath(target, link.parent)
+
+
+def _resolved(path: Path) -> Path | None:
+    """Where a path leads, through all links; None when these go round in circles."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return None
 
 
 def _is_left_out(child: str, inside: str, below: Path, excludes: Sequence[str]) -> bool:
@@ -231,7 +243,7 @@ def _digest(entries: Sequence[Entry], tar: tarfile.TarFile | None) -> str:
                 member.size = os.fstat(file.fileno()).st_size
                 reading = _Reading(file, data)
                 if tar is not None:
-                    tar.addfile(member, reading)
+                    _add(tar, member, reading, entry)
                 else:
                     while reading.read(_PIECE):
                         pass
@@ -240,6 +252,16 @@ def _digest(entries: Sequence[Entry], tar: tarfile.TarFile | None) -> str:
         line = (entry.name, entry.kind, entry.executable, entry.target, data.hexdigest())
         whole.update(repr(line).encode())
     return whole.hexdigest()[:20]
+
+
+def _add(tar: tarfile.TarFile, member: tarfile.TarInfo, file: _Reading, entry: Entry) -> None:
+    try:
+        tar.addfile(member, file)
+    except OSError as problem:
+        raise ImageError(
+            f"Image(includes=...): {entry.path} was cut off while it was read: {problem}; include "
+            f"it once it is complete, or leave it out with excludes=[{entry.path.name!r}]"
+        ) from problem
 
 
 def _opened(entry: Entry) -> io.BufferedReader:

@@ -19,6 +19,11 @@ FORMAT = "1"
 """Changes when environments are built differently, so that old ones are not used again."""
 _SCRIPTS = Path(__file__).parent / "sh"
 _PROJECT = "skyward-image"
+_GIVEN = (
+    *("pool", "node", "includes", "given_python", "key", "want", "apt", "wheel", "minor"),
+    *("uv_allowed", "requirements", "project", "candidates"),
+)
+"""What the scripts are told, in variables."""
 _NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:$|[\[<>=!~;@\s(,])")
 
 
@@ -109,7 +114,10 @@ class Recipe:
     def _exports(self) -> str:
         """The image's variables, but for those whose names the scripts use themselves."""
         texts = "".join(file.read_text("utf-8") for file in _SCRIPTS.glob("*.sh"))
-        taken = {*re.findall(r"\b([a-z_]+)=", texts), *re.findall(r"read -r ([a-z ]+)", texts)}
+        taken = {"IFS", *_GIVEN, *re.findall(r"\b([a-z_]+)=", texts)}
+        taken.update(re.findall(r"\bfor ([a-z]+) in", texts))
+        for names in re.findall(r"read -r ([a-z ]+)", texts):
+            taken.update(names.split())
         return "\n".join(
             f"export {name}={shlex.quote(value)}"
             for name, value in self.image.env.items()

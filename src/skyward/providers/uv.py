@@ -7,7 +7,9 @@ import contextlib
 import io
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import zipfile
@@ -16,6 +18,9 @@ from pathlib import Path
 import platformdirs
 
 from skyward.errors import ImageError
+
+OLDEST = (0, 5)
+"""Before, indexes could not be scoped."""
 
 
 def _tags(system: str, architecture: str) -> list[str]:
@@ -27,15 +32,19 @@ def _tags(system: str, architecture: str) -> list[str]:
     return [f"{kind}_{architecture}" for kind in kinds]
 
 
-async def program_for(system: str, architecture: str) -> bytes:
-    """The uv program for such a machine; kept here for the next one."""
+async def program_for(system: str, architecture: str, libc: str) -> bytes:
+    """The uv program for such a machine; kept here for the next one.
+
+    `libc` is "gnu", "musl" or, where it is not Linux, "none".
+    """
     folder = platformdirs.user_cache_path("skyward") / "uv" / f"{system}-{architecture}"
     kept = await asyncio.to_thread(_kept, folder)
     if kept is not None:
         return kept
-    own = shutil.which("uv")
-    if own and (platform.system(), platform.machine()) == (system, architecture):
-        return await asyncio.to_thread(Path(own).read_bytes)
+    if (system, architecture, libc) == (platform.system(), platform.machine(), _own_libc()):
+        own = await asyncio.to_thread(_own_program)
+        if own is not None:
+            return own
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as new:
         options = ["-q", "--disable-pip-version-check", "--no-input", "--no-deps", "-d", new]
@@ -65,6 +74,27 @@ async def program_for(system: str, architecture: str) -> bytes:
     if kept is None:
         raise ImageError(f"{folder} holds no uv that can be used; delete that folder")
     return kept
+
+
+def _own_libc() -> str:
+    if platform.system() != "Linux":
+        return "none"
+    return "gnu" if platform.libc_ver()[0] == "glibc" else "musl"
+
+
+def _own_program() -> bytes | None:
+    """This machine's uv, if it is one that the scripts there would take."""
+    found = shutil.which("uv")
+    if found is None:
+        return None
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.match(r"uv (\d+)\.(\d+)", said)
+    # May be a script that starts the real one, as version managers have them.
+    program = Path(found).resolve().read_bytes()
+    is_script = program.startswith(b"#!")
+    if version is None or is_script or (int(version[1]), int(version[2])) < OLDEST:
+        return None
+    return program
 
 
 def _kept(folder: Path) -> bytes | None:

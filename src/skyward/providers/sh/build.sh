@@ -10,21 +10,29 @@ give_up() {
     exit 1
 }
 
-# A link is made whole or not at all, and says who holds the lock.
-me=$host:$$:$(start_of $$)
+# A link is made whole or not at all, and says who holds the lock. Containers that share this
+# folder may be called the same, so that the namespace of its number is part of a process's name.
+place=$host-$(readlink /proc/self/ns/pid)
+me=$place:$$:$(start_of $$)
+silence=0 heard=
 is_stale() {
     owner=$(readlink "$1") || return 1
     case $owner in
-        "$host":*)
-            owner=${owner#"$host":}
+        "$place":*)
+            owner=${owner#"$place":}
             [ "$(start_of "${owner%%:*}")" != "${owner#*:}" ]
             ;;
-        # On another machine that shares this folder: alive as long as it says so.
-        *) [ -z "$(find "$lock.beat" -mmin -3 2>/dev/null)" ] ;;
+        # Somewhere else: alive as long as it has something new to say.
+        *)
+            before=$heard
+            heard=$(cat "$lock.beat" 2>/dev/null)
+            if [ "$heard" != "$before" ]; then silence=0; fi
+            silence=$((silence + 1))
+            [ "$silence" -gt 150 ]
+            ;;
     esac
 }
 mkdir -p "$cache/envs"
-: >"$lock.beat"
 waiting=
 refusals=0
 until ln -s "$me" "$lock" 2>/dev/null; do
@@ -53,9 +61,11 @@ until ln -s "$me" "$lock" 2>/dev/null; do
 done
 {
     trap 'kill "$nap"; exit' TERM
+    times=0
     while kill -0 $$; do
-        : >"$lock.beat"
-        sleep 20 &
+        times=$((times + 1))
+        printf '%s\n' "$me $times" >"$lock.beat"
+        sleep 5 &
         nap=$!
         wait "$nap"
     done
@@ -226,6 +236,8 @@ install_packages() {
         tell phase "installing packages"
         heed_pip
         export UV_NO_PROGRESS=1
+        # Next to the environments, so that files are linked; elsewhere they would be copied.
+        [ -z "${SKYWARD_CACHE:-}" ] || export UV_CACHE_DIR="${UV_CACHE_DIR:-$cache/uv-cache}"
         "$uv" venv -q --no-project --python "$python" "$environment" || give_up python
         set --
         [ -z "$requirements" ] || set -- -r "$build/requirements.txt"
@@ -242,7 +254,8 @@ install_packages() {
         "$environment/bin/python" -m pip install --disable-pip-version-check --no-input \
             -r "$build/requirements.txt" "$cache/wheels/$wheel" || give_up packages
     fi
-    "$environment/bin/python" -c 'import skyward.worker.agent' || give_up packages
+    tell phase "trying the environment"
+    "$environment/bin/python" -c 'import skyward.worker.agent' || give_up environment
 }
 
 # No pool lives as long as this: its certificates end first.
@@ -256,9 +269,13 @@ forget_the_old() {
 if ! is_ready; then
     python= uv=
     install_apt
-    install_python
-    install_packages
-    virtual=$(missing_apt)
-    printf '%s\n' "${virtual% }" >"$environment/.ready"
-    forget_the_old
+    # Where the folder is shared between machines, another may have built what this one can use,
+    # once it has the packages of the system that it takes.
+    is_built || install_python
+    if ! is_built; then
+        install_packages
+        virtual=$(missing_apt)
+        printf '%s\n' "${virtual% }" >"$environment/.ready"
+        forget_the_old
+    fi
 fi

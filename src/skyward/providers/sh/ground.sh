@@ -22,12 +22,14 @@ fi
 
 home=${HOME:-}
 [ -d "$home" ] || home=$(cd ~ 2>/dev/null && pwd)
-cache=${XDG_CACHE_HOME:-${home:+$home/.cache}}/skyward
+cache=${SKYWARD_CACHE:-${XDG_CACHE_HOME:-${home:+${home%/}/.cache}}/skyward}
 if [ "$cache" = /skyward ] || ! mkdir -p "$cache" 2>/dev/null || ! [ -w "$cache" ]; then
-    cache=/var/tmp/skyward-$user
-    mkdir "$cache" 2>/dev/null
-    if ! is_mine "$cache"; then
-        printf '%s\n' "there is no folder to work in: neither ~/.cache nor $cache can be used"
+    for cache in "/var/tmp/skyward-$user" "/tmp/skyward-$user" ""; do
+        mkdir "$cache" 2>/dev/null
+        if is_mine "$cache"; then break; fi
+    done
+    if [ -z "$cache" ]; then
+        printf '%s\n' "there is no folder to work in: not in ~/.cache, /var/tmp or /tmp"
         exit 1
     fi
 fi
@@ -61,9 +63,10 @@ missing_apt() {
 }
 
 # The marker is written last, and holds what dpkg does not know although apt installed it.
+is_built() { [ -f "$environment/.ready" ] && [ -x "$environment/bin/python" ]; }
 is_ready() {
     [ -n "$given_python" ] && return 0
-    [ -f "$environment/.ready" ] && [ -x "$environment/bin/python" ] || return 1
+    is_built || return 1
     [ -z "$apt" ] && return 0
     virtual=
     read -r virtual <"$environment/.ready"

@@ -33,8 +33,10 @@ fi
 if ! is_ready; then
     tell missing environment
     [ -s "$cache/wheels/$wheel" ] || tell missing wheel
-elif [ -z "$given_python" ]; then
-    touch "$environment/.ready"
+else
+    [ -n "$given_python" ] || touch "$environment/.ready"
+    # For what is to be run there later, and cannot know which environment it was.
+    ln -sf "$python" "$folder/python"
 fi
 
 cards=0
@@ -46,10 +48,16 @@ for card in /proc/driver/nvidia/gpus/*/information; do
         if [ "$name" = Model: ]; then tell accelerator "$value"; fi
     done <"$card"
 done
+# A container may see all cards of its machine there, and have the devices of some.
+devices=0
+for device in /dev/nvidia[0-9] /dev/nvidia[0-9][0-9]; do
+    if [ -e "$device" ]; then devices=$((devices + 1)); fi
+done
+if [ "$devices" -gt 0 ] && [ "$devices" -lt "$cards" ]; then cards=$devices; fi
 tell accelerators "$cards"
 tell hostname "$host"
 tell cache "$cache"
-tell platform "$(uname -s) $arch"
+tell platform "$(uname -s) $arch $libc"
 have gzip && tell gzip yes
 tell python "$python"
 tell folder "$folder"
