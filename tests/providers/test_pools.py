@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -216,3 +217,28 @@ def test_a_pool_goes_on_without_a_lost_host(sshd: Sshd, eventually: Callable[...
             assert doubled([4]) >> compute == [8]
         finally:
             sshd.up()
+
+
+def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
+    sshd: Sshd, eventually: Callable[..., None]
+) -> None:
+    """Slow: nobody may judge it by seconds of silence."""
+
+    @sky.function
+    def slept(seconds: float) -> int:
+        import time
+
+        time.sleep(seconds)
+        return os.getpid()
+
+    with sky.Compute(sshd.provider(direct=False), options=QUIET) as compute:
+        process = slept(0) >> compute
+        future = slept(3) > compute
+        try:
+            sshd.lose(1)
+            eventually(lambda: compute.nodes[0].state == "reconnecting", 10, "noticing it")
+            time.sleep(6)
+        finally:
+            sshd.up()
+        assert future.result(30) == process
+        assert compute.stats().nodes_lost == 0

@@ -166,7 +166,8 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             sshd.lose(2)
             with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2.*connection was lost"):
                 await task
-            assert not await machine.alive()
+            with pytest.raises(sky.UnreachableError, match="connection refused"):
+                await machine.alive()
             with pytest.raises(sky.UnreachableError, match="connection refused"):
                 await machine.run(["true"])
             with pytest.raises(sky.UnreachableError, match="connection refused"):
@@ -176,7 +177,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             # `sky down` destroys what it can, and hears of the host that it could not reach.
             found = await provider.find("t-lost")
             assert [each.node for each in found] == [0, 1]
-            assert [await each.alive() for each in found] == [True, False]
+            assert await found[0].alive()
             with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2"):
                 await found[1].destroy()
 
@@ -201,7 +202,8 @@ def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
             for process in silent:
                 process.suspend()
             try:
-                assert not await machine.alive()
+                with pytest.raises(sky.UnreachableError, match=r"no answer for 0\.5 s"):
+                    await machine.alive()
                 with pytest.raises(sky.UnreachableError, match="no answer for 3 s"):
                     await machine.dial("tcp:127.0.0.1:1")
                 with pytest.raises(ConnectionRefusedError):

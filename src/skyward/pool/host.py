@@ -47,8 +47,8 @@ class RemoteHost:
         self._machine: Machine | None = None
         self._prepared: Prepared | None = None
         self._is_direct = False
-        self._seems_alive = True
-        self._looking: concurrent.futures.Future[bool] | None = None
+        self._known_gone = False
+        self._looking: concurrent.futures.Future[None] | None = None
         self._work: concurrent.futures.Future[Any] | None = None
         self._task: asyncio.Task[Any] | None = None
         """The work itself: it ends later than the future that was cancelled."""
@@ -161,17 +161,17 @@ class RemoteHost:
             raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
 
     def looks_dead(self) -> bool:
-        """What the provider said when it was last asked; this asks again, without waiting."""
+        """What the provider said when it last knew; this asks again, without waiting."""
         machine = self._machine
         if machine is not None and (self._looking is None or self._looking.done()):
             self._looking = loop.submit(self._look(machine))
-        return not self._seems_alive
+        return self._known_gone
 
-    async def _look(self, machine: Machine) -> bool:
+    async def _look(self, machine: Machine) -> None:
+        # Whatever goes wrong in asking says nothing about the machine.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(ALIVE_SECONDS):
-                self._seems_alive = await machine.alive()
-        return self._seems_alive
+                self._known_gone = not await machine.alive()
 
     # Going.
 

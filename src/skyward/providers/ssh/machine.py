@@ -190,12 +190,14 @@ class SSHMachine:
         return UnreachableError(f"SSH host {name}: the connection was lost: {error}")
 
     async def alive(self) -> bool:
-        """Whether it answers within seconds, and still has the machine's folder."""
+        """Whether the host still has the machine's folder, which it must say within seconds."""
         try:
             async with asyncio.timeout(ALIVE_SECONDS):
                 return await self._script(_THERE) == 0
-        except (PoolStartError, TimeoutError):
-            return False
+        except TimeoutError:
+            raise UnreachableError(
+                f"SSH host {self._destination.place.name}: no answer for {ALIVE_SECONDS:g} s"
+            ) from None
 
     async def destroy(self) -> None:
         """End its commands and whatever else runs in its folder, and remove that."""
