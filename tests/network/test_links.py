@@ -124,7 +124,7 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
 
 
 def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
-    ends.network.turning_away = True
+    ends.network.refusing = True
     ends.network.cut()
     reading = threading.Thread(target=lambda: received.append(ends.client.receive()))
     received: list[object] = []
@@ -134,7 +134,7 @@ def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Event
     for number in range(1000):
         ends.client.send(Ping(number))
     assert time.monotonic() - started < 1
-    ends.network.turning_away = False
+    ends.network.refusing = False
     for number in range(1000):
         frame = ends.worker.receive()
         assert messages.decode_as(Ping, frame.kind, frame.meta).number == number
