@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +122,30 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
         assert not sender.is_alive()
     assert not wrong
     assert ends.network.cuts >= 5
+
+
+def test_one_refusal_after_a_slow_attempt_proves_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.wire.dial.REFUSED_SECONDS", 0.2)
+    slow: list[float] = []
+
+    def dial(endpoint: str, seconds: float) -> socket.socket:
+        if slow:
+            time.sleep(slow.pop())
+            raise ConnectionRefusedError
+        return ends.network.dial(endpoint, seconds)
+
+    hello = Hello(POOL, "data")
+    dialer = Dialer(ends.listener.endpoint, hello, ends.credentials, NAME, dial, gone="gone")
+    client, _ = dialer.open()
+    worker = ends.accepted.get(timeout=5)
+    slow.append(0.5)
+    ends.network.cut()
+    worker.send(Ping(1))
+    assert client.receive().kind == Ping.KIND
+    client.close()
+    worker.close()
 
 
 def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
