@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from skyward.errors import PoolStartError
 from skyward.pool.journal import Journal
-from skyward.providers import Machine, Order, Provider, bootstrap, loop
+from skyward.providers import Host, Machine, Order, Provider, bootstrap, loop
 from skyward.providers.bootstrap import Prepared
 from skyward.wire.identity import direct
 from skyward.worker.config import AgentConfig
@@ -54,16 +54,30 @@ class RemoteHost:
         """The work itself: it ends later than the future that was cancelled."""
         self._stopped = False
         self._intended = False
+        self._lost: RemoteHost | None = None
+        self._succeeds = False
+        """Whether something of a machine that was lost may still be there."""
         self._lock = threading.Lock()
         self._ending = threading.Lock()
+
+    @property
+    def made(self) -> bool:
+        """Whether there is a machine of its own to remove."""
+        return self._machine is not None
+
+    def succeed(self, lost: Host) -> None:
+        """Take the place of a host that was lost; what could not be removed stays on record."""
+        self._lost = lost if isinstance(lost, RemoteHost) else None
 
     # Coming up.
 
     def prepare(self) -> None:
         """Make the machine and its environment."""
         self._phase("creating")
+        lost, self._lost = self._lost, None
         with self._lock:
             self._refuse_if_stopped()
+            self._succeeds = lost is not None and (lost._intended or lost._succeeds)
             self._journal.intend(self._order.pool, self._order.node)
             self._intended = True
         self._do(self._prepare())
@@ -77,14 +91,19 @@ class RemoteHost:
         try:
             machine = self._machine = await self._provider.create(order)
         except Exception:
-            # Then nothing is left behind, by what a provider promises.
+            # Then nothing is left behind, by what a provider promises, but by an earlier machine.
             self._intended = False
-            await asyncio.to_thread(self._journal.gone, order.pool, order.node)
+            if not self._succeeds:
+                await asyncio.to_thread(self._journal.gone, order.pool, order.node)
             raise
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
         )
         self.address = machine.address
+        if self._succeeds:
+            # On a host that came back: its agent's folder, and the agent if it lives.
+            await bootstrap.remove(machine, order.pool, order.node)
+            self._succeeds = False
         prepared = await bootstrap.prepare(
             machine, order.pool, order.node, order.wish.image, self._phase, self._note
         )
@@ -203,5 +222,5 @@ class RemoteHost:
                 f"{str(problem) or type(problem).__name__}; `sky down` tries again"
             )
             return
-        self._intended = False
+        self._intended = self._succeeds = False
         await asyncio.to_thread(self._journal.gone, order.pool, order.node)
