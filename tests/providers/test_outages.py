@@ -102,7 +102,7 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any, direc
     outcome = client(direct, act="give_up", seconds=20, orphan_timeout=6)
     assert re.fullmatch(
         r"NodeLostError: tallied lost node \d: there was no contact for 6 s \(orphan_timeout\), "
-        "after which a node ends itself",
+        "after which a node ends itself; call again, or have `retries` do that",
         outcome["said"],
     )
     assert 5 < outcome["given up after"] < 10

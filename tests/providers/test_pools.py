@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,6 +283,33 @@ def test_a_lost_host_is_used_again_when_it_comes_back(
     )
     assert said.count("node 1 is out of reach") == 1
     assert state.pools() == []
+
+
+def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd) -> None:
+    @sky.function
+    def resting(seconds: float) -> int:
+        time.sleep(seconds)
+        return sky.instance_info().node
+
+    try:
+        with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
+            folders = [folder for folder, _, _ in place() @ compute]
+            losing = threading.Timer(1.0, lose_host, (sshd, 2, folders[1]))
+            losing.start()
+            with pytest.raises(
+                sky.BroadcastError, match=r"resting failed on 1 of 2 workers \(node 1\)"
+            ) as caught:
+                resting(4) @ compute
+            losing.join()
+            assert [outcome.value for outcome in caught.value.outcomes] == [0, None]
+            (lost,) = caught.value.exceptions
+            assert isinstance(lost, sky.NodeLostError)
+            assert re.search(
+                "resting lost node 1: its agent is gone; call again, or have `retries` do that",
+                str(lost),
+            )
+    finally:
+        sshd.up()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -667,10 +667,16 @@ class Fleet:
             node.failure = PoolStartError(f"node {node.index} was lost: {reason}")
         elif before != "draining":
             self._console.note(f"node {node.index} was lost: {reason}; it is started anew")
+        advice = "call again, or have `retries` do that"
+        if node.failure is not None:
+            advice = "it was lost too often to be started anew: enter a new Compute"
         for lane in lanes:
             self._loop.forget(lane.channel)
             self._dispatcher.lose(
-                lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {reason}")
+                lane,
+                lambda task: NodeLostError(
+                    f"{task.name} lost node {node.index}: {reason}; {advice}"
+                ),
             )
             self._preparer.lane_lost(node, lane, reason)
         if node.failure is not None:
