@@ -208,7 +208,9 @@ def lose_host(sshd: Sshd, number: int, folder: str) -> None:
                 process.kill()
 
 
-def test_a_pool_goes_on_without_a_lost_host(sshd: Sshd, eventually: Callable[..., None]) -> None:
+def test_a_pool_goes_on_without_a_lost_host(
+    sshd: Sshd, state: Journal, eventually: Callable[..., None]
+) -> None:
     """Its sshd and its agent are gone; the other host works on."""
     with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
         folders = [folder for folder, _, _ in place() @ compute]
@@ -218,6 +220,7 @@ def test_a_pool_goes_on_without_a_lost_host(sshd: Sshd, eventually: Callable[...
             assert doubled([4]) >> compute == [8]
         finally:
             sshd.up()
+    assert state.pools() == []
 
 
 def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
@@ -285,7 +288,7 @@ def test_a_lost_host_is_used_again_when_it_comes_back(
     assert state.pools() == []
 
 
-def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd) -> None:
+def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd, state: Journal) -> None:
     @sky.function
     def resting(seconds: float) -> int:
         time.sleep(seconds)
@@ -308,8 +311,10 @@ def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd) -> No
                 "resting lost node 1: its agent is gone; call again, or have `retries` do that",
                 str(lost),
             )
+            sshd.up()
     finally:
         sshd.up()
+    assert state.pools() == []
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -20,6 +20,8 @@ from skyward.worker.config import AgentConfig
 DIRECT_SECONDS = 1.5
 """How long a straight connection is tried before the provider's own way is taken."""
 DESTROY_SECONDS = 60.0
+LAST_TRY_SECONDS = 5.0
+"""How long a host that was lost, and may be back, is given to remove what it still has."""
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -202,13 +204,13 @@ class RemoteHost:
         if work is not None and not work.done():
             work.cancel()
         with self._ending:
-            if self._intended:
+            if self._intended or self._succeeds:
                 loop.submit(self._destroy(seconds)).result()
 
     async def _destroy(self, seconds: float) -> None:
-        order = self._order
+        order, own = self._order, self._intended
         try:
-            async with asyncio.timeout(DESTROY_SECONDS):
+            async with asyncio.timeout(DESTROY_SECONDS if own else LAST_TRY_SECONDS):
                 if self._task is not None:
                     await asyncio.wait([self._task])
                 machines = [self._machine] if self._machine is not None else []
@@ -217,10 +219,11 @@ class RemoteHost:
                     if machine is not None and machine.node == order.node:
                         await bootstrap.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
         except Exception as problem:
-            self._note(
-                f"node {order.node}: its machine could not be removed: "
-                f"{str(problem) or type(problem).__name__}; `sky down` tries again"
-            )
+            if own:
+                self._note(
+                    f"node {order.node}: its machine could not be removed: "
+                    f"{str(problem) or type(problem).__name__}; `sky down` tries again"
+                )
             return
         self._intended = self._succeeds = False
         await asyncio.to_thread(self._journal.gone, order.pool, order.node)
