@@ -20,10 +20,10 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from skyward.errors import UnreachableError
+from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Machine, Order, Provider, Wish, find_provider
 from skyward.spec import Image
 
@@ -70,6 +70,14 @@ class ProviderSuite:
     machines = 2
     python = "python3"
     """For a machine that does not name one."""
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[bool]:
+        """Cut off node 0's machine, and whoever knows about it; yields whether that was done.
+
+        A subclass that can do so overrides this.
+        """
+        yield False
 
     def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
         """`sky down` makes it anew from them."""
@@ -240,6 +248,21 @@ class ProviderSuite:
             assert not await machine.alive()
             assert list(await provider.find(order.pool)) == []
             await machine.destroy()
+
+        asyncio.run(scenario())
+
+    def test_a_machine_out_of_reach_is_not_taken_for_gone(
+        self, provider: Provider, wish: Wish
+    ) -> None:
+        """Its node may come back, with all that runs on it."""
+
+        async def scenario() -> None:
+            async with _made(provider, _order(wish)) as machine:
+                with self.out_of_reach() as cut:
+                    if cut:
+                        with contextlib.suppress(PoolStartError):
+                            assert await machine.alive()
+                assert await machine.alive()
 
         asyncio.run(scenario())
 

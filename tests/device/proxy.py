@@ -7,27 +7,36 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Stands between a client and a server, and cuts, holds or refuses what passes."""
+    """Stands between a client and its servers, and cuts, holds or refuses what passes."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str = "") -> None:
         self.server = server
         self.connections = 0
         self.cuts = 0
         self.refusing = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp:127.0.0.1:{self._listener.getsockname()[1]}"
+        """Whether those who connect are hung up on."""
+        self._listeners: dict[str, socket.socket] = {}
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._flowing = threading.Event()
         self._flowing.set()
         self._cut_after: list[int] = []
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._accept, name="proxy", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []
+        self.endpoint = self.endpoint_for(server) if server else ""
+
+    def endpoint_for(self, server: str) -> str:
+        """Where to connect instead of there."""
+        with self._lock:
+            if server not in self._listeners:
+                self._listeners[server] = socket.create_server(("127.0.0.1", 0))
+                self._spawn(self._accept, self._listeners[server], server)
+            return f"tcp:127.0.0.1:{self._listeners[server].getsockname()[1]}"
 
     def cut(self) -> None:
         """Reset every connection."""
@@ -56,19 +65,25 @@ class Proxy:
 
     def close(self) -> None:
         """End it with all its threads."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in self._listeners.values():
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         self._flowing.set()
         self.cut()
         for thread in self._threads:
             thread.join()
 
-    def _accept(self) -> None:
-        host, _, port = self.server.removeprefix("tcp:").rpartition(":")
+    def _spawn(self, target: Any, *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="proxy", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket, server: str) -> None:
+        host, _, port = server.removeprefix("tcp:").rpartition(":")
         while True:
             try:
-                near, _ = self._listener.accept()
+                near, _ = listener.accept()
             except OSError:
                 return
             self.connections += 1
@@ -80,20 +95,21 @@ class Proxy:
             except OSError:
                 near.close()
                 continue
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._pairs.append((near, far))
-            for source, target in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._carry, args=(source, target), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._spawn(self._carry, near, far)
+            self._spawn(self._carry, far, near)
 
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        buffer = memoryview(bytearray(1 << 18))
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
+            while count := source.recv_into(buffer):
                 self._flowing.wait()
-                allowed = self._allowed(len(data))
-                target.sendall(data[:allowed])
-                if allowed < len(data):
+                allowed = self._allowed(count)
+                target.sendall(buffer[:allowed])
+                if allowed < count:
                     self.cut()
         for end in (source, target):
             with contextlib.suppress(OSError):

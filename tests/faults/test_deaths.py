@@ -456,7 +456,9 @@ def test_a_node_that_keeps_dying_is_given_up_and_calls_are_told(
         lose_node(own, eventually, node=1)
     with pytest.raises(sky.NodeLostError) as caught:
         own.run(echo(1), on=1)
-    assert "echo has nowhere to run: every node it could use is lost" in str(caught.value)
+    assert "echo has nowhere to run: node 1 was lost: its agent is gone; enter a new" in str(
+        caught.value
+    )
     assert "enter a new Compute" in str(caught.value)
     with pytest.raises(sky.BroadcastError) as group:
         echo(1) @ own

@@ -1,27 +1,24 @@
 """A client in one network namespace whose packets to and from the other vanish for a while.
 
-Run as a script in the near namespace, with the far one's name and address, a file in which tasks
-are tallied, and the seconds without a network; prints what came of it as JSON.
+Run as a script in the near namespace, with what to do as JSON; prints what came of it as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-from slow_link import Beyond  # from bench/, which is on the path
+import psutil
 
 import skyward as sky
-
-MIB = 1 << 20
 
 
 @sky.function
@@ -40,61 +37,178 @@ def counting(count: int) -> Iterator[int]:
 
 
 @sky.function
-def total(values: Any) -> int:
-    return int(values.sum())
+def summed(numbers: Iterator[int]) -> int:
+    return sum(numbers)
 
 
 @sky.function
-def ones(count: int) -> Any:
-    return np.ones(count, np.uint8)
-
-
-def vanish(far: str, near_address: str, seconds: float) -> None:
-    """Nothing that the far side sends arrives, not even an error."""
-    route = ["blackhole", f"{near_address}/32"]
-    subprocess.run(["ip", "-n", far, "route", "add", *route], check=True)
+def checksum(data: bytes, seconds: float = 0.0) -> int:
     time.sleep(seconds)
-    subprocess.run(["ip", "-n", far, "route", "del", *route], check=True)
+    return zlib.crc32(data)
 
 
-def main(far: str, far_address: str, file: str, seconds: float) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((far_address, 9))
-        near_address = probe.getsockname()[0]
-    outcome: dict[str, Any] = {"states": []}
-    values = np.random.default_rng(1).integers(0, 255, 96 * MIB, np.uint8)
-    with sky.Compute(
-        Beyond(far, far_address),
-        worker=sky.Worker(concurrency=5),
-        options=sky.Options(console=False),
-    ) as pool:
-        total(values[:10]) >> pool
+@sky.function
+def repeated(block: bytes, count: int) -> bytes:
+    return block * count
 
-        def run(name: str, action: Callable[[], Any]) -> threading.Thread:
-            thread = threading.Thread(target=lambda: outcome.update({name: action()}))
-            thread.start()
-            return thread
 
-        threads = [
-            run("task", lambda: tallied(file, 4.0) >> pool),
-            run("stream", lambda: sum(counting(200) >> pool)),
-            run("up", lambda: total(values) >> pool),
-            run("down", lambda: int((ones(96 * MIB) >> pool).sum())),
-        ]
-        time.sleep(0.3)
-        outage = threading.Thread(target=vanish, args=(far, near_address, seconds))
-        outage.start()
-        while outage.is_alive():
-            state = pool.nodes[0].state
-            if state not in outcome["states"]:
-                outcome["states"].append(state)
-            time.sleep(0.02)
-        for thread in threads:
+@sky.function
+def processes() -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+def slowly(count: int) -> Iterator[int]:
+    for number in range(count):
+        time.sleep(0.02)
+        yield number
+
+
+class Network:
+    """What joins the two namespaces."""
+
+    def __init__(self, namespaces: list[str]) -> None:
+        self._namespaces = namespaces
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """Packets leave, and do not arrive; nobody is told."""
+        self._rules("-I")
+        try:
+            yield
+        finally:
+            self._rules("-D")
+
+    def _rules(self, change: str) -> None:
+        for name in self._namespaces:
+            rule = ["iptables", "-w", change, "INPUT", "!", "-i", "lo", "-j", "DROP"]
+            subprocess.run(["ip", "netns", "exec", name, *rule], check=True)
+
+
+class Doings:
+    """What goes on at the same time, and what came of each."""
+
+    def __init__(self) -> None:
+        self.outcome: dict[str, Any] = {}
+        self._threads: list[threading.Thread] = []
+
+    def run(self, name: str, action: Callable[[], Any]) -> None:
+        def act() -> None:
+            began = time.monotonic()
+            try:
+                self.outcome[name] = action()
+            except Exception as problem:
+                self.outcome[name] = f"{type(problem).__name__}: {problem}"
+            self.outcome[f"{name} took"] = round(time.monotonic() - began, 1)
+
+        self._threads.append(threading.Thread(target=act))
+        self._threads[-1].start()
+
+    @property
+    def going(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def join(self) -> None:
+        for thread in self._threads:
             thread.join()
-        outcome["right"] = int(values.sum())
-        outcome["lost"] = pool.stats().nodes_lost
-    print(json.dumps(outcome))
+
+
+def work(pool: sky.Compute, doings: Doings, told: dict[str, Any]) -> None:
+    """A task, a stream each way and a broadcast."""
+    data = os.urandom(told["size"])
+    doings.outcome["sent"] = zlib.crc32(data)
+    doings.run("task", lambda: tallied(told["file"], 5.0) >> pool)
+    doings.run("stream", lambda: sum(counting(200) >> pool))
+    doings.run("fed", lambda: summed(slowly(200)) >> pool)
+    doings.run("broadcast", lambda: checksum(data, 4.0) @ pool)
+
+
+def transfers(pool: sky.Compute, doings: Doings, told: dict[str, Any]) -> None:
+    """A large argument and a large result."""
+    block, count = os.urandom(1 << 16), told["size"] >> 16
+    data = block * count
+    doings.outcome["right"] = zlib.crc32(data)
+    doings.run("up", lambda: checksum(data) >> pool)
+    doings.run("down", lambda: zlib.crc32(repeated(block, count) >> pool))
+
+
+def everything(pool: sky.Compute, doings: Doings, told: dict[str, Any]) -> None:
+    """All of it at a time."""
+    work(pool, doings, told)
+    transfers(pool, doings, told)
+
+
+def outlast(pool: sky.Compute, network: Network, told: dict[str, Any]) -> dict[str, Any]:
+    """Cut the network while something goes on, and see it through."""
+    doings = Doings()
+    states: set[str] = set()
+    globals()[told["doing"]](pool, doings, told)
+    time.sleep(told["after"])
+    doings.outcome["cut short"] = doings.going
+    with network.cut():
+        dark_until = time.monotonic() + told["seconds"]
+        while time.monotonic() < dark_until:
+            states.update(node.state for node in pool.nodes)
+            time.sleep(0.05)
+    restored = time.monotonic()
+    while {node.state for node in pool.nodes} != {"ready"}:
+        time.sleep(0.05)
+    doings.outcome["ready after"] = round(time.monotonic() - restored, 1)
+    doings.join()
+    doings.outcome["done after"] = round(time.monotonic() - restored, 1)
+    return doings.outcome | {"states": sorted(states), "lost": pool.stats().nodes_lost}
+
+
+def watch(pool: sky.Compute, network: Network, told: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is cut: see whether anybody thinks so."""
+    doings = Doings()
+    states: set[str] = set()
+    globals()[told["doing"]](pool, doings, told)
+    while doings.going:
+        states.update(node.state for node in pool.nodes)
+        time.sleep(0.05)
+    return doings.outcome | {"states": sorted(states), "lost": pool.stats().nodes_lost}
+
+
+def give_up(pool: sky.Compute, network: Network, told: dict[str, Any]) -> dict[str, Any]:
+    """Cut the network for longer than a node lives without its client."""
+    there = [psutil.Process(pid) for pair in processes() @ pool for pid in pair]
+    outcome: dict[str, Any] = {}
+    future = tallied(told["file"], 600.0) > pool
+    time.sleep(1.0)
+    with network.cut():
+        began = time.monotonic()
+        try:
+            future.result(told["seconds"])
+        except sky.SkywardError as problem:
+            outcome["said"] = f"{type(problem).__name__}: {problem}"
+        outcome["given up after"] = round(time.monotonic() - began, 1)
+        psutil.wait_procs(there, max(0.1, began + told["seconds"] - time.monotonic()))
+        outcome["ended after"] = round(time.monotonic() - began, 1)
+        outcome["left"] = sum(process.is_running() for process in there)
+    began = time.monotonic()
+    outcome["again"] = checksum(b"after", 0.0) @ pool
+    outcome["back after"] = round(time.monotonic() - began, 1)
+    return outcome
+
+
+def provider(told: dict[str, Any]) -> Any:
+    if "beyond" in told:
+        from slow_link import Beyond  # from bench/, which is on the path
+
+        return Beyond(*told["beyond"])
+    return sky.SSH(**told["ssh"])
+
+
+def main(told: dict[str, Any]) -> None:
+    with sky.Compute(
+        provider(told),
+        nodes=told.get("nodes", 2),
+        worker=sky.Worker(concurrency=4),
+        options=sky.Options(orphan_timeout=told.get("orphan_timeout", 60.0)),
+    ) as pool:
+        network = Network(told["namespaces"])
+        print(json.dumps(globals()[told["act"]](pool, network, told)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], float(sys.argv[4]))
+    main(json.loads(sys.argv[1]))

@@ -31,7 +31,7 @@ class Far:
         """Nothing passes to or from any node."""
         with contextlib.ExitStack() as stack:
             for network in self.networks.values():
-                stack.enter_context(network.frozen())
+                stack.enter_context(network.hold())
             yield
 
 

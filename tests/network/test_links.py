@@ -171,8 +171,32 @@ def _exchange(ends: Ends, bodies: list[bytes]) -> None:
     assert not wrong
 
 
+def test_one_refusal_after_a_slow_attempt_proves_nothing(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.wire.dial.REFUSED_SECONDS", 0.2)
+    slow: list[float] = []
+
+    def dial(endpoint: str, seconds: float) -> socket.socket:
+        if slow:
+            time.sleep(slow.pop())
+            raise ConnectionRefusedError
+        return ends.network.dial(endpoint, seconds)
+
+    hello = Hello(POOL, "data")
+    dialer = Dialer(ends.listener.endpoint, hello, ends.credentials, NAME, dial, gone="gone")
+    client, _ = dialer.open()
+    worker = ends.accepted.get(timeout=5)
+    slow.append(0.5)
+    ends.network.cut()
+    worker.send(Ping(1))
+    assert client.receive().kind == Ping.KIND
+    client.close()
+    worker.close()
+
+
 def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
-    ends.network.turning_away = True
+    ends.network.refusing = True
     ends.network.cut()
     reading = threading.Thread(target=lambda: received.append(ends.client.receive()))
     received: list[object] = []
@@ -182,7 +206,7 @@ def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Event
     for number in range(1000):
         ends.client.send(Ping(number))
     assert time.monotonic() - started < 1
-    ends.network.turning_away = False
+    ends.network.refusing = False
     for number in range(1000):
         frame = ends.worker.receive()
         assert messages.decode_as(Ping, frame.kind, frame.meta).number == number

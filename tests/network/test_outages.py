@@ -179,7 +179,7 @@ def test_a_silent_network_is_noticed_told_of_and_survived(
         (node,) = both
         other = 1 - node
         assert far.pool.nodes[node].state == "ready"
-        with far.networks[node].frozen():
+        with far.networks[node].hold():
             eventually(
                 lambda: far.pool.nodes[node].state == "reconnecting",
                 contact.SILENCE_SECONDS + 3,
@@ -238,7 +238,7 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
         process = pid() >> far.pool
         future = lasts(str(tmp_path), 600) > far.pool
         eventually((tmp_path / "begun").exists)
-        far.networks[0].turning_away = True
+        far.networks[0].refusing = True
         far.cut()
         time.sleep(0.2)
         started = time.monotonic()
@@ -248,7 +248,7 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
         assert time.monotonic() - started < 0.5
         # Longer than a task has to end once it was told: it was not told.
         time.sleep(1.5)
-        far.networks[0].turning_away = False
+        far.networks[0].refusing = False
         assert (pid() > far.pool).result(10) == process
         assert not (tmp_path / "done").exists()
 
@@ -280,13 +280,13 @@ def test_a_device_and_its_process_outlast_an_outage(
         device = far.pool.device("cpu")
         x = torch.arange(8.0, device=device) + 1
         assert x.sum().item() == 36.0
-        far.networks[0].turning_away = True
+        far.networks[0].refusing = True
         far.cut()
         eventually(lambda: far.pool.nodes[0].state == "reconnecting")
         for _ in range(100):
             x = x + 1
         time.sleep(1.5)
-        far.networks[0].turning_away = False
+        far.networks[0].refusing = False
         assert x.sum().item() == 36.0 + 8 * 100
         assert (pid() > far.pool).result(10)
 
@@ -300,7 +300,7 @@ def test_leaving_a_pool_in_an_outage_does_not_take_long(
         large = threading.Thread(target=_fails, args=(far.pool,))
         eventually((tmp_path / "begun").exists)
         for network in far.networks.values():
-            network.turning_away = how == "turned away"
+            network.refusing = how == "turned away"
             if how == "turned away":
                 network.cut()
             else:

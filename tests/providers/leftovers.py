@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from skyward.pool.journal import Journal
 
 from .ssh_hosts import MARKERS
 
@@ -59,6 +63,30 @@ class Script:
             process.communicate()
 
 
+def show_and_remove_after_a_kill(script: Script, phase: str, journal: Journal) -> str:
+    """Kill a pool's process in a phase, and have `sky` deal with it; gives the pool's id."""
+    with script.reaching(phase) as process:
+        process.kill()
+        process.wait()
+
+    shown = json.loads(sky_says("ps", "--json"))
+    assert [each["state"] for each in shown] == ["gone"]
+    sky_says("down")
+    assert journal.pools() == []
+    return str(shown[0]["id"])
+
+
+def press_ctrl_c(script: Script, phase: str, journal: Journal) -> list[str]:
+    """Interrupt a pool's process in a phase; gives the ids of the pools that it had."""
+    with script.reaching(phase) as process:
+        pools = [pool.id for pool in journal.pools()]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+    assert journal.pools() == []
+    return pools
+
+
 def sky_says(*command: str) -> str:
     """What a command of `sky` prints."""
     done = subprocess.run(
@@ -66,6 +94,13 @@ def sky_says(*command: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def podman_says(*command: str) -> str:
+    """What a command of `podman` prints."""
+    done = subprocess.run(["podman", *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def on_this_host(pool: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -41,7 +43,17 @@ class TestSSH(ProviderSuite):
     @pytest.fixture
     def provider(self, sshd: Sshd) -> sky.SSH:
         """The testbed's."""
+        self.sshd = sshd
         return sshd.provider()
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[bool]:
+        """Its sshd has ended."""
+        self.sshd.lose(1)
+        try:
+            yield True
+        finally:
+            self.sshd.up()
 
     @pytest.fixture
     def wish(self) -> Wish:
@@ -56,6 +68,16 @@ class TestContainer(ProviderSuite):
     def provider(self, engine: None) -> sky.Container:
         """The testbed's."""
         return podman.provider()
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[bool]:
+        """Nobody answers where the service was."""
+        socket = Path(os.environ["DOCKER_HOST"].removeprefix("unix://"))
+        away = socket.rename(socket.with_suffix(".away"))
+        try:
+            yield True
+        finally:
+            away.rename(socket)
 
     @pytest.fixture
     def wish(self) -> Wish:

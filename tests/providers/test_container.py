@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,13 @@ import skyward as sky
 from skyward.pool.journal import Journal
 
 from . import podman
-from .leftovers import PHASES, Script, sky_says
+from .leftovers import (
+    PHASES,
+    Script,
+    podman_says,
+    press_ctrl_c,
+    show_and_remove_after_a_kill,
+)
 
 QUIET = sky.Options(console=False)
 pytestmark = pytest.mark.usefixtures("engine")
@@ -149,31 +152,14 @@ SCRIPT = Script("podman.provider()", setup="from tests.providers import podman")
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_what_a_killed_script_leaves_is_shown_and_removed(state: Journal, phase: str) -> None:
-    with SCRIPT.reaching(phase) as process:
-        process.kill()
-        process.wait()
+    show_and_remove_after_a_kill(SCRIPT, phase, state)
 
-    shown = json.loads(sky_says("ps", "--json"))
-    assert [each["state"] for each in shown] == ["gone"]
-    sky_says("down")
-
-    assert state.pools() == []
     assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
     assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_ctrl_c_leaves_nothing(state: Journal, phase: str) -> None:
-    with SCRIPT.reaching(phase) as process:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+    press_ctrl_c(SCRIPT, phase, state)
 
-        assert process.returncode != 0
-    assert state.pools() == []
     assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
-
-
-def podman_says(*command: str) -> str:
-    done = subprocess.run(["podman", *command], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()

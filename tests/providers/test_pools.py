@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +17,14 @@ import pytest
 import skyward as sky
 from skyward.pool.journal import Journal
 
-from .leftovers import PHASES, Script, on_this_host, sky_says
+from .leftovers import (
+    PHASES,
+    Script,
+    on_this_host,
+    press_ctrl_c,
+    show_and_remove_after_a_kill,
+    sky_says,
+)
 from .ssh_hosts import Sshd
 from .torch_index import torch_image
 
@@ -159,27 +168,15 @@ def setup(sshd: Sshd) -> str:
 def test_what_a_killed_script_leaves_is_shown_and_removed(
     state: Journal, setup: str, phase: str
 ) -> None:
-    with Script("provider", setup).reaching(phase) as process:
-        process.kill()
-        process.wait()
+    pool = show_and_remove_after_a_kill(Script("provider", setup), phase, state)
 
-    shown = json.loads(sky_says("ps", "--json"))
-    assert [each["state"] for each in shown] == ["gone"]
-    sky_says("down")
-
-    assert state.pools() == []
-    assert on_this_host(shown[0]["id"]) == []
+    assert on_this_host(pool) == []
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_ctrl_c_leaves_nothing(state: Journal, setup: str, phase: str) -> None:
-    with Script("provider", setup).reaching(phase) as process:
-        pools = [pool.id for pool in state.pools()]
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+    pools = press_ctrl_c(Script("provider", setup), phase, state)
 
-        assert process.returncode != 0
-    assert state.pools() == []
     assert [on_this_host(pool) for pool in pools] == [[] for _ in pools]
 
 
@@ -202,17 +199,160 @@ def agents(pool: str) -> list[str]:
     return [each for each in on_this_host(pool) if "/machines/" not in each]
 
 
-def test_a_pool_goes_on_without_a_lost_host(sshd: Sshd, eventually: Callable[..., None]) -> None:
+def lose_host(sshd: Sshd, number: int, folder: str) -> None:
+    """End a host's sshd and all that a node has there."""
+    sshd.lose(number)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd() == folder or folder in " ".join(process.cmdline()):
+                process.kill()
+
+
+def test_a_pool_goes_on_without_a_lost_host(
+    sshd: Sshd, state: Journal, eventually: Callable[..., None]
+) -> None:
     """Its sshd and its agent are gone; the other host works on."""
     with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
         folders = [folder for folder, _, _ in place() @ compute]
         try:
-            sshd.lose(2)
-            for process in psutil.process_iter():
-                with contextlib.suppress(psutil.Error, OSError):
-                    if process.cwd() == folders[1] or folders[1] in " ".join(process.cmdline()):
-                        process.kill()
+            lose_host(sshd, 2, folders[1])
             eventually(lambda: compute.nodes[1].state != "ready", 60, "noticing it")
             assert doubled([4]) >> compute == [8]
         finally:
             sshd.up()
+    assert state.pools() == []
+
+
+def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
+    sshd: Sshd, eventually: Callable[..., None]
+) -> None:
+    """Slow: nobody may judge it by seconds of silence."""
+
+    @sky.function
+    def slept(seconds: float) -> int:
+        import time
+
+        time.sleep(seconds)
+        return os.getpid()
+
+    with sky.Compute(sshd.provider(direct=False), options=QUIET) as compute:
+        process = slept(0) >> compute
+        future = slept(3) > compute
+        try:
+            sshd.lose(1)
+            eventually(lambda: compute.nodes[0].state == "reconnecting", 10, "noticing it")
+            time.sleep(6)
+        finally:
+            sshd.up()
+        assert future.result(30) == process
+        assert compute.stats().nodes_lost == 0
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+def test_a_lost_host_is_used_again_when_it_comes_back(
+    sshd: Sshd,
+    state: Journal,
+    eventually: Callable[..., None],
+    capfd: pytest.CaptureFixture[str],
+    direct: bool,
+) -> None:
+    with sky.Compute(sshd.provider(direct=direct), nodes=2, options=IMPATIENT) as compute:
+        folders = [folder for folder, _, _ in place() @ compute]
+        try:
+            lose_host(sshd, 2, folders[1])
+            eventually(lambda: compute.nodes[1].state == "lost", 60, "giving it up")
+            waiting = compute.submit(doubled([5]), on=1)
+            assert doubled([4]) >> compute == [8]
+            said = ""
+
+            def gave_up_an_attempt() -> bool:
+                nonlocal said
+                said += capfd.readouterr().err
+                return "node 1 is out of reach" in said
+
+            eventually(gave_up_an_attempt, 60, "an attempt that failed")
+            time.sleep(2)
+        finally:
+            sshd.up()
+        assert waiting.result(60) == [10]
+        assert doubled([3]) @ compute == [[6], [6]]
+        assert [node.state for node in compute.nodes] == ["ready", "ready"]
+    said += capfd.readouterr().err
+    assert re.search(r"node 1 was lost: .*; it is started anew", said)
+    assert re.search(
+        r"node 1 is out of reach: SSH host 127\.0\.0\.2:\d+: connection refused; .*; it is tried "
+        "again for 10 minutes",
+        said,
+    )
+    assert said.count("node 1 is out of reach") == 1
+    assert state.pools() == []
+
+
+def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd, state: Journal) -> None:
+    @sky.function
+    def resting(seconds: float) -> int:
+        time.sleep(seconds)
+        return sky.instance_info().node
+
+    try:
+        with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
+            folders = [folder for folder, _, _ in place() @ compute]
+            losing = threading.Timer(1.0, lose_host, (sshd, 2, folders[1]))
+            losing.start()
+            with pytest.raises(
+                sky.BroadcastError, match=r"resting failed on 1 of 2 workers \(node 1\)"
+            ) as caught:
+                resting(4) @ compute
+            losing.join()
+            assert [outcome.value for outcome in caught.value.outcomes] == [0, None]
+            (lost,) = caught.value.exceptions
+            assert isinstance(lost, sky.NodeLostError)
+            assert re.search(
+                "resting lost node 1: its agent is gone; call again, or have `retries` do that",
+                str(lost),
+            )
+            sshd.up()
+    finally:
+        sshd.up()
+    assert state.pools() == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_needs_a_host_that_does_not_come_back_says_why(
+    sshd: Sshd,
+    state: Journal,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., None],
+    nodes: int,
+) -> None:
+    """The only host, or one of two in a broadcast."""
+    monkeypatch.setattr("skyward.pool.node.RETURN_SECONDS", 4.0)
+    why = (
+        rf"doubled has nowhere to run: node {nodes - 1} was lost and did not come back: "
+        r"SSH host 127\.0\.0\.\d:\d+: connection refused; is sshd running there, and is this its "
+        r"port\?; enter a new Compute"
+    )
+    try:
+        with sky.Compute(sshd.provider(), nodes=nodes, options=IMPATIENT) as compute:
+            folders = [folder for folder, _, _ in place() @ compute]
+            lose_host(sshd, nodes, folders[-1])
+            eventually(lambda: compute.nodes[-1].state == "lost", 60, "giving it up")
+            if nodes == 1:
+                with pytest.raises(sky.NodeLostError, match=why):
+                    doubled([1]) >> compute
+            else:
+                with pytest.raises(
+                    sky.BroadcastError, match=r"doubled failed on 1 of 2 workers \(node 1\)"
+                ) as caught:
+                    doubled([1]) @ compute
+                assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
+                assert isinstance(caught.value.exceptions[0], sky.NodeLostError)
+                assert re.search(why, str(caught.value.exceptions[0]))
+                assert doubled([2]) >> compute == [4]
+        # What could not be removed is on record.
+        (pool,) = state.pools()
+        assert [machine.node for machine in pool.machines] == [nodes - 1]
+    finally:
+        sshd.up()
+    sky_says("down", "--all", "--yes")
+    assert state.pools() == []

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -166,7 +167,8 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             sshd.lose(2)
             with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2.*connection was lost"):
                 await task
-            assert not await machine.alive()
+            with pytest.raises(sky.UnreachableError, match="connection refused"):
+                await machine.alive()
             with pytest.raises(sky.UnreachableError, match="connection refused"):
                 await machine.run(["true"])
             with pytest.raises(sky.UnreachableError, match="connection refused"):
@@ -176,7 +178,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             # `sky down` destroys what it can, and hears of the host that it could not reach.
             found = await provider.find("t-lost")
             assert [each.node for each in found] == [0, 1]
-            assert [await each.alive() for each in found] == [True, False]
+            assert await found[0].alive()
             with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2"):
                 await found[1].destroy()
 
@@ -197,19 +199,97 @@ def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
 
     async def scenario() -> None:
         async with made(sshd.provider(timeout=3)) as machine:
-            silent = sshd.daemons(1)[1:]
-            for process in silent:
-                process.suspend()
+            silent = []
+
+            def fall_silent() -> None:
+                silent.extend(sshd.daemons(1)[1:])
+                for process in silent:
+                    process.suspend()
+
             try:
-                assert not await machine.alive()
+                fall_silent()
                 with pytest.raises(sky.UnreachableError, match="no answer for 3 s"):
                     await machine.dial("tcp:127.0.0.1:1")
+                with pytest.raises(ConnectionRefusedError):
+                    await machine.dial("tcp:127.0.0.1:1")
+                fall_silent()
+                with pytest.raises(sky.UnreachableError, match=r"no answer for 0\.5 s"):
+                    await machine.alive()
                 with pytest.raises(ConnectionRefusedError):
                     await machine.dial("tcp:127.0.0.1:1")
             finally:
                 for process in silent:
                     process.resume()
         assert link.open_links() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_is_lost_refuses_nobody(sshd: Sshd) -> None:
+    """Or a node would be given up whose agent listens as ever."""
+
+    async def scenario() -> None:
+        async with made(sshd.provider()) as machine:
+            silent = sshd.daemons(1)[1:]
+            for process in silent:
+                process.suspend()
+            task = asyncio.create_task(machine.dial("tcp:127.0.0.1:1"))
+            await asyncio.wait({task}, timeout=0.3)
+            for process in silent:
+                process.kill()
+            with pytest.raises(sky.UnreachableError, match="the connection was lost"):
+                await task
+
+    asyncio.run(scenario())
+
+
+def test_connecting_goes_on_when_those_who_asked_give_up(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits less than it takes; together they get there."""
+    connected, attempts = link._connected, []
+
+    async def slowly(destination: Any) -> Any:
+        attempts.append(destination)
+        await asyncio.sleep(0.5)
+        return await connected(destination)
+
+    async def scenario() -> None:
+        async with made(sshd.provider()) as machine:
+            monkeypatch.setattr(link, "_connected", slowly)
+            assert machine._kept is not None
+            machine._kept.doubt()
+            impatient = 0
+            while True:
+                try:
+                    async with asyncio.timeout(0.2):
+                        await machine.dial("tcp:127.0.0.1:1")
+                except TimeoutError:
+                    impatient += 1
+                except ConnectionRefusedError:
+                    break
+            assert impatient >= 2
+            assert len(attempts) == 1
+        assert link.open_links() == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_carries_a_lot_has_a_connection_of_its_own(sshd: Sshd) -> None:
+    """The agent's heartbeats do not wait behind it."""
+
+    async def scenario() -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as agent,
+            socket.create_server(("127.0.0.1", 0)) as executor,
+        ):
+            async with made(sshd.provider()) as machine:
+                before = len(sshd.daemons(1))
+                for listener in (agent, agent, executor, executor):
+                    end = await machine.dial(f"tcp:127.0.0.1:{listener.getsockname()[1]}")
+                    end.close()
+                    after = len(sshd.daemons(1))
+                    assert (after > before) == (listener is executor)
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import DOUBT_SECONDS, PING_SECONDS, Node
 from skyward.wire.channel import Channel
-from skyward.wire.dial import PAUSES, REFUSED_SECONDS, Dialer
+from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
 from skyward.wire.identity import Credentials, Dial, connect
 from skyward.wire.messages import Hello, Welcome
 
@@ -43,17 +43,15 @@ def reach(
     if credentials is None:
         return connect(endpoint, hello, None, name)
     dialer = Dialer(endpoint, hello, credentials, name, dial, gone=gone)
-    answered = time.monotonic()
+    refused_since: float | None = None
     pause, longest = PAUSES
     while True:
         try:
             return dialer.open()
         except (OSError, EOFError, SkywardError) as problem:
-            now = time.monotonic()
-            if not isinstance(problem, ConnectionRefusedError):
-                answered = now
+            refused_since = refused(problem, refused_since)
             impostor = isinstance(problem.__cause__, ssl.SSLCertVerificationError)
-            if impostor or now - answered > REFUSED_SECONDS or not persist():
+            if impostor or refused_too_long(refused_since) or not persist():
                 raise
         time.sleep(pause)
         pause = min(2 * pause, longest)

@@ -133,6 +133,7 @@ class Executors:
                 return
             node.state = "ready"
             node.ready_since = time.monotonic()
+            node.lost_since, node.waited_for = None, False
         node.ready.set()
         self._console.phase(node.index, "ready")
 

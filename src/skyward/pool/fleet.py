@@ -29,7 +29,7 @@ from skyward.pool.host import RemoteHost
 from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
-from skyward.pool.node import PING_SECONDS, Node, NodeView
+from skyward.pool.node import PING_SECONDS, RETURN_SECONDS, Node, NodeView
 from skyward.pool.preparing import Preparations, Preparer
 from skyward.pool.scaling import Scaler
 from skyward.pool.task import Task
@@ -244,10 +244,39 @@ class Fleet:
             else:
                 failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
                 failure.__cause__ = problem
-            self._fail_node(node, failure)
+            out_of_reach = isinstance(problem, (OSError, EOFError))
+            if not (out_of_reach and self._wait_for(node, failure)):
+                self._fail_node(node, failure)
+
+    def _wait_for(self, node: Node, failure: Exception) -> bool:
+        """A node that was lost is out of reach: whether it is tried again later."""
+        pause = node.pause_before_return()
+        if pause is None or not isinstance(node.machine, RemoteHost):
+            return False
+        with self._lock:
+            if self.closed or node.state == "stopped":
+                return False
+            node.state = "lost"
+            # Only starts that came so far as to be lost again are counted.
+            node.starts -= 1
+        if node.machine.made:
+            node.ending = threading.Thread(target=node.machine.stop, args=(0,), daemon=True)
+            node.ending.start()
+        if not node.waited_for:
+            node.waited_for = True
+            self._console.note(
+                f"node {node.index} is out of reach: {failure}; it is tried again for "
+                f"{RETURN_SECONDS / 60:g} minutes"
+            )
+        self._console.phase(node.index, "out of reach")
+        self._loop.later(pause, lambda: self._start_anew(node))
+        return True
 
     def _fail_node(self, node: Node, failure: BaseException) -> None:
         node.state = "lost"
+        if node.lost_since is not None and not self.closed:
+            failure = PoolStartError(f"node {node.index} was lost and did not come back: {failure}")
+            self._console.note(str(failure))
         node.failure = failure
         control, node.control = node.control, None
         if control is not None:
@@ -443,9 +472,9 @@ class Fleet:
 
     def _why_hopeless(self) -> str:
         failed = [node for node in self.nodes if node.failure is not None]
-        if not self._preparer.together or not failed:
-            return ""
-        return f"its workers are a group, and {failed[0].failure}"
+        if not self._preparer.together:
+            return "; ".join(str(node.failure) for node in failed)
+        return f"its workers are a group, and {failed[0].failure}" if failed else ""
 
     # The agents' frames.
 
@@ -521,12 +550,22 @@ class Fleet:
             self._loop.forget(control)
         if before == "ready" and time.monotonic() - node.ready_since > STEADY_SECONDS:
             node.starts = 1
-        if before == "starting" or node.starts >= START_ATTEMPTS:
+        first_start = before == "starting" and node.lost_since is None
+        node.lost_since = node.lost_since or time.monotonic()
+        if first_start or node.starts >= START_ATTEMPTS:
             node.failure = PoolStartError(f"node {node.index} was lost: {reason}")
+        elif before != "draining":
+            self._console.note(f"node {node.index} was lost: {reason}; it is started anew")
+        advice = "call again, or have `retries` do that"
+        if node.failure is not None:
+            advice = "it was lost too often to be started anew: enter a new Compute"
         for lane in lanes:
             self._loop.forget(lane.channel)
             self._dispatcher.lose(
-                lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {reason}")
+                lane,
+                lambda task: NodeLostError(
+                    f"{task.name} lost node {node.index}: {reason}; {advice}"
+                ),
             )
             self._preparer.lane_lost(node, lane, reason)
         if node.failure is not None:
@@ -540,7 +579,9 @@ class Fleet:
             # Who ends the node now has seen the old machine only.
             if self.closed or node.state == "stopped":
                 return
-            node.machine = self._host(node.index)
+            lost, node.machine = node.machine, self._host(node.index)
+            if isinstance(node.machine, RemoteHost):
+                node.machine.succeed(lost)
             node.prepared = False
             node.state = "starting"
             node.ready.clear()

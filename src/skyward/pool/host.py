@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from skyward.errors import PoolStartError
 from skyward.pool.journal import Journal
-from skyward.providers import Machine, Order, Provider, bootstrap, loop
+from skyward.providers import Host, Machine, Order, Provider, bootstrap, loop
 from skyward.providers.bootstrap import Prepared
 from skyward.wire.identity import direct
 from skyward.worker.config import AgentConfig
@@ -20,6 +20,8 @@ from skyward.worker.config import AgentConfig
 DIRECT_SECONDS = 1.5
 """How long a straight connection is tried before the provider's own way is taken."""
 DESTROY_SECONDS = 60.0
+LAST_TRY_SECONDS = 5.0
+"""How long a host that was lost, and may be back, is given to remove what it still has."""
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -47,23 +49,37 @@ class RemoteHost:
         self._machine: Machine | None = None
         self._prepared: Prepared | None = None
         self._is_direct = False
-        self._seems_alive = True
-        self._looking: concurrent.futures.Future[bool] | None = None
+        self._known_gone = False
+        self._looking: concurrent.futures.Future[None] | None = None
         self._work: concurrent.futures.Future[Any] | None = None
         self._task: asyncio.Task[Any] | None = None
         """The work itself: it ends later than the future that was cancelled."""
         self._stopped = False
         self._intended = False
+        self._lost: RemoteHost | None = None
+        self._succeeds = False
+        """Whether something of a machine that was lost may still be there."""
         self._lock = threading.Lock()
         self._ending = threading.Lock()
+
+    @property
+    def made(self) -> bool:
+        """Whether there is a machine of its own to remove."""
+        return self._machine is not None
+
+    def succeed(self, lost: Host) -> None:
+        """Take the place of a host that was lost; what could not be removed stays on record."""
+        self._lost = lost if isinstance(lost, RemoteHost) else None
 
     # Coming up.
 
     def prepare(self) -> None:
         """Make the machine and its environment."""
         self._phase("creating")
+        lost, self._lost = self._lost, None
         with self._lock:
             self._refuse_if_stopped()
+            self._succeeds = lost is not None and (lost._intended or lost._succeeds)
             self._journal.intend(self._order.pool, self._order.node)
             self._intended = True
         self._do(self._prepare())
@@ -77,14 +93,19 @@ class RemoteHost:
         try:
             machine = self._machine = await self._provider.create(order)
         except Exception:
-            # Then nothing is left behind, by what a provider promises.
+            # Then nothing is left behind, by what a provider promises, but by an earlier machine.
             self._intended = False
-            await asyncio.to_thread(self._journal.gone, order.pool, order.node)
+            if not self._succeeds:
+                await asyncio.to_thread(self._journal.gone, order.pool, order.node)
             raise
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
         )
         self.address = machine.address
+        if self._succeeds:
+            # On a host that came back: its agent's folder, and the agent if it lives.
+            await bootstrap.remove(machine, order.pool, order.node)
+            self._succeeds = False
         prepared = await bootstrap.prepare(
             machine, order.pool, order.node, order.wish.image, self._phase, self._note
         )
@@ -162,17 +183,17 @@ class RemoteHost:
             raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
 
     def looks_dead(self) -> bool:
-        """What the provider said when it was last asked; this asks again, without waiting."""
+        """What the provider said when it last knew; this asks again, without waiting."""
         machine = self._machine
         if machine is not None and (self._looking is None or self._looking.done()):
             self._looking = loop.submit(self._look(machine))
-        return not self._seems_alive
+        return self._known_gone
 
-    async def _look(self, machine: Machine) -> bool:
+    async def _look(self, machine: Machine) -> None:
+        # Whatever goes wrong in asking says nothing about the machine.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(ALIVE_SECONDS):
-                self._seems_alive = await machine.alive()
-        return self._seems_alive
+                self._known_gone = not await machine.alive()
 
     # Going.
 
@@ -184,13 +205,13 @@ class RemoteHost:
         if work is not None and not work.done():
             work.cancel()
         with self._ending:
-            if self._intended:
+            if self._intended or self._succeeds:
                 loop.submit(self._destroy(seconds)).result()
 
     async def _destroy(self, seconds: float) -> None:
-        order = self._order
+        order, own = self._order, self._intended
         try:
-            async with asyncio.timeout(DESTROY_SECONDS):
+            async with asyncio.timeout(DESTROY_SECONDS if own else LAST_TRY_SECONDS):
                 if self._task is not None:
                     await asyncio.wait([self._task])
                 machines = [self._machine] if self._machine is not None else []
@@ -199,10 +220,11 @@ class RemoteHost:
                     if machine is not None and machine.node == order.node:
                         await bootstrap.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
         except Exception as problem:
-            self._note(
-                f"node {order.node}: its machine could not be removed: "
-                f"{str(problem) or type(problem).__name__}; `sky down` tries again"
-            )
+            if own:
+                self._note(
+                    f"node {order.node}: its machine could not be removed: "
+                    f"{str(problem) or type(problem).__name__}; `sky down` tries again"
+                )
             return
-        self._intended = False
+        self._intended = self._succeeds = False
         await asyncio.to_thread(self._journal.gone, order.pool, order.node)

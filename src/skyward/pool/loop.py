@@ -76,7 +76,7 @@ class Loop:
         if not channel.ready(lambda: self.soon(_later(self._register, channel, on_frame, on_lost))):
             return
         if channel.ended:
-            self._lose(channel, on_lost, EOFError("the channel is closed"))
+            self._lose(channel, on_lost, _why_ended(channel))
             return
         self._selector.register(channel, selectors.EVENT_READ, (channel, on_frame, on_lost))
         # Bytes read along with the handshake or with a large body wake no selector.
@@ -184,6 +184,15 @@ class Loop:
         except Exception:
             # A fault of ours must be seen, and must not stop the pool.
             traceback.print_exc(file=sys.stderr)
+
+
+def _why_ended(channel: Channel) -> BaseException:
+    """Reading from a channel that is over raises the reason."""
+    try:
+        channel.poll()
+    except (EOFError, OSError) as problem:
+        return problem
+    return EOFError("the channel is closed")
 
 
 def _later(action: Callable[..., None], *args: Any) -> Callable[[], None]:

@@ -19,6 +19,10 @@ State = Literal["starting", "ready", "reconnecting", "draining", "lost", "stoppe
 PING_SECONDS = 0.5
 DOUBT_SECONDS = 1.5
 """After so much silence the provider is asked whether the machine still lives."""
+RETURN_SECONDS = 600.0
+"""How long a node that was lost is tried again while its machine cannot be reached."""
+RETURN_PAUSES = (1.0, 30.0)
+"""The shortest and the longest pause between two such attempts."""
 LOST_SECONDS = 20.0
 """After so much silence it counts as lost whatever the provider says."""
 
@@ -45,6 +49,10 @@ class Node:
         self.prepared = False
         """Whether the plugins' hooks for the node are entered."""
         self.ready_since = 0.0
+        self.lost_since: float | None = None
+        """When it was lost; None while it serves, and before it ever did."""
+        self.waited_for = False
+        """Whether it was told that it is out of reach."""
         self.starts = 0
         self._pings = 0
         self._asked: float | None = None
@@ -86,6 +94,12 @@ class Node:
         """Its agent has said something."""
         self.heard = time.monotonic()
         self._asked = None
+
+    def pause_before_return(self) -> float | None:
+        """How long to wait before it is tried again; None if it was not lost, or too long ago."""
+        gone = time.monotonic() - self.lost_since if self.lost_since is not None else RETURN_SECONDS
+        shortest, longest = RETURN_PAUSES
+        return None if gone >= RETURN_SECONDS else max(shortest, min(gone / 4, longest))
 
     @property
     def unanswered(self) -> float:

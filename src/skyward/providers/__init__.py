@@ -88,7 +88,11 @@ class Machine(Protocol):
         """
 
     async def alive(self) -> bool:
-        """Whether the machine is there and running, as far as the provider can tell."""
+        """Whether the machine is there; False only when it is known to be gone for good.
+
+        Its node is given up at once then. A `PoolStartError`, such as `UnreachableError`, when
+        nobody answers who would know: the node is waited for, as long as `orphan_timeout` says.
+        """
 
     async def destroy(self) -> None:
         """Remove it, whatever runs on it; returns when it is gone, and is fine if it was."""
@@ -132,7 +136,7 @@ class Host(Protocol):
         """Bring the agent up; returns when it listens, raises `PoolStartError` when it cannot."""
 
     def looks_dead(self) -> bool:
-        """Whether the provider can tell that the agent has ended or stands still."""
+        """Whether it is known that the agent has ended or stands still; silence proves nothing."""
 
     def stop(self, seconds: float) -> None:
         """End the agent and the machine; kills what has not ended after so long. Idempotent."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolStartError
+from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
 from skyward.providers import Order, Wish, gpus
 from skyward.spec import Volume
 
@@ -356,15 +356,23 @@ class ContainerMachine:
                 stream.close()
 
     async def alive(self) -> bool:
-        """Whether the container runs."""
+        """Whether the container runs, or is only paused."""
         return await asyncio.to_thread(self._alive)
 
     def _alive(self) -> bool:
+        from docker.errors import NotFound
+
         try:
+            _check_socket(self._service.address)
             with self._service.connected() as docker:
-                return bool(docker.containers.get(self.id).status == "running")
-        except Exception:
+                return docker.containers.get(self.id).status in ("running", "paused")
+        except NotFound:
             return False
+        except Exception as problem:
+            raise UnreachableError(
+                f"container {self.id}: {self._service.address} does not say what became of it: "
+                f"{_said(problem)}"
+            ) from problem
 
     async def destroy(self) -> None:
         """Remove the container, and with the last one the pool's network."""

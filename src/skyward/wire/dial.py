@@ -29,10 +29,23 @@ REFUSED_SECONDS = 2.0
 """A host that refuses connections for so long has no such process any more."""
 PAUSES = (0.02, 1.0)
 """The first and the longest pause between two attempts to connect."""
-
-
 WIDE = 4
 """How many connections a large write is spread over."""
+
+
+def refused(problem: BaseException, since: float | None) -> float | None:
+    """Since when every attempt was refused, after this one has failed; None if it was not.
+
+    Counted from the first refusal on: what came before it may have been an attempt of seconds.
+    """
+    if not isinstance(problem, ConnectionRefusedError):
+        return None
+    return time.monotonic() if since is None else since
+
+
+def refused_too_long(since: float | None) -> bool:
+    """Whether nobody can be expected to listen there any more."""
+    return since is not None and time.monotonic() - since > REFUSED_SECONDS
 
 
 class Dialer:
@@ -63,7 +76,7 @@ class Dialer:
 
     def _again(self, received: int, ended: threading.Event) -> Pair:
         """The next connection, for a link that has received so much, unless it ends first."""
-        answered = time.monotonic()
+        refused_since: float | None = None
         pause, longest = PAUSES
         while not ended.is_set():
             try:
@@ -71,10 +84,8 @@ class Dialer:
             except SessionUnknownError as problem:
                 raise LinkLost("the process there does not know this connection") from problem
             except (OSError, EOFError, SkywardError) as problem:
-                now = time.monotonic()
-                if not isinstance(problem, ConnectionRefusedError):
-                    answered = now
-                elif self._gone and now - answered > REFUSED_SECONDS:
+                refused_since = refused(problem, refused_since)
+                if self._gone and refused_too_long(refused_since):
                     raise LinkLost(self._gone) from problem
             else:
                 if welcome.pid == self._pid:

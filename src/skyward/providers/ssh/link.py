@@ -42,6 +42,7 @@ class Link:
         self.destination = destination
         self.users = 0
         self._lines: list[_Line] = []
+        self._coming: dict[bool, asyncio.Task[_Line]] = {}
         self._opening = asyncio.Lock()
 
     @property
@@ -49,9 +50,12 @@ class Link:
         """Whether there is a connection that nobody has closed."""
         return any(not line.connection.is_closed() for line in self._lines)
 
-    async def connection(self) -> asyncssh.SSHClientConnection:
-        """The one for streams."""
-        return (await self._line(lambda line: True)).connection
+    async def connection(self, *, busy: bool = False) -> asyncssh.SSHClientConnection:
+        """One for streams; those that may carry a lot share another than the rest.
+
+        On a slow network they would hold up the rest for so long that the host looked dead.
+        """
+        return (await self._line(lambda line: line.busy == busy, busy)).connection
 
     @contextlib.asynccontextmanager
     async def command(
@@ -59,7 +63,7 @@ class Link:
     ) -> AsyncIterator[None]:
         """Start a command where there is room for one more, on a further connection if need be."""
         while True:
-            line = await self._line(lambda line: line.commands < line.room)
+            line = await self._line(lambda line: not line.busy and line.commands < line.room)
             line.commands += 1
             try:
                 start = line.connection.create_session(lambda: session, text, encoding=None)
@@ -75,26 +79,46 @@ class Link:
             finally:
                 line.commands -= 1
 
-    async def _line(self, fits: Callable[[_Line], bool]) -> _Line:
+    async def _line(self, fits: Callable[[_Line], bool], busy: bool = False) -> _Line:
         async with self._opening:
             lost = [line for line in self._lines if line.connection.is_closed()]
             self._lines = [line for line in self._lines if line not in lost]
             for line in lost:
                 await line.leave()
             for line in self._lines:
-                if fits(line):
+                if fits(line) and not line.doubted:
                     return line
-            line = _Line(*await _connected(self.destination))
+            return await self._coming_line(busy)
+
+    async def _coming_line(self, busy: bool) -> _Line:
+        """Connect. That goes on though whoever asked gives up: on a slow network they all would."""
+        coming = self._coming.get(busy)
+        if coming is None:
+            coming = self._coming[busy] = asyncio.create_task(self._connect(busy))
+            coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(coming)
+
+    async def _connect(self, busy: bool) -> _Line:
+        try:
+            line = _Line(*await _connected(self.destination), busy)
             self._lines.append(line)
             return line
+        finally:
+            del self._coming[busy]
 
-    def lose(self) -> None:
-        """Give the connections up: one of them did not answer."""
+    def doubt(self, connection: asyncssh.SSHClientConnection | None = None) -> None:
+        """Use this connection, or any, for nothing new: it does not answer.
+
+        What goes on there may yet: it ends when the connection turns out to be dead.
+        """
         for line in self._lines:
-            line.connection.abort()
+            line.doubted |= connection in (None, line.connection)
 
     async def close(self) -> None:
         """Close all connections, and the way to them."""
+        for coming in list(self._coming.values()):
+            coming.cancel()
+            await asyncio.wait({coming})
         lines, self._lines = self._lines, []
         for line in lines:
             line.connection.close()
@@ -105,8 +129,12 @@ class Link:
 class _Line:
     """One connection of a link, and what it runs."""
 
-    def __init__(self, connection: asyncssh.SSHClientConnection, through: Link | None) -> None:
+    def __init__(
+        self, connection: asyncssh.SSHClientConnection, through: Link | None, busy: bool
+    ) -> None:
         self.connection = connection
+        self.busy = busy
+        self.doubted = False
         self._through = through
         self.commands = 0
         self.room = COMMANDS_EACH

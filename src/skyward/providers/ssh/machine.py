@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +26,8 @@ from skyward.providers.ssh.link import (
 )
 
 ALIVE_SECONDS = 5.0
+DOUBT_SECONDS = 3.0
+"""A connection on which nobody answers for so long is not used for anything new."""
 CUT_SECONDS = 10.0
 LONGEST_COMMAND = 120_000
 """Linux takes 131,072 bytes in one argument, and sshd hands the command over as one."""
@@ -82,6 +85,7 @@ class SSHMachine:
         self._destination = destination
         self._label = label(pool, node)
         self._kept: Link | None = None
+        self._agent = ""
         self._bridges: set[Bridge] = set()
         self._background: set[asyncio.Task[Any]] = set()
         place = destination.place
@@ -148,8 +152,11 @@ class SSHMachine:
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Through a channel of the shared connection."""
+        # What is dialled first is the agent, which says little and must be heard.
+        self._agent = self._agent or endpoint
         async with self._link() as link:
-            connection = await link.connection()
+            connection = await link.connection(busy=endpoint != self._agent)
+            began = time.monotonic()
             kept = [hold(self._destination)]
 
             def ended(bridge: Bridge | None = None) -> None:
@@ -163,26 +170,33 @@ class SSHMachine:
                     bridge, end = await Bridge.built(connection, endpoint, ended)
             except (asyncssh.Error, OSError) as error:
                 ended()
-                raise self._no_bridge(error, link, endpoint) from error
+                if isinstance(error, TimeoutError):
+                    link.doubt(connection)
+                raise self._no_bridge(error, connection, endpoint) from error
             except BaseException:
                 ended()
+                if time.monotonic() - began > DOUBT_SECONDS:
+                    link.doubt(connection)
                 raise
             if not bridge.over:
                 self._bridges.add(bridge)
             return end
 
-    def _no_bridge(self, error: Exception, link: Link, endpoint: str) -> OSError:
+    def _no_bridge(
+        self, error: Exception, connection: asyncssh.SSHClientConnection, endpoint: str
+    ) -> OSError:
         name = self._destination.place.name
-        if isinstance(error, asyncssh.ChannelOpenError):
+        # On a connection that was lost meanwhile, asyncssh says that the channel was refused.
+        if isinstance(error, asyncssh.ChannelOpenError) and not connection.is_closed():
             if error.code == asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED:
                 option = "StreamLocal" if endpoint.startswith("unix:") else "Tcp"
                 return UnreachableError(
                     f"SSH host {name}: its sshd forbids the way to {endpoint}; set "
                     f"Allow{option}Forwarding yes in its sshd_config"
                 )
-            return ConnectionRefusedError(f"SSH host {name}: {endpoint}: {error.reason}")
+            if error.code == asyncssh.OPEN_CONNECT_FAILED:
+                return ConnectionRefusedError(f"SSH host {name}: {endpoint}: {error.reason}")
         if isinstance(error, TimeoutError):
-            link.lose()
             return UnreachableError(
                 f"SSH host {name}: no answer for {self._destination.timeout:g} s; it will be "
                 "connected to anew"
@@ -190,12 +204,16 @@ class SSHMachine:
         return UnreachableError(f"SSH host {name}: the connection was lost: {error}")
 
     async def alive(self) -> bool:
-        """Whether it answers within seconds, and still has the machine's folder."""
+        """Whether the host still has the machine's folder, which it must say within seconds."""
         try:
             async with asyncio.timeout(ALIVE_SECONDS):
                 return await self._script(_THERE) == 0
-        except (PoolStartError, TimeoutError):
-            return False
+        except TimeoutError:
+            if self._kept is not None:
+                self._kept.doubt()
+            raise UnreachableError(
+                f"SSH host {self._destination.place.name}: no answer for {ALIVE_SECONDS:g} s"
+            ) from None
 
     async def destroy(self) -> None:
         """End its commands and whatever else runs in its folder, and remove that."""

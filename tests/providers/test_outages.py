@@ -1,0 +1,169 @@
+"""Machines whose network is cut: what goes on there costs time and nothing else, or is given up.
+
+SSH hosts are in a network namespace of their own, behind a link; a cut drops every packet there,
+and nobody is told. All of it is slow: half a minute without a network has to pass.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+
+from ..network.namespaces import Link, linked
+from . import podman
+from .leftovers import podman_says
+from .ssh_hosts import Sshd
+
+QUIET = sky.Options(console=False)
+MIB = 1 << 20
+SECONDS = 30
+WAYS = pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def prepared(sshd: Sshd) -> Sshd:
+    """The environment is made while something can be downloaded: the namespaces reach nothing."""
+    with sky.Compute(sshd.provider(), options=QUIET):
+        return sshd
+
+
+@pytest.fixture
+def client(
+    prepared: Sshd, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Does something on two hosts over the link that the test asks for."""
+    link: Link
+    with linked(*request.param) as link, link.hosts(prepared, tmp_path) as hosts:
+
+        def act(direct: bool, **told: Any) -> dict[str, Any]:
+            ssh = hosts | {"direct": direct}
+            return link.client(200, ssh=ssh, file=str(tmp_path / "runs"), **told)
+
+        if len(request.param) > 1:
+            link.congest("cubic")
+        yield act
+
+
+LOSSY = pytest.mark.parametrize("client", [(20, 0.01, 100)], indirect=True, ids=["lossy"])
+FAST = pytest.mark.parametrize("client", [(0,)], indirect=True, ids=["fast"])
+FAR = pytest.mark.parametrize("client", [(250,)], indirect=True, ids=["far"])
+
+
+def check(outcome: dict[str, Any]) -> None:
+    """Everything was done, and nothing twice."""
+    assert outcome["task"] == 7
+    assert outcome["stream"] == outcome["fed"] == sum(range(200))
+    assert outcome["broadcast"] == [outcome["sent"]] * 2
+    assert outcome["lost"] == 0
+
+
+@LOSSY
+@WAYS
+def test_half_a_minute_without_a_network_during_everything(
+    client: Any, tmp_path: Path, direct: bool
+) -> None:
+    outcome = client(
+        direct, act="outlast", doing="everything", size=2 * MIB, after=1.5, seconds=SECONDS
+    )
+    assert outcome["cut short"] == 6
+    assert outcome["states"] == ["ready", "reconnecting"]
+    check(outcome)
+    assert outcome["up"] == outcome["down"] == outcome["right"]
+    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+
+
+@FAST
+@WAYS
+def test_half_a_minute_without_a_network_during_transfers_of_a_gibibyte(
+    client: Any, direct: bool
+) -> None:
+    outcome = client(
+        direct, act="outlast", doing="transfers", size=1 << 30, after=1.5, seconds=SECONDS
+    )
+    assert outcome["cut short"] == 2
+    assert outcome["up"] == outcome["down"] == outcome["right"]
+    assert outcome["lost"] == 0
+
+
+@LOSSY
+@WAYS
+def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any, direct: bool) -> None:
+    outcome = client(direct, act="give_up", seconds=20, orphan_timeout=6)
+    assert re.fullmatch(
+        r"NodeLostError: tallied lost node \d: there was no contact for 6 s \(orphan_timeout\), "
+        "after which a node ends itself; call again, or have `retries` do that",
+        outcome["said"],
+    )
+    assert 5 < outcome["given up after"] < 10
+    assert 5 < outcome["ended after"] < 12
+    assert outcome["left"] == 0
+    assert len(outcome["again"]) == 2
+
+
+@LOSSY
+@WAYS
+def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(
+    client: Any, direct: bool
+) -> None:
+    """One connection carries half a megabyte a second there, and heartbeats must not wait."""
+    outcome = client(direct, act="watch", doing="everything", size=4 * MIB)
+    check(outcome)
+    assert outcome["states"] == ["ready"]
+
+
+@FAR
+def test_a_host_far_away_is_connected_to_again_through_ssh(client: Any) -> None:
+    """Connecting takes longer than any of those who wait for it."""
+    outcome = client(False, act="outlast", doing="work", size=1000, after=2.0, seconds=8)
+    assert outcome["cut short"] == 4
+    check(outcome)
+
+
+@sky.function
+def slept(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+@sky.function
+def counting(count: int) -> Iterator[int]:
+    for number in range(count):
+        time.sleep(0.02)
+        yield number
+
+
+def test_half_a_minute_in_which_a_container_has_no_network(engine: None) -> None:
+    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
+        before = slept(0) @ compute
+        outcome: dict[str, Any] = {}
+        threads = [
+            threading.Thread(target=lambda: outcome.update(broadcast=slept(5) @ compute)),
+            threading.Thread(target=lambda: outcome.update(stream=list(counting(300) >> compute))),
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        for change in ("down", "up"):
+            for name in podman_says("ps", "--format", "{{.Names}}").split():
+                pid = podman_says("inspect", "--format", "{{.State.Pid}}", name)
+                command = ["nsenter", "--target", pid, "--net", "ip", "link", "set", "eth0"]
+                subprocess.run([*command, change], check=True)
+            if change == "down":
+                time.sleep(SECONDS)
+                assert {node.state for node in compute.nodes} == {"reconnecting"}
+        for thread in threads:
+            thread.join()
+        assert outcome["broadcast"] == before
+        assert outcome["stream"] == list(range(300))
+        assert compute.stats().nodes_lost == 0
