@@ -1,6 +1,7 @@
 """A client in one network namespace whose packets to and from the other vanish for a while.
 
-Run as a script in the near namespace, with what to do as JSON; prints what came of it as JSON.
+Run as a script in the near namespace, with what to do as JSON; prints what came of it as JSON. With
+several providers it does so on as many pools at the same time, and prints a list.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -66,17 +68,22 @@ def slowly(count: int) -> Iterator[int]:
 class Network:
     """What joins the two namespaces."""
 
-    def __init__(self, namespaces: list[str]) -> None:
+    def __init__(self, namespaces: list[str], users: int) -> None:
         self._namespaces = namespaces
+        self._all = threading.Barrier(users)
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """Packets leave, and do not arrive; nobody is told."""
-        self._rules("-I")
+        """Packets leave, and do not arrive; nobody is told. Everybody who uses it cuts at once."""
+        if self._all.wait() == 0:
+            self._rules("-I")
+        self._all.wait()
         try:
             yield
         finally:
-            self._rules("-D")
+            if self._all.wait() == 0:
+                self._rules("-D")
+            self._all.wait()
 
     def _rules(self, change: str) -> None:
         for name in self._namespaces:
@@ -191,23 +198,36 @@ def give_up(pool: sky.Compute, network: Network, told: dict[str, Any]) -> dict[s
     return outcome
 
 
-def provider(told: dict[str, Any]) -> Any:
+def providers(told: dict[str, Any]) -> list[Any]:
     if "beyond" in told:
         from slow_link import Beyond  # from bench/, which is on the path
 
-        return Beyond(*told["beyond"])
-    return sky.SSH(**told["ssh"])
+        return [Beyond(*told["beyond"])]
+    return [sky.SSH(**told["ssh"], direct=direct) for direct in told["direct"]]
 
 
 def main(told: dict[str, Any]) -> None:
-    with sky.Compute(
-        provider(told),
-        nodes=told.get("nodes", 2),
-        worker=sky.Worker(concurrency=4),
-        options=sky.Options(orphan_timeout=told.get("orphan_timeout", 60.0)),
-    ) as pool:
-        network = Network(told["namespaces"])
-        print(json.dumps(globals()[told["act"]](pool, network, told)))
+    with contextlib.ExitStack() as stack:
+        pools = [
+            stack.enter_context(
+                sky.Compute(
+                    provider,
+                    nodes=told.get("nodes", 2),
+                    worker=sky.Worker(concurrency=4),
+                    options=sky.Options(orphan_timeout=told.get("orphan_timeout", 60.0)),
+                )
+            )
+            for provider in providers(told)
+        ]
+        network = Network(told["namespaces"], len(pools))
+        actors = stack.enter_context(ThreadPoolExecutor(len(pools)))
+        act = globals()[told["act"]]
+        outcomes = actors.map(
+            lambda pool, number: act(pool, network, told | {"file": f"{told['file']}{number}"}),
+            pools,
+            range(len(pools)),
+        )
+        print(json.dumps(list(outcomes)))
 
 
 if __name__ == "__main__":

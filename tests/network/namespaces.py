@@ -39,8 +39,8 @@ class Link:
     near_address: str
     far_address: str
 
-    def client(self, limit: float, **told: Any) -> dict[str, Any]:
-        """What the script makes of its task in the near namespace, within the limit."""
+    def client(self, limit: float, **told: Any) -> list[dict[str, Any]]:
+        """What the script makes of its task in the near namespace, on each pool, within a limit."""
         told |= {"namespaces": [self.near, self.far]}
         paths = [str(ROOT / "bench"), *filter(None, [os.environ.get("PYTHONPATH")])]
         done = subprocess.run(
@@ -53,8 +53,8 @@ class Link:
         )
         sys.stderr.write(done.stderr)
         assert done.returncode == 0, done.stderr
-        outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return outcome
+        outcomes: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return outcomes
 
     def congest(self, algorithm: str) -> None:
         """Have both ends use one way of TCP to deal with losses."""

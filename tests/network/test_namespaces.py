@@ -13,7 +13,7 @@ from .namespaces import linked
 def test_packets_that_vanish_for_six_seconds_cost_nothing_but_time(tmp_path: Path) -> None:
     """Slow: the outage must be long enough to be noticed, and what went on is done afterwards."""
     with linked(10) as link:
-        outcome = link.client(
+        (outcome,) = link.client(
             100,
             beyond=[link.far, link.far_address],
             nodes=1,
@@ -26,7 +26,7 @@ def test_packets_that_vanish_for_six_seconds_cost_nothing_but_time(tmp_path: Pat
         )
     assert outcome["cut short"] == 6
     assert outcome["task"] == 7
-    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+    assert len((tmp_path / "runs0").read_text().splitlines()) == 1
     assert outcome["stream"] == outcome["fed"] == sum(range(200))
     assert outcome["broadcast"] == [outcome["sent"]]
     assert outcome["up"] == outcome["down"] == outcome["right"]

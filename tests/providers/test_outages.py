@@ -1,7 +1,7 @@
 """Machines whose network is cut: what goes on there costs time and nothing else, or is given up.
 
 SSH hosts are in a network namespace of their own, behind a link; a cut drops every packet there,
-and nobody is told. All of it is slow: half a minute without a network has to pass.
+and nobody is told. Half a minute without a network has to pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from .ssh_hosts import Sshd
 QUIET = sky.Options(console=False)
 MIB = 1 << 20
 SECONDS = 30
-WAYS = pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+WAYS = (True, False)
+"""Straight to the hosts, and through SSH; both at the same time, since all of it is slow."""
 pytestmark = pytest.mark.slow
 
 
@@ -41,14 +42,14 @@ def prepared(sshd: Sshd) -> Sshd:
 @pytest.fixture
 def client(
     prepared: Sshd, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., dict[str, Any]]]:
+) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Does something on two hosts over the link that the test asks for."""
     link: Link
     with linked(*request.param) as link, link.hosts(prepared, tmp_path) as hosts:
 
-        def act(direct: bool, **told: Any) -> dict[str, Any]:
-            ssh = hosts | {"direct": direct}
-            return link.client(200, ssh=ssh, file=str(tmp_path / "runs"), **told)
+        def act(direct: Sequence[bool] = WAYS, **told: Any) -> list[dict[str, Any]]:
+            file = str(tmp_path / "runs")
+            return link.client(300, ssh=hosts, direct=list(direct), file=file, **told)
 
         if len(request.param) > 1:
             link.congest("cubic")
@@ -69,63 +70,54 @@ def check(outcome: dict[str, Any]) -> None:
 
 
 @LOSSY
-@WAYS
-def test_half_a_minute_without_a_network_during_everything(
-    client: Any, tmp_path: Path, direct: bool
-) -> None:
-    outcome = client(
-        direct, act="outlast", doing="everything", size=2 * MIB, after=1.5, seconds=SECONDS
-    )
-    assert outcome["cut short"] == 6
-    assert outcome["states"] == ["ready", "reconnecting"]
-    check(outcome)
-    assert outcome["up"] == outcome["down"] == outcome["right"]
-    assert len((tmp_path / "runs").read_text().splitlines()) == 1
+def test_half_a_minute_without_a_network_during_everything(client: Any, tmp_path: Path) -> None:
+    outcomes = client(act="outlast", doing="everything", size=2 * MIB, after=1.5, seconds=SECONDS)
+    for outcome in outcomes:
+        assert outcome["cut short"] == 6
+        assert outcome["states"] == ["ready", "reconnecting"]
+        check(outcome)
+        assert outcome["up"] == outcome["down"] == outcome["right"]
+    for runs in ("runs0", "runs1"):
+        assert len((tmp_path / runs).read_text().splitlines()) == 1
 
 
 @FAST
-@WAYS
-def test_half_a_minute_without_a_network_during_transfers_of_a_gibibyte(
-    client: Any, direct: bool
-) -> None:
-    outcome = client(
-        direct, act="outlast", doing="transfers", size=1 << 30, after=1.5, seconds=SECONDS
-    )
-    assert outcome["cut short"] == 2
-    assert outcome["up"] == outcome["down"] == outcome["right"]
-    assert outcome["lost"] == 0
+def test_half_a_minute_without_a_network_during_transfers_of_a_gibibyte(client: Any) -> None:
+    for outcome in client(
+        act="outlast", doing="transfers", size=1 << 30, after=1.5, seconds=SECONDS
+    ):
+        assert outcome["cut short"] == 2
+        assert outcome["up"] == outcome["down"] == outcome["right"]
+        assert outcome["lost"] == 0
 
 
 @LOSSY
-@WAYS
-def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any, direct: bool) -> None:
-    outcome = client(direct, act="give_up", seconds=20, orphan_timeout=6)
-    assert re.fullmatch(
-        r"NodeLostError: tallied lost node \d: there was no contact for 6 s \(orphan_timeout\), "
-        "after which a node ends itself; call again, or have `retries` do that",
-        outcome["said"],
-    )
-    assert 5 < outcome["given up after"] < 10
-    assert 5 < outcome["ended after"] < 12
-    assert outcome["left"] == 0
-    assert len(outcome["again"]) == 2
+def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> None:
+    for outcome in client(act="give_up", seconds=20, orphan_timeout=6):
+        assert re.fullmatch(
+            r"NodeLostError: tallied lost node \d: there was no contact for 6 s "
+            r"\(orphan_timeout\), after which a node ends itself; call again, or have `retries` "
+            "do that",
+            outcome["said"],
+        )
+        assert 5 < outcome["given up after"] < 10
+        assert 5 < outcome["ended after"] < 12
+        assert outcome["left"] == 0
+        assert len(outcome["again"]) == 2
 
 
 @LOSSY
-@WAYS
-def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(
-    client: Any, direct: bool
-) -> None:
+def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(client: Any) -> None:
     """One connection carries half a megabyte a second there, and heartbeats must not wait."""
-    outcome = client(direct, act="watch", doing="everything", size=4 * MIB)
-    check(outcome)
-    assert outcome["states"] == ["ready"]
+    for outcome in client(act="watch", doing="everything", size=4 * MIB):
+        check(outcome)
+        assert outcome["states"] == ["ready"]
 
 
 @FAR
 def test_a_host_far_away_is_connected_to_again_through_ssh(client: Any) -> None:
     """Connecting takes longer than any of those who wait for it."""
-    outcome = client(False, act="outlast", doing="work", size=1000, after=2.0, seconds=8)
+    (outcome,) = client([False], act="outlast", doing="work", size=1000, after=2.0, seconds=8)
     assert outcome["cut short"] == 4
     check(outcome)
 
