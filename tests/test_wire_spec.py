@@ -134,7 +134,7 @@ def test_the_way_from_peer_to_peer_is_as_described() -> None:
         f"at most {arrivals.PART >> 20} MiB each",
         f"has not heard in {relay.UNKNOWN_SECONDS:g} s",
         f"After {relay.SILENT_SECONDS:g} s of silence",
-        f"after {relay.SILENT_SECONDS:g} s without progress",
+        f"after {relay.SILENT_SECONDS:g} s without a word",
     ):
         assert words in peers
     assert relay.BEAT_SECONDS == 1

@@ -129,6 +129,22 @@ def test_a_large_write_to_a_place_far_away_has_more_connections_made(
         assert {number for who, number in chosen if who is pair} == set(range(WIDE))
 
 
+def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:
+    assert ends.client._link is not None
+    pair = ends.client._link.first
+    pair.close()
+    with pytest.raises(ConnectionError):
+        pair.roomiest()
+
+
+def test_a_connection_too_many_is_refused_before_it_is_used(ends: Ends) -> None:
+    with pytest.raises(SessionUnknownError):
+        ends.knock(ends.hello(aside=1))
+    hello = ends.hello(aside=1)
+    hello.attempt = 1
+    ends.knock(hello)
+
+
 def _exchange(ends: Ends, bodies: list[bytes]) -> None:
     """Send these both ways at once, and see that they come as they are."""
 

@@ -249,6 +249,21 @@ def test_what_there_is_no_room_for_is_not_fetched(
     assert not first.served
 
 
+def test_who_asks_for_another_length_gets_nothing_and_holds_nothing(peers: list[Peer]) -> None:
+    first, *_ = peers
+    data = content(MIB)
+    (blob,) = first.cache.place([data])
+    first.cache.unpin(blob.segment.id)
+    pins = dict(first.cache._pins)
+    for length in (len(data) - 1, len(data) + 1):
+        with (
+            pytest.raises(LookupError),
+            first.arrivals.lent(blob.digest, length, 0, 1, 0.01),
+        ):
+            pass
+    assert first.cache._pins == pins
+
+
 def test_nobody_there_is_noticed_at_once(peers: list[Peer]) -> None:
     first, second, _ = peers
     first.listener.close()

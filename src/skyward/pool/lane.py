@@ -61,7 +61,7 @@ class Lane(Place[Task]):
     end_reason: str = ""
     """Why its process ended, once the agent has said so."""
     sending: Task | None = None
-    """The task whose frame is on its way out."""
+    """The task that is being sent, with all that goes before it."""
     port: int = 0
     """On the head's first worker, the port kept free there."""
     peer: str = ""
@@ -85,6 +85,10 @@ class Lane(Place[Task]):
     _known: OrderedDict[bytes, Definition] = field(default_factory=OrderedDict)
     _digests: set[bytes] = field(default_factory=set)
     _segments: set[int] = field(default_factory=set)
+    _sends: int = 0
+    """How many tasks were sent."""
+    _resent: dict[bytes, int] = field(default_factory=dict)
+    """When digests and keys that were missing were sent again: with which of those tasks."""
     _leaving: set[int] = field(default_factory=set)
     """Segments the executor was told to forget and has not released yet."""
     _lock: Any = field(default_factory=threading.RLock)
@@ -139,27 +143,33 @@ class Lane(Place[Task]):
         With `fetch`, it is told to get from others what they have already.
         """
         with self._lock:
-            if task.done:
-                return False
-            self._define(task.code, fetch)
-            for definition in task.handles:
-                self._define(definition, fetch)
-            try:
-                payload, body, descriptors = self._pack(task.parcel, fetch)
-            except KeyboardInterrupt:
-                # The executor may have been put down for memory it will not get.
-                if task.parcel.digests:
-                    self.channel.abort()
-                raise
-            names = [str(index) for index in range(len(task.inputs))]
-            keys = [definition.key for definition in task.handles]
-            run = Run(task.id, task.name, task.code.key, payload, keys, names)
+            if self.lost:
+                raise BrokenPipeError("the executor is gone")
+            # In this order: who cancels it marks it as done, and then looks whether it is sent.
             self.sending = task
             try:
-                self.channel.send(run, body, descriptors)
+                return not task.done and self._send(task, fetch)
             finally:
                 self.sending = None
-            return True
+
+    def _send(self, task: Task, fetch: bool) -> bool:
+        self._define(task.code, fetch)
+        for definition in task.handles:
+            self._define(definition, fetch)
+        try:
+            payload, body, descriptors = self._pack(task.parcel, fetch)
+        except KeyboardInterrupt:
+            # The executor may have been put down for memory it will not get.
+            if task.parcel.digests:
+                self.channel.abort()
+            raise
+        names = [str(index) for index in range(len(task.inputs))]
+        keys = [definition.key for definition in task.handles]
+        run = Run(task.id, task.name, task.code.key, payload, keys, names)
+        self._sends += 1
+        task.sent = self._sends
+        self.channel.send(run, body, descriptors)
+        return True
 
     def stop(self, task: Task) -> None:
         """Have a task stopped; amid a long transfer, only by ending the connection.
@@ -184,6 +194,8 @@ class Lane(Place[Task]):
                     self._define(definition)
                 packed = blobs.pack(task.parcel.encoded, None)
                 keys = [definition.key for definition in task.handles]
+                self._sends += 1
+                task.sent = self._sends
                 batch.append(
                     (Run(task.id, task.name, task.code.key, packed.payload, keys, []), packed.body)
                 )
@@ -264,21 +276,28 @@ class Lane(Place[Task]):
 
     def _forget_digests(self, digests: Collection[bytes]) -> None:
         self._digests.difference_update(digests)
+        for digest in digests:
+            self._resent.pop(digest, None)
         if self.relays is not None:
             self.relays.take(self, digests)
 
     def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:
         """The executor lacks what it was thought to have: forget that, and send again."""
         with self._lock:
-            self._forget_digests(digests)
+            # Several tasks may lack the same, which is sent again with the first of them.
+            lacking = [digest for digest in digests if self._resent.get(digest, 0) <= task.sent]
             for key in keys:
-                definition = self._known.pop(key, None)
-                if definition is not None:
-                    self._forget_digests(definition.parcel.digests)
-        # If the executor is gone, losing the lane decides what becomes of the task.
-        with contextlib.suppress(OSError):
-            # From here: whom it would ask may by now be waiting for it.
-            self.send(task, fetch=False)
+                definition = self._known.get(key)
+                if definition is not None and self._resent.get(key, 0) <= task.sent:
+                    del self._known[key]
+                    self._resent[key] = self._sends + 1
+                    lacking += definition.parcel.digests
+            self._forget_digests(lacking)
+            self._resent.update(dict.fromkeys(lacking, self._sends + 1))
+            # If the executor is gone, losing the lane decides what becomes of the task.
+            with contextlib.suppress(OSError):
+                # From here: whom it would ask may by now be waiting for it.
+                self.send(task, fetch=False)
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload, mapping what is in shared memory."""
@@ -330,6 +349,8 @@ class Lane(Place[Task]):
             ours = [segment for segment in segments if segment in self._segments]
             self._leaving.update(ours)
             known = [key for key in keys if self._known.pop(key, None) is not None]
+            for key in known:
+                self._resent.pop(key, None)
             stale = [digest for digest in digests if digest in self._digests]
             self._forget_digests(stale)
             if ours or known or stale:

@@ -34,8 +34,15 @@ class Relays:
             holders = [self._holders.setdefault(digest, []) for digest in digests]
             source = None
             if fetch and holders:
-                able = (each for each in reversed(holders[0]) if each.peer and not each.lost)
-                source = next((e for e in able if all(e in others for others in holders)), None)
+                source = next(
+                    (
+                        other
+                        for other in reversed(holders[0])
+                        if other.peer and not other.lost and not other.paused
+                        if all(other in others for others in holders)
+                    ),
+                    None,
+                )
             for others in holders:
                 if lane not in others:
                     others.append(lane)

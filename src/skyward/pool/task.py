@@ -70,6 +70,7 @@ class Task:
         "outcome",
         "parcel",
         "retries",
+        "sent",
         "stream",
         "timeout",
         "timer",
@@ -104,6 +105,8 @@ class Task:
         self.retries = retries
         self.waiting = False
         self.order = 0
+        self.sent = 0
+        """Which of the tasks sent to its lane it is."""
         self.lane: Lane | None = None
         self.stream: Arrivals | None = None
         self.timer: Any = None

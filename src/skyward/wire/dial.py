@@ -112,6 +112,8 @@ class Dialer:
         with contextlib.suppress(OSError, EOFError, SkywardError):
             for number in range(1, WIDE):
                 for direction in ("send", "receive"):
+                    if pair.broken:
+                        return
                     hello.aside, hello.direction = number, direction
                     end, _, _ = connect_one(
                         self._endpoint,

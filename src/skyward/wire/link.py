@@ -632,6 +632,11 @@ class Link:
                     target=self._widen, args=(pair,), name="skyward-widen", daemon=True
                 ).start()
 
+    def can_be_widened(self, attempt: int) -> bool:
+        """Whether its connections of that attempt are the ones it goes over."""
+        pair = self._pair
+        return attempt == self._attempt and pair is not None and not pair.broken
+
     def widen(self, attempt: int, number: int, end: socket.socket, *, to_send: bool) -> None:
         """The client has made one more connection."""
         with self._lock:

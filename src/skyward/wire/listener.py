@@ -171,6 +171,8 @@ class Listener:
         """What came of a link whose client is back, or begins; None if it cannot go on."""
         with self._lock:
             link = self._links.get(hello.session)
+        if hello.aside:
+            return 0 if link is not None and link.can_be_widened(hello.attempt) else None
         if link is not None:
             return link.suspend(hello.attempt)
         return None if hello.received else 0

@@ -19,6 +19,8 @@ JOINED = (16 << 10) - RECORD.size
 """So much of a record goes out in one piece with its beginning: what TLS seals at a time."""
 ASIDE_SECONDS = 10.0
 """How long a connection is waited for that the other end says it has."""
+ROOM_MILLISECONDS = 500
+"""How long connections are waited for to take bytes, before it is looked whether they are there."""
 FAR_SECONDS = 0.001
 """Nearer than this, one connection carries whatever a processor can seal."""
 LAST_WORDS_SECONDS = 1.0
@@ -102,13 +104,15 @@ class Pair:
 
     def close_senders(self) -> None:
         """Nobody sends on them any more."""
-        for end in list(self._out.values()):
-            end.close()
+        with self._aside:
+            for end in self._out.values():
+                end.close()
 
     def close_receivers(self) -> None:
         """Nobody reads from them any more."""
-        for end in list(self._in.values()):
-            end.close()
+        with self._aside:
+            for end in self._in.values():
+                end.close()
 
     # Connections aside.
 
@@ -128,20 +132,28 @@ class Pair:
             if self.broken:
                 end.close()
                 return
-            (self._out if to_send else self._in)[number] = end
+            ends = self._out if to_send else self._in
+            if number in ends:
+                end.close()
+                return
+            ends[number] = end
             self._aside.notify_all()
 
     def roomiest(self) -> tuple[int, socket.socket]:
         """A connection that takes bytes now, or the first that does; in turns."""
-        with self._aside:
-            ends = {end.fileno(): (number, end) for number, end in self._out.items()}
-        poll = select.poll()
-        for descriptor in ends:
-            if descriptor >= 0:
-                poll.register(descriptor, select.POLLOUT)
-        ready = sorted(descriptor for descriptor, _ in poll.poll())
-        self._last = next((each for each in ready if each > self._last), ready[0])
-        return ends[self._last]
+        while True:
+            with self._aside:
+                if self.broken:
+                    raise ConnectionError("the connection was lost")
+                ends = {end.fileno(): (number, end) for number, end in self._out.items()}
+                poll = select.poll()
+                for descriptor in ends:
+                    poll.register(descriptor, select.POLLOUT)
+            # Not for ever: they may be closed meanwhile, and their numbers be another file's.
+            ready = sorted(descriptor for descriptor, _ in poll.poll(ROOM_MILLISECONDS))
+            if ready:
+                self._last = next((each for each in ready if each > self._last), ready[0])
+                return ends[self._last]
 
     def receive_from(self, number: int) -> None:
         """The next part of the stream comes over this connection, which may not be here yet."""
@@ -157,7 +169,11 @@ def _round_trip(end: socket.socket) -> float:
     """Seconds of a round trip, as the kernel sees it; 0 where it does not tell."""
     if sys.platform != "linux" or end.family not in (socket.AF_INET, socket.AF_INET6):
         return 0.0
-    information = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72)
+    try:
+        information = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72)
+    except OSError:
+        # It was closed, which whoever uses it will notice.
+        return 0.0
     return float(struct.unpack_from("I", information, 68)[0]) / 1e6
 
 

@@ -140,8 +140,11 @@ class Arrivals:
             self._cache.pin(arrival.segment)
             return arrival.segment, arrival.view[start : min(arrival.filled, start + PART)]
         blob = self._cache.find(digest)
+        if blob is not None and blob.length == length:
+            return blob.segment, blob.view()[start : start + PART]
         if blob is not None:
-            return blob.segment, blob.view()[start:length][:PART]
+            self._cache.unpin(blob.segment.id)
+            raise LookupError
         if digest in self._dropped:
             raise LookupError
         return None, None

@@ -109,7 +109,7 @@ class Executor:
         self._capture = capture(config.output, self._emit)
         credentials = Credentials(*config.credentials) if config.credentials else None
         self._relay = Relay(
-            config.pool, credentials, self._inbox.arrivals, settled=self._anteroom.settle
+            config.pool, credentials, self._inbox.arrivals, settled=self._settle_guests
         )
         self._listener = Listener(config.where, config.pool, credentials, self._accept)
         self._connected = threading.Event()
@@ -148,12 +148,23 @@ class Executor:
             if isinstance(problem, (EOFError, OSError)) and not isinstance(problem, ProtocolError):
                 # The client is gone; the agent decides what becomes of the node.
                 os._exit(0)
-            print(
-                f"executor {self._config.worker}.{self._config.slot}: {problem!r}",
-                file=sys.__stderr__,
-                flush=True,
-            )
-            os._exit(70)
+            self._give_up(problem)
+
+    def _settle_guests(self) -> None:
+        try:
+            self._anteroom.settle()
+        except Exception as problem:
+            # On a thread of its own nobody would hear of it, and tasks would wait for ever.
+            self._give_up(problem)
+
+    def _give_up(self, problem: Exception) -> None:
+        """End at once: the agent says so, and starts another."""
+        print(
+            f"executor {self._config.worker}.{self._config.slot}: {problem!r}",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        os._exit(70)
 
     def _handle(self, channel: Channel, frame: Frame, message: Message) -> None:
         match message:
@@ -162,7 +173,7 @@ class Executor:
                 self._anteroom.enter(channel, message, body)
             case Define():
                 body = self._inbox.read(channel, frame, message.payload)
-                self._definitions.add(channel, message, body)
+                self._anteroom.define(channel, message, body)
             case Fetch():
                 self._relay.fetch(message)
             case Cancel(task=task):
@@ -177,7 +188,7 @@ class Executor:
             case End():
                 self._end_input(channel, frame, message)
             case Forget():
-                self._definitions.forget(message.keys)
+                self._anteroom.forget(message.keys)
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
                 self._outbox.returned(message.segments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from typing import TypeVar
 
@@ -21,6 +23,7 @@ class Inbox:
     """Turns received payloads into the pieces an object is decoded from."""
 
     def __init__(self, cap: int) -> None:
+        self._lock = threading.Lock()
         self._mapped = Mapped()
         self._cache = BlobStore(cap)
         self.arrivals = Arrivals(self._cache)
@@ -70,9 +73,10 @@ class Inbox:
                 lambda: self._cache.unpin(segment),
             )
 
-        pieces = blobs.unpack(payload, body, find)
-        # Only now: a payload larger than the cap would lose its own blobs before they are found.
-        self._trim(channel)
+        with self._lock:
+            pieces = blobs.unpack(payload, body, find)
+            # Only now: what is larger than the cap would lose its own blobs before they are found.
+            self._trim(channel)
         return (None, missing) if missing else (pieces, [])
 
     def _take_body(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
@@ -104,13 +108,14 @@ class Inbox:
 
     def forget(self, channel: Channel, segments: list[int], digests: list[bytes]) -> None:
         """The client will not refer to these again."""
-        for segment in segments:
-            self._mapped.drop(segment)
-        for digest in digests:
-            self._cache.evict(digest)
-        self.arrivals.drop(digests)
-        self._cache.retired.clear()
-        self._cache.evicted.clear()
+        with self._lock:
+            for segment in segments:
+                self._mapped.drop(segment)
+            for digest in digests:
+                self._cache.evict(digest)
+            self.arrivals.drop(digests)
+            self._cache.retired.clear()
+            self._cache.evicted.clear()
         self.send_releases(channel)
 
     def send_releases(self, channel: Channel) -> None:
@@ -125,6 +130,8 @@ def _nowhere(ref: Buffer) -> memoryview:
 
 def _emptied(items: deque[T]) -> list[T]:
     taken = []
-    while items:
-        taken.append(items.popleft())
+    with contextlib.suppress(IndexError):
+        # Others may take from it, too.
+        while True:
+            taken.append(items.popleft())
     return taken

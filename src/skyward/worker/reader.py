@@ -53,20 +53,20 @@ class Reader(Generic[J]):
                 break
             except queue.Empty:
                 pass
-            if not self._turn.acquire(blocking=False):
-                job = self._jobs.get()
-                break
-            try:
-                while self._jobs.empty() and not self._elsewhere():
-                    self._read_one()
-            finally:
-                self._turn.release()
-            if self._jobs.empty():
-                self._handed_over = True
-                self._hurry.set()
-                job = self._jobs.get()
-                self._handed_over = False
-                break
+            if self._turn.acquire(blocking=False):
+                try:
+                    while self._jobs.empty() and not self._elsewhere():
+                        self._read_one()
+                finally:
+                    self._turn.release()
+                if not self._jobs.empty():
+                    continue
+            # Also when the other has the turn: it may be about to give it back.
+            self._handed_over = True
+            self._hurry.set()
+            job = self._jobs.get()
+            self._handed_over = False
+            break
         self._begun += 1
         self._running = True
         if self._asleep:

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from skyward.errors import BlobStoreFullError, ProtocolError, SkywardError
 from skyward.wire import memory, messages
@@ -31,6 +32,16 @@ AGAIN_SECONDS = 0.2
 
 class Unavailable(Exception):
     """A peer will not send what it was asked for."""
+
+
+@dataclass(slots=True)
+class Errand:
+    """Buffers that are being fetched."""
+
+    fetch: Fetch
+    arrivals: list[Arrival]
+    heard: float = field(default_factory=time.monotonic)
+    """When the peer last said something."""
 
 
 class Relay:
@@ -58,13 +69,13 @@ class Relay:
         except BlobStoreFullError:
             return
         threading.Thread(
-            target=self._fetch, args=(fetch, arrivals), name="skyward-fetch", daemon=True
+            target=self._run, args=(Errand(fetch, arrivals),), name="skyward-fetch", daemon=True
         ).start()
 
-    def _fetch(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
-        complete = False
+    def _run(self, errand: Errand) -> None:
+        arrivals, complete = errand.arrivals, False
         try:
-            self._pull(fetch, arrivals)
+            self._pull(errand)
             names = memory.digests([arrival.view for arrival in arrivals])
             complete = names == [arrival.digest for arrival in arrivals]
         except (OSError, EOFError, SkywardError, Unavailable):
@@ -74,27 +85,23 @@ class Relay:
             self._arrivals.settle(arrivals, complete=complete)
             self._settled()
 
-    def _pull(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
-        """Fill them all, over several connections if need be."""
-        heard = time.monotonic()
-        done = 0
+    def _pull(self, errand: Errand) -> None:
+        """Fill all of them, over several connections if need be."""
         while True:
             try:
-                self._pull_once(fetch, arrivals)
+                self._pull_once(errand)
                 return
             except (SkywardError, ConnectionRefusedError):
                 # It talks nonsense, or its process is gone.
                 raise
             except (OSError, EOFError):
-                now, total = time.monotonic(), sum(arrival.filled for arrival in arrivals)
-                if total > done:
-                    heard, done = now, total
-                elif now - heard > SILENT_SECONDS:
+                if time.monotonic() - errand.heard > SILENT_SECONDS:
                     raise
             time.sleep(AGAIN_SECONDS)
 
-    def _pull_once(self, fetch: Fetch, arrivals: list[Arrival]) -> None:
-        left = [arrival for arrival in arrivals if arrival.filled < arrival.length]
+    def _pull_once(self, errand: Errand) -> None:
+        fetch = errand.fetch
+        left = [arrival for arrival in errand.arrivals if arrival.filled < arrival.length]
         channel = connect_once(
             fetch.endpoint, Hello(self._pool, PEER), self._credentials, fetch.name
         )
@@ -105,6 +112,7 @@ class Relay:
             for arrival in left:
                 while arrival.filled < arrival.length:
                     self._receive(channel, arrival)
+                    errand.heard = time.monotonic()
         finally:
             channel.close()
 
