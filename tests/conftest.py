@@ -28,6 +28,19 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 _shared_pools: list[sky.Compute] = []
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: the tests of a file stay together, and those of machines all do.
+
+    These come first: they take turns at what they use, and the others fit beside them.
+    """
+    here = Path(__file__).parent
+    machines = here / "providers"
+    items.sort(key=lambda item: machines not in item.path.parents)
+    for item in items:
+        together = machines if machines in item.path.parents else item.path
+        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(here))))
+
+
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:
     """The live agents and executors that descend from this test run."""
     found = []
