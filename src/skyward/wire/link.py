@@ -93,7 +93,7 @@ class Link:
         """Whether there is something to send that nobody has taken on yet."""
         self._large: list[object] = []
         """Those who have the lock for as long as the network takes, or wait for it."""
-        self._aside = False
+        self._draining = False
         # Reading.
         self._blocking = True
         self._received = 0
@@ -242,21 +242,21 @@ class Link:
     def _drain(self) -> None:
         """Send what is in the backlog if there is a connection; on a thread if that may take."""
         pair = self._turn()
-        if pair is None or self._aside:
+        if pair is None or self._draining:
             return
         prompt = self._backlog.waiting <= PROMPT_MAX and pair.writable()
         if not self.patient and not prompt:
-            self._aside = True
-            threading.Thread(target=self._drain_aside, name="skyward-link", daemon=True).start()
+            self._draining = True
+            threading.Thread(target=self._drain_later, name="skyward-link", daemon=True).start()
             return
         try:
             self._push(pair)
         except BaseException as problem:
             self._failed(pair, problem)
 
-    def _drain_aside(self) -> None:
+    def _drain_later(self) -> None:
         with self._waiting():
-            self._aside = False
+            self._draining = False
             self._gather()
             pair = self._turn()
             if pair is not None:
