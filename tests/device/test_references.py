@@ -633,11 +633,11 @@ def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
     )
     repacking, go_on = threading.Event(), threading.Event()
 
-    def slow(self: Packer, encoded: Any, *, keep: bool) -> Any:
+    def slow(self: Packer, encoded: Any, **details: bool) -> Any:
         if threading.current_thread() is not threading.main_thread():
             repacking.set()
             go_on.wait(20)
-        return parcel(self, encoded, keep=keep)
+        return parcel(self, encoded, **details)
 
     monkeypatch.setattr(Packer, "parcel", slow)
     store = compute._open_pool._packer.store

@@ -19,7 +19,7 @@ def test_packets_that_vanish_for_six_seconds_cost_nothing_but_time(tmp_path: Pat
             nodes=1,
             act="outlast",
             doing="everything",
-            size=96 << 20,
+            size=32 << 20,
             file=str(tmp_path / "runs"),
             after=0.3,
             seconds=6,

@@ -25,7 +25,7 @@ from skyward.providers.wheel import own_wheel
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Authority, Credentials, connect, my_versions, node_name
+from skyward.wire.identity import CLIENT, Authority, Credentials, connect, my_versions, node_name
 from skyward.wire.messages import ExecutorUp, Hello, Message, Ping
 from skyward.worker.config import AgentConfig
 from skyward.worker.detached import start_mark
@@ -450,7 +450,7 @@ def test_an_agent_lives_on_by_itself_until_it_is_removed(built: Lab) -> None:
     assert direct.startswith("tcp:127.0.0.1:")
     assert private == f"unix:{prepared.folder}/agent.sock"
 
-    client = authority.issue("client.skyward")
+    client = authority.issue(CLIENT)
     for endpoint in announced.endpoints:
         channel, welcome = connect(endpoint, Hello(POOL, "control"), client, name)
         assert welcome.versions["python"].startswith(ME)
