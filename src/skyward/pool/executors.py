@@ -21,7 +21,7 @@ from skyward.wire import messages
 from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, my_versions, node_name
+from skyward.wire.identity import Credentials, host_and_port, my_versions, node_name
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
 
 LAST_RESULTS_SECONDS = 1.0
@@ -192,5 +192,6 @@ class Executors:
 
 def _among(endpoints: str, address: str) -> str:
     """Of the places where an executor listens, the one at its node's address for the others."""
-    found = (each for each in endpoints.split() if each.startswith(f"tcp:{address}:"))
-    return next(found, "")
+    wanted = address.removeprefix("[").removesuffix("]")
+    places = (each for each in endpoints.split() if each.startswith("tcp:"))
+    return next((each for each in places if host_and_port(each)[0] == wanted), "")
