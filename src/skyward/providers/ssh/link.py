@@ -43,7 +43,7 @@ class Link:
         self.users = 0
         self._lines: list[_Line] = []
         self._coming: dict[bool, asyncio.Task[_Line]] = {}
-        self._opening = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
@@ -80,15 +80,25 @@ class Link:
                 line.commands -= 1
 
     async def _line(self, fits: Callable[[_Line], bool], busy: bool = False) -> _Line:
-        async with self._opening:
-            lost = [line for line in self._lines if line.connection.is_closed()]
-            self._lines = [line for line in self._lines if line not in lost]
-            for line in lost:
-                await line.leave()
+        """One that is there, at once, or else the next to come that has room for us, too."""
+        while True:
+            for line in list(self._lines):
+                if line.connection.is_closed():
+                    self._drop(line)
             for line in self._lines:
                 if fits(line) and not line.doubted:
                     return line
-            return await self._coming_line(busy)
+            line = await self._coming_line(busy)
+            # Many may have waited for it, and it takes only so many commands.
+            if fits(line):
+                return line
+
+    def _drop(self, line: _Line) -> None:
+        """See the end of a connection that is closed, while others go on."""
+        self._lines.remove(line)
+        leaving = asyncio.create_task(line.leave())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     async def _coming_line(self, busy: bool) -> _Line:
         """Connect. That goes on though whoever asked gives up: on a slow network they all would."""
@@ -124,6 +134,8 @@ class Link:
             line.connection.close()
         for line in lines:
             await line.leave()
+        while self._leaving:
+            await asyncio.wait(self._leaving)
 
 
 class _Line:
