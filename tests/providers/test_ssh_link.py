@@ -62,15 +62,15 @@ def test_who_has_a_connection_does_not_wait_for_another_that_is_being_made(
 ) -> None:
     async def scenario() -> None:
         host, to_it = Host(monkeypatch), link.Link(PLACE)
-        control = await to_it.connection()
+        control, _ = await to_it.connection()
         host.answers.clear()
         data = asyncio.create_task(to_it.connection(busy=True))
         await asyncio.sleep(0)
         async with asyncio.timeout(MOMENT):
-            assert await to_it.connection() is control
+            assert (await to_it.connection())[0] is control
         assert not data.done()
         host.answers.set()
-        assert await data is not control
+        assert (await data)[0] is not control
 
     asyncio.run(scenario())
 
@@ -119,5 +119,48 @@ def test_commands_that_wait_for_a_connection_share_as_few_as_have_room(
         ]
         enough.set()
         await asyncio.gather(*commands)
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_in_doubt_is_closed_when_nothing_goes_on_there_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), link.Link(PLACE)
+        _, first_over = await to_it.connection()
+        _, second_over = await to_it.connection()
+        async with to_it.command(None, "true"):  # type: ignore[arg-type]
+            to_it.doubt()
+            first_over()
+            await to_it.connection()
+            doubted, other = host.connections
+            second_over()
+            assert not doubted.closed, "it still runs a command"
+        assert doubted.closed
+        assert not other.closed
+        for each in host.connections:
+            each.over.set()
+        await to_it.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_connection_is_closed_as_soon_as_it_is_doubted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), link.Link(PLACE)
+        _, over = await to_it.connection()
+        over()
+        await to_it.connection(busy=True)
+        idle, busy = host.connections
+        assert not idle.closed
+        to_it.doubt()
+        assert idle.closed
+        assert not busy.closed
+        for each in host.connections:
+            each.over.set()
+        await to_it.close()
 
     asyncio.run(scenario())
