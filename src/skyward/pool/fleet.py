@@ -67,6 +67,8 @@ START_ATTEMPTS = 3
 """How often a node is started that is lost again and again."""
 STEADY_SECONDS = 60.0
 """A node that has served this long is not held to its earlier losses."""
+LEAVING = ("draining", "stopped")
+"""The states of a node that nobody needs any more."""
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
 """How much longer installing an image, and plugins, may take: some download gigabytes."""
@@ -254,7 +256,7 @@ class Fleet:
         if pause is None or not isinstance(node.machine, RemoteHost):
             return False
         with self._lock:
-            if self.closed or node.state == "stopped":
+            if self.closed or node.state in LEAVING:
                 return False
             node.state = "lost"
             # Only starts that came so far as to be lost again are counted.
@@ -273,8 +275,10 @@ class Fleet:
         return True
 
     def _fail_node(self, node: Node, failure: BaseException) -> None:
-        node.state = "lost"
-        if node.lost_since is not None and not self.closed:
+        with self._lock:
+            is_missed = not self.closed and node.state not in LEAVING
+            node.state = "lost"
+        if node.lost_since is not None and is_missed:
             failure = PoolStartError(f"node {node.index} was lost and did not come back: {failure}")
             self._console.note(str(failure))
         node.failure = failure
@@ -375,9 +379,10 @@ class Fleet:
             raise
 
     def _retire(self, leaving: list[Node]) -> None:
-        lanes = [lane for node in leaving for lane in node.lanes.values()]
-        for node in leaving:
-            node.state = "draining"
+        with self._lock:
+            lanes = [lane for node in leaving for lane in node.lanes.values()]
+            for node in leaving:
+                node.state = "draining"
         for lane in lanes:
             self._dispatcher.drain(lane)
         self._dispatcher.fail_stranded()
@@ -577,7 +582,7 @@ class Fleet:
     def _start_anew(self, node: Node) -> None:
         with self._lock:
             # Who ends the node now has seen the old machine only.
-            if self.closed or node.state == "stopped":
+            if self.closed or node.state in LEAVING:
                 return
             lost, node.machine = node.machine, self._host(node.index)
             if isinstance(node.machine, RemoteHost):
