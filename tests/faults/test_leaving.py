@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,3 +49,19 @@ def test_a_node_that_is_being_retired_is_not_started_anew(fleet: Fleet, retired:
 def test_a_node_that_is_being_retired_is_not_waited_for(fleet: Fleet, retired: Node) -> None:
     assert not fleet._wait_for(retired, sky.UnreachableError("no answer"))
     assert retired.state == "draining"
+
+
+def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through() -> None:
+    """The process may end right after, and what is left of the machine would stay."""
+    removed = threading.Event()
+
+    def remove() -> None:
+        # Longer than all else takes that is done on leaving.
+        time.sleep(2.0)
+        removed.set()
+
+    with sky.Compute(options=QUIET) as compute:
+        node = compute._open_pool.nodes[0]
+        node.ending = threading.Thread(target=remove, daemon=True)
+        node.ending.start()
+    assert removed.is_set()

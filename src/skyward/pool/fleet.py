@@ -25,7 +25,7 @@ from skyward.pool.contact import Contacts, reach
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.executors import Executors
-from skyward.pool.host import RemoteHost
+from skyward.pool.host import DESTROY_SECONDS, RemoteHost
 from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
@@ -401,6 +401,9 @@ class Fleet:
         node.tell(Shutdown())
         # One that is still starting, or cut off, was told nothing it could end by itself for.
         node.machine.stop(seconds if node.reachable else 0)
+        if node.ending is not None:
+            # The process may end with the pool, and would leave a lost machine half removed.
+            node.ending.join(DESTROY_SECONDS)
         if node.launch is not None:
             node.launch.join(5.0)
         if node.control is not None:
