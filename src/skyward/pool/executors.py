@@ -74,7 +74,12 @@ class Executors:
         except (OSError, EOFError, SkywardError) as problem:
             if not self._is_closed() and node.state == "starting":
                 self._fail(
-                    node, PoolStartError(f"node {node.index}: worker unreachable: {problem}")
+                    node,
+                    PoolStartError(
+                        f"node {node.index}: its worker cannot be reached, though its agent can: "
+                        f"{problem}; if a firewall is in between, let all ports through, or use "
+                        "sky.SSH(..., direct=False), which takes that of SSH alone"
+                    ),
                 )
             elif not self._is_closed():
                 # A new one takes its place, and is tried in turn.

@@ -242,7 +242,10 @@ class Fleet:
             if isinstance(problem, SkywardError):
                 failure: Exception = problem
             elif isinstance(problem, (OSError, EOFError)):
-                failure = PoolStartError(f"node {node.index} cannot be reached: {problem}")
+                failure = PoolStartError(
+                    f"node {node.index} cannot be reached: {problem}; see that its machine is up, "
+                    "and that this one may connect to it"
+                )
             else:
                 failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
                 failure.__cause__ = problem
@@ -565,7 +568,7 @@ class Fleet:
         elif before != "draining":
             self._console.note(f"node {node.index} was lost: {reason}; it is started anew")
         advice = "call again, or have `retries` do that"
-        if node.failure is not None:
+        if node.failure is not None and not first_start:
             advice = "it was lost too often to be started anew: enter a new Compute"
         for lane in lanes:
             self._loop.forget(lane.channel)
