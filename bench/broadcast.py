@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from measure import Sample, interleave, timed
-from slow_link import Beyond, Ends
+from slow_link import Beyond, Ends, served
 
 import skyward as sky
 
@@ -39,25 +39,9 @@ def received(values: Any) -> int:
 @contextlib.contextmanager
 def sink(namespace: str, address: str) -> Iterator[Callable[[memoryview], None]]:
     """Send bytes to a process over there, and wait until it has them all."""
-    serve = (
-        "import socket, sys\n"
-        "server = socket.create_server((sys.argv[1], 0))\n"
-        "print(server.getsockname()[1], flush=True)\n"
-        "while True:\n"
-        "    end, _ = server.accept()\n"
-        "    room = bytearray(1 << 20)\n"
-        "    while end.recv_into(room): pass\n"
-        "    end.sendall(b'.')\n"
-        "    end.close()"
-    )
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", serve, address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        try:
-            yield lambda data: _pour(data, address, port)
-        finally:
-            process.kill()
+    answer = "room = bytearray(1 << 20)\nwhile end.recv_into(room): pass\nend.sendall(b'.')"
+    with served(namespace, address, answer) as port:
+        yield lambda data: _pour(data, address, port)
 
 
 def _pour(data: memoryview, address: str, port: int) -> None:

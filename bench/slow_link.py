@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,20 +136,35 @@ class BeyondMachine:
 
 
 @contextlib.contextmanager
-def echo(namespace: str, address: str) -> Iterator[Callable[[], float]]:
-    """Seconds of a plain round trip: one byte to a process over there, and back."""
+def served(namespace: str, address: str, answer: str) -> Iterator[int]:
+    """The port of a process over there, which does with each connection, `end`, as given."""
     serve = (
         "import socket, sys\n"
         "server = socket.create_server((sys.argv[1], 0))\n"
         "print(server.getsockname()[1], flush=True)\n"
-        "end, _ = server.accept()\n"
-        "while byte := end.recv(1): end.sendall(byte)"
+        "while True:\n"
+        "    end, _ = server.accept()\n"
+        "    with end:\n"
     )
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", serve, address]
+    script = serve + textwrap.indent(answer, " " * 8)
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", script, address]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        with socket.create_connection((address, int(process.stdout.readline()))) as end:
-            yield lambda: p50(lambda: (end.sendall(b"."), end.recv(1)), 20)
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def echo(namespace: str, address: str) -> Iterator[Callable[[], float]]:
+    """Seconds of a plain round trip: one byte to a process over there, and back."""
+    answer = "while byte := end.recv(1): end.sendall(byte)"
+    with (
+        served(namespace, address, answer) as port,
+        socket.create_connection((address, port)) as end,
+    ):
+        yield lambda: p50(lambda: (end.sendall(b"."), end.recv(1)), 20)
 
 
 def main(far: str, far_address: str, steps: int, rounds: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Wish
+from skyward.wire.identity import direct
 from skyward.worker.config import AgentConfig
 
 QUIET = sky.Options(console=False)
@@ -67,7 +68,11 @@ class Flaky:
     ("problem", "kind", "words"),
     [
         (RuntimeError("quota exceeded"), sky.PoolStartError, "node 1 did not start: RuntimeError"),
-        (ConnectionRefusedError("nobody there"), sky.PoolStartError, "node 1 cannot be reached"),
+        (
+            ConnectionRefusedError("nobody there"),
+            sky.PoolStartError,
+            "node 1 cannot be reached: nobody there; see that its machine is up",
+        ),
         (sky.ImageError("no such package"), sky.ImageError, "no such package"),
     ],
     ids=["unexpected", "network", "named"],
@@ -85,6 +90,36 @@ def test_whatever_a_provider_raises_ends_the_start_and_the_other_nodes(
     assert provider.last.stops
 
 
+@dataclass
+class Walled:
+    """A provider of a machine on which one port can be reached: the agent's."""
+
+    encrypted: bool = True
+
+    def check(self, wish: Wish) -> None:
+        pass
+
+    def machine(self, node: int, pool: str, wish: Wish) -> Any:
+        machine: Any = sky.Local(transport="tcp").machine(node, pool, wish)
+
+        def dial(endpoint: str, seconds: float) -> Any:
+            if endpoint != machine.endpoint:
+                raise ConnectionRefusedError("refused by a firewall")
+            return direct(endpoint, seconds)
+
+        machine.route, machine.dial = str, dial
+        return machine
+
+
+def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> None:
+    words = (
+        "node 0: its worker cannot be reached, though its agent can: refused by a firewall; "
+        "if a firewall is in between"
+    )
+    with pytest.raises(sky.PoolStartError, match=words):
+        sky.Compute(Walled(), options=QUIET).__enter__()  # type: ignore[arg-type]
+
+
 def test_a_failing_new_node_leaves_the_pool_as_it_was() -> None:
     provider = Flaky(RuntimeError("quota exceeded"))
     with sky.Compute(provider, options=QUIET) as compute:  # type: ignore[arg-type]
@@ -92,6 +127,21 @@ def test_a_failing_new_node_leaves_the_pool_as_it_was() -> None:
             compute.resize(2)
         assert [node.state for node in compute.nodes] == ["ready"]
         assert sky.function(abs)(-1) @ compute == [1]
+
+
+def test_a_task_on_a_node_that_is_lost_while_it_first_starts_hears_of_no_other_loss() -> None:
+    """Its workers take tasks one by one, as they come up."""
+    with sky.Compute(options=QUIET) as compute:
+        future = sky.function(time.sleep)(60) > compute
+        fleet = compute._open_pool._fleet
+        node = fleet.nodes[0]
+        node.state = "starting"
+        fleet._loop.soon(lambda: fleet._node_lost(node, "its agent is gone"))
+        with pytest.raises(sky.NodeLostError) as caught:
+            future.result(SOON)
+    assert str(caught.value).endswith(
+        "lost node 0: its agent is gone; call again, or have `retries` do that"
+    )
 
 
 def test_an_agent_that_ends_at_once_is_quoted(

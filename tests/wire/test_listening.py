@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import socket
 from collections.abc import Iterator
@@ -11,12 +12,21 @@ from pathlib import Path
 import pytest
 
 from skyward.errors import AuthenticationError
+from skyward.pool.executors import _among
 from skyward.wire.channel import Channel
 from skyward.wire.identity import CLIENT, Authority, Credentials, connect
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 
 Accepted = queue.SimpleQueue[Channel]
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -82,6 +92,67 @@ def test_an_address_that_is_another_machines_is_left_out(
     made.close()
     with pytest.raises(OSError):
         Listener("tcp:192.0.2.7:0", "pool", credentials, lambda *_: None)
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_FAIL])
+def test_a_name_that_this_machine_does_not_know_is_left_out(
+    tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def unresolved(*_: object, **__: object) -> None:
+        raise socket.gaierror(code, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    private = f"unix:{tmp_path}/one.sock"
+    made = Listener(f"tcp:gpu1.example:0 {private}", "pool", credentials, lambda *_: None)
+    assert made.endpoint == private
+    made.close()
+    with pytest.raises(socket.gaierror):
+        Listener("tcp:gpu1.example:0", "pool", credentials, lambda *_: None)
+
+
+def test_where_there_is_no_ipv6_an_address_of_it_is_left_out(
+    tmp_path: Path, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object, **__: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "create_server", unsupported)
+    private = f"unix:{tmp_path}/one.sock"
+    made = Listener(f"tcp:2001:db8::7:0 {private}", "pool", credentials, lambda *_: None)
+    assert made.endpoint == private
+    made.close()
+
+
+@pytest.mark.parametrize("written", ["::1", "[::1]"])
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
+def test_an_ipv6_address_is_listened_on_and_found(
+    authority: Authority, credentials: Credentials, accepted: Accepted, written: str
+) -> None:
+    where = f"tcp:127.0.0.1:0 tcp:{written}:0"
+    made = Listener(where, "pool", credentials, lambda channel, hello: accepted.put(channel))
+    endpoint = made.endpoint.split(" ")[1]
+    channel, _ = connect(endpoint, Hello("pool", "data"), authority.issue(CLIENT), "node.skyward")
+    accepted.get(timeout=5).close()
+    channel.close()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint"),
+    [
+        ("10.0.0.1", "tcp:10.0.0.1:3"),
+        ("fe80::1", "tcp:fe80::1:4"),
+        ("[fe80::1]", "tcp:fe80::1:4"),
+        ("fe80::1:2", "tcp:[fe80::1:2]:5"),
+        ("10.0.0.2", ""),
+        ("/run/a", ""),
+    ],
+)
+def test_the_place_for_other_nodes_is_the_one_at_the_nodes_address(
+    address: str, endpoint: str
+) -> None:
+    places = "tcp:[fe80::1:2]:5 tcp:10.0.0.1:3 tcp:fe80::1:4 unix:/run/a:0"
+    assert _among(places, address) == endpoint
 
 
 def test_closing_it_leaves_no_socket_behind(listener: Listener, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from skyward.wire import messages
 from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, my_versions, node_name
+from skyward.wire.identity import Credentials, host_and_port, my_versions, node_name
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
 
 LAST_RESULTS_SECONDS = 1.0
@@ -74,7 +74,12 @@ class Executors:
         except (OSError, EOFError, SkywardError) as problem:
             if not self._is_closed() and node.state == "starting":
                 self._fail(
-                    node, PoolStartError(f"node {node.index}: worker unreachable: {problem}")
+                    node,
+                    PoolStartError(
+                        f"node {node.index}: its worker cannot be reached, though its agent can: "
+                        f"{problem}; if a firewall is in between, let all ports through, or use "
+                        "sky.SSH(..., direct=False), which takes that of SSH alone"
+                    ),
                 )
             elif not self._is_closed():
                 # A new one takes its place, and is tried in turn.
@@ -192,5 +197,6 @@ class Executors:
 
 def _among(endpoints: str, address: str) -> str:
     """Of the places where an executor listens, the one at its node's address for the others."""
-    found = (each for each in endpoints.split() if each.startswith(f"tcp:{address}:"))
-    return next(found, "")
+    wanted = address.removeprefix("[").removesuffix("]")
+    places = (each for each in endpoints.split() if each.startswith("tcp:"))
+    return next((each for each in places if host_and_port(each)[0] == wanted), "")

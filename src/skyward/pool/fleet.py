@@ -25,7 +25,7 @@ from skyward.pool.contact import Contacts, reach
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
 from skyward.pool.executors import Executors
-from skyward.pool.host import RemoteHost
+from skyward.pool.host import DESTROY_SECONDS, RemoteHost
 from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
@@ -67,6 +67,8 @@ START_ATTEMPTS = 3
 """How often a node is started that is lost again and again."""
 STEADY_SECONDS = 60.0
 """A node that has served this long is not held to its earlier losses."""
+LEAVING = ("draining", "stopped")
+"""The states of a node that nobody needs any more."""
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
 """How much longer installing an image, and plugins, may take: some download gigabytes."""
@@ -240,7 +242,10 @@ class Fleet:
             if isinstance(problem, SkywardError):
                 failure: Exception = problem
             elif isinstance(problem, (OSError, EOFError)):
-                failure = PoolStartError(f"node {node.index} cannot be reached: {problem}")
+                failure = PoolStartError(
+                    f"node {node.index} cannot be reached: {problem}; see that its machine is up, "
+                    "and that this one may connect to it"
+                )
             else:
                 failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
                 failure.__cause__ = problem
@@ -254,7 +259,7 @@ class Fleet:
         if pause is None or not isinstance(node.machine, RemoteHost):
             return False
         with self._lock:
-            if self.closed or node.state == "stopped":
+            if self.closed or node.state in LEAVING:
                 return False
             node.state = "lost"
             # Only starts that came so far as to be lost again are counted.
@@ -273,8 +278,10 @@ class Fleet:
         return True
 
     def _fail_node(self, node: Node, failure: BaseException) -> None:
-        node.state = "lost"
-        if node.lost_since is not None and not self.closed:
+        with self._lock:
+            is_missed = not self.closed and node.state not in LEAVING
+            node.state = "lost"
+        if node.lost_since is not None and is_missed:
             failure = PoolStartError(f"node {node.index} was lost and did not come back: {failure}")
             self._console.note(str(failure))
         node.failure = failure
@@ -375,9 +382,10 @@ class Fleet:
             raise
 
     def _retire(self, leaving: list[Node]) -> None:
-        lanes = [lane for node in leaving for lane in node.lanes.values()]
-        for node in leaving:
-            node.state = "draining"
+        with self._lock:
+            lanes = [lane for node in leaving for lane in node.lanes.values()]
+            for node in leaving:
+                node.state = "draining"
         for lane in lanes:
             self._dispatcher.drain(lane)
         self._dispatcher.fail_stranded()
@@ -396,6 +404,9 @@ class Fleet:
         node.tell(Shutdown())
         # One that is still starting, or cut off, was told nothing it could end by itself for.
         node.machine.stop(seconds if node.reachable else 0)
+        if node.ending is not None:
+            # The process may end with the pool, and would leave a lost machine half removed.
+            node.ending.join(DESTROY_SECONDS)
         if node.launch is not None:
             node.launch.join(5.0)
         if node.control is not None:
@@ -557,7 +568,7 @@ class Fleet:
         elif before != "draining":
             self._console.note(f"node {node.index} was lost: {reason}; it is started anew")
         advice = "call again, or have `retries` do that"
-        if node.failure is not None:
+        if node.failure is not None and not first_start:
             advice = "it was lost too often to be started anew: enter a new Compute"
         for lane in lanes:
             self._loop.forget(lane.channel)
@@ -577,7 +588,7 @@ class Fleet:
     def _start_anew(self, node: Node) -> None:
         with self._lock:
             # Who ends the node now has seen the old machine only.
-            if self.closed or node.state == "stopped":
+            if self.closed or node.state in LEAVING:
                 return
             lost, node.machine = node.machine, self._host(node.index)
             if isinstance(node.machine, RemoteHost):

@@ -57,7 +57,7 @@ class RemoteHost:
         self._stopped = False
         self._intended = False
         self._lost: RemoteHost | None = None
-        self._succeeds = False
+        self._may_have_remains = False
         """Whether something of a machine that was lost may still be there."""
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -79,7 +79,7 @@ class RemoteHost:
         lost, self._lost = self._lost, None
         with self._lock:
             self._refuse_if_stopped()
-            self._succeeds = lost is not None and (lost._intended or lost._succeeds)
+            self._may_have_remains = lost is not None and (lost._intended or lost._may_have_remains)
             self._journal.intend(self._order.pool, self._order.node)
             self._intended = True
         self._do(self._prepare())
@@ -95,17 +95,17 @@ class RemoteHost:
         except Exception:
             # Then nothing is left behind, by what a provider promises, but by an earlier machine.
             self._intended = False
-            if not self._succeeds:
+            if not self._may_have_remains:
                 await asyncio.to_thread(self._journal.gone, order.pool, order.node)
             raise
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
         )
         self.address = machine.address
-        if self._succeeds:
+        if self._may_have_remains:
             # On a host that came back: its agent's folder, and the agent if it lives.
             await bootstrap.remove(machine, order.pool, order.node)
-            self._succeeds = False
+            self._may_have_remains = False
         prepared = await bootstrap.prepare(
             machine, order.pool, order.node, order.wish.image, self._phase, self._note
         )
@@ -205,7 +205,7 @@ class RemoteHost:
         if work is not None and not work.done():
             work.cancel()
         with self._ending:
-            if self._intended or self._succeeds:
+            if self._intended or self._may_have_remains:
                 loop.submit(self._destroy(seconds)).result()
 
     async def _destroy(self, seconds: float) -> None:
@@ -226,5 +226,5 @@ class RemoteHost:
                     f"{str(problem) or type(problem).__name__}; `sky down` tries again"
                 )
             return
-        self._intended = self._succeeds = False
+        self._intended = self._may_have_remains = False
         await asyncio.to_thread(self._journal.gone, order.pool, order.node)

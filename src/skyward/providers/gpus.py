@@ -23,7 +23,10 @@ def check(accelerator: Accelerator) -> None:
 
 
 def request(docker: Any, accelerator: Accelerator, node: int) -> Any:
-    """As many GPUs as asked for, and others for every node: they share the service's machine."""
+    """As many GPUs as asked for, and others for every node: they share the service's machine.
+
+    What other pools have there is not known: their nodes get the same numbers.
+    """
     from docker.types import DeviceRequest
 
     first = node * accelerator.count

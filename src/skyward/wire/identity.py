@@ -230,10 +230,15 @@ Dial = Callable[[str, float], socket.socket]
 """Opens a connection to an endpoint within so many seconds."""
 
 
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Of "tcp:HOST:PORT", whose host may be an IPv6 address, in brackets or not."""
+    host, _, port = endpoint.partition(":")[2].rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def direct(endpoint: str, seconds: float) -> socket.socket:
     """A connection to an endpoint that the network itself leads to."""
-    host, _, port = endpoint.partition(":")[2].rpartition(":")
-    end = socket.create_connection((host, int(port)), seconds)
+    end = socket.create_connection(host_and_port(endpoint), seconds)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return end
 

@@ -25,6 +25,7 @@ from skyward.wire.identity import (
     Credentials,
     certified_name,
     check_peer,
+    host_and_port,
     keep_alive,
     my_versions,
 )
@@ -33,7 +34,7 @@ from skyward.wire.messages import Hello, Welcome
 from skyward.wire.records import Pair
 
 UNPROVEN_PEERS = 16
-_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _listening(place: str) -> tuple[str, socket.socket]:
@@ -45,9 +46,17 @@ def _listening(place: str) -> tuple[str, socket.socket]:
         os.chmod(address, 0o600)
         listening.listen(64)
         return place, listening
-    host, _, port = address.rpartition(":")
-    listening = socket.create_server((host, int(port)), backlog=64)
-    return f"tcp:{host}:{listening.getsockname()[1]}", listening
+    host, port = host_and_port(place)
+    version = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Resolved here, since `bind` drops the zone of an address like fe80::1%eth0.
+    at = socket.getaddrinfo(host, port, version, socket.SOCK_STREAM)[0][4]
+    listening = socket.create_server(at, family=version, backlog=64)
+    return f"tcp:{address.rpartition(':')[0]}:{listening.getsockname()[1]}", listening
+
+
+def _is_elsewhere(problem: OSError) -> bool:
+    """Whether an address could not be listened on for not being, or not being known, here."""
+    return isinstance(problem, socket.gaierror) or problem.errno in _NOT_HERE
 
 
 class Listener:
@@ -57,7 +66,8 @@ class Listener:
     holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time, the latest to come.
 
     `where` is one place or several, separated by spaces, and so is `endpoint`: plain Unix sockets
-    and TCP with TLS. Next to others, a TCP address that this machine does not have is left out.
+    and TCP with TLS. Next to others, a TCP address that this machine does not have, or a name
+    that it does not know, is left out.
     """
 
     def __init__(
@@ -74,7 +84,7 @@ class Listener:
             try:
                 endpoint, listening = _listening(place)
             except OSError as problem:
-                if place.startswith("tcp:") and len(places) > 1 and problem.errno in _NOT_HERE:
+                if place.startswith("tcp:") and len(places) > 1 and _is_elsewhere(problem):
                     continue
                 raise
             self._sockets[endpoint] = listening

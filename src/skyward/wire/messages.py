@@ -48,12 +48,12 @@ class Payload(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
 
 
 class Hello(Message):
-    """The client's first frame on a connection, the only one read before it is accepted."""
+    """The first frame of who connects, the only one read before the connection is accepted."""
 
     KIND = 1
     pool: str
     role: str
-    """What the channel is for: "control" or "data"."""
+    """What it is for: "control", "data", "device-ops" or "device-bulk"; among executors, "peer"."""
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
     session: str = ""
@@ -69,7 +69,7 @@ class Hello(Message):
 
 
 class Welcome(Message):
-    """The worker's answer: its versions, or why it refuses."""
+    """The listener's answer: its versions, or why it refuses."""
 
     KIND = 2
     versions: dict[str, str] = {}

@@ -15,20 +15,29 @@ give_up() {
 place=$host-$(readlink /proc/self/ns/pid)
 me=$place:$$:$(start_of $$)
 silence=0 heard=
+break_silence=0 breaker=
 is_stale() {
     owner=$(readlink "$1") || return 1
-    case $owner in
-        "$place":*)
+    case $1,$owner in
+        *,"$place":*)
             owner=${owner#"$place":}
             [ "$(start_of "${owner%%:*}")" != "${owner#*:}" ]
             ;;
-        # Somewhere else: alive as long as it has something new to say.
-        *)
+        # Somewhere else: alive as long as it has something new to say. Who took the lock over has
+        # said nothing yet, so that a new owner counts as well.
+        "$lock",*)
             before=$heard
-            heard=$(cat "$lock.beat" 2>/dev/null)
+            heard="$owner $(cat "$lock.beat" 2>/dev/null)"
             if [ "$heard" != "$before" ]; then silence=0; fi
             silence=$((silence + 1))
             [ "$silence" -gt 150 ]
+            ;;
+        # Whoever breaks a lock is done in a moment.
+        *)
+            if [ "$owner" != "$breaker" ]; then break_silence=0; fi
+            breaker=$owner
+            break_silence=$((break_silence + 1))
+            [ "$break_silence" -gt 150 ]
             ;;
     esac
 }
@@ -48,10 +57,11 @@ until ln -s "$me" "$lock" 2>/dev/null; do
             # Looked at again: another may have taken it over meanwhile.
             if is_stale "$lock"; then rm -f "$lock"; fi
             rm -f "$lock.break"
+            continue
         elif is_stale "$lock.break"; then
             rm -f "$lock.break"
+            continue
         fi
-        continue
     fi
     if [ -z "$waiting" ]; then
         waiting=yes

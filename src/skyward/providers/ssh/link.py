@@ -43,19 +43,29 @@ class Link:
         self.users = 0
         self._lines: list[_Line] = []
         self._coming: dict[bool, asyncio.Task[_Line]] = {}
-        self._opening = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection that nobody has closed."""
         return any(not line.connection.is_closed() for line in self._lines)
 
-    async def connection(self, *, busy: bool = False) -> asyncssh.SSHClientConnection:
-        """One for streams; those that may carry a lot share another than the rest.
+    async def connection(
+        self, *, busy: bool = False
+    ) -> tuple[asyncssh.SSHClientConnection, Callable[[], None]]:
+        """One for a stream, and what to call, once, when that is over.
 
-        On a slow network they would hold up the rest for so long that the host looked dead.
+        Those that may carry a lot share another than the rest: on a slow network they would hold
+        up the rest for so long that the host looked dead.
         """
-        return (await self._line(lambda line: line.busy == busy, busy)).connection
+        line = await self._line(lambda line: line.busy == busy, busy)
+        line.streams += 1
+
+        def over() -> None:
+            line.streams -= 1
+            self._close_if_of_no_use(line)
+
+        return line.connection, over
 
     @contextlib.asynccontextmanager
     async def command(
@@ -78,17 +88,34 @@ class Link:
                 return
             finally:
                 line.commands -= 1
+                self._close_if_of_no_use(line)
 
     async def _line(self, fits: Callable[[_Line], bool], busy: bool = False) -> _Line:
-        async with self._opening:
-            lost = [line for line in self._lines if line.connection.is_closed()]
-            self._lines = [line for line in self._lines if line not in lost]
-            for line in lost:
-                await line.leave()
+        """One that is there, at once, or else the next to come that has room for us, too."""
+        while True:
+            for line in list(self._lines):
+                if line.connection.is_closed():
+                    self._drop(line)
             for line in self._lines:
                 if fits(line) and not line.doubted:
                     return line
-            return await self._coming_line(busy)
+            line = await self._coming_line(busy)
+            # Many may have waited for it, and it takes only so many commands.
+            if fits(line):
+                return line
+
+    def _close_if_of_no_use(self, line: _Line) -> None:
+        """Close what is used for nothing new and carries nothing any more."""
+        if line.doubted and not line.commands and not line.streams and line in self._lines:
+            line.connection.close()
+            self._drop(line)
+
+    def _drop(self, line: _Line) -> None:
+        """See the end of a connection that is closed, while others go on."""
+        self._lines.remove(line)
+        leaving = asyncio.create_task(line.leave())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     async def _coming_line(self, busy: bool) -> _Line:
         """Connect. That goes on though whoever asked gives up: on a slow network they all would."""
@@ -109,10 +136,12 @@ class Link:
     def doubt(self, connection: asyncssh.SSHClientConnection | None = None) -> None:
         """Use this connection, or any, for nothing new: it does not answer.
 
-        What goes on there may yet: it ends when the connection turns out to be dead.
+        What goes on there may yet, until the connection turns out to be dead; after the last of it
+        the connection is closed.
         """
-        for line in self._lines:
+        for line in list(self._lines):
             line.doubted |= connection in (None, line.connection)
+            self._close_if_of_no_use(line)
 
     async def close(self) -> None:
         """Close all connections, and the way to them."""
@@ -124,20 +153,23 @@ class Link:
             line.connection.close()
         for line in lines:
             await line.leave()
+        while self._leaving:
+            await asyncio.wait(self._leaving)
 
 
 class _Line:
     """One connection of a link, and what it runs."""
 
     def __init__(
-        self, connection: asyncssh.SSHClientConnection, through: Link | None, busy: bool
+        self, connection: asyncssh.SSHClientConnection, way: _Way | None, busy: bool
     ) -> None:
         self.connection = connection
         self.busy = busy
         self.doubted = False
-        self._through = through
+        self._way = way
         self.commands = 0
         self.room = COMMANDS_EACH
+        self.streams = 0
 
     async def leave(self) -> None:
         """See a closed connection's end, and let go of the way there."""
@@ -146,8 +178,27 @@ class _Line:
                 await self.connection.wait_closed()
         except TimeoutError:
             self.connection.abort()
-        if self._through is not None:
-            await release(self._through)
+        if self._way is not None:
+            await self._way.leave()
+
+
+class _Way:
+    """The way of a connection through another host: a stream there."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._over: Callable[[], None] | None = None
+
+    async def connection(self) -> asyncssh.SSHClientConnection:
+        """What to connect through."""
+        connection, self._over = await self._link.connection()
+        return connection
+
+    async def leave(self) -> None:
+        """Let go of that host."""
+        if self._over is not None:
+            self._over()
+        await release(self._link)
 
 
 _links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Destination, Link]] = (
@@ -268,20 +319,20 @@ def _known_hosts_files(
 
 async def _connected(
     destination: Destination,
-) -> tuple[asyncssh.SSHClientConnection, Link | None]:
+) -> tuple[asyncssh.SSHClientConnection, _Way | None]:
     """Connect, through other hosts where the way leads there."""
     options = await asyncio.to_thread(resolved, destination)
     files = _known_hosts_files(destination, options)
     meeting = await asyncio.to_thread(failures.Meeting, destination, options, files)
-    through = None
+    way = None
     jump = destination.jump or options.tunnel
     if jump and jump != "none":
         before = destination.through(str(jump))
         # `Host *` with a ProxyJump names the jump host itself, too.
         if before.place.name not in (destination.place.name, options.host):
-            through = hold(before)
+            way = _Way(hold(before))
     try:
-        tunnel = await through.connection() if through is not None else None
+        tunnel = await way.connection() if way is not None else None
         with meeting.explained():
             # Whatever is not repeated here, `connect` takes for not given.
             connection = await asyncssh.connect(
@@ -295,10 +346,10 @@ async def _connected(
                 encryption_algs=() if options.config.get("Ciphers", None) else CIPHERS,
             )
     except BaseException:
-        if through is not None:
-            await release(through)
+        if way is not None:
+            await way.leave()
         raise
-    return connection, through
+    return connection, way
 
 
 async def opened(opening: Coroutine[Any, Any, tuple[Any, Any]]) -> None:

@@ -155,7 +155,7 @@ class SSHMachine:
         # What is dialled first is the agent, which says little and must be heard.
         self._agent = self._agent or endpoint
         async with self._link() as link:
-            connection = await link.connection(busy=endpoint != self._agent)
+            connection, over = await link.connection(busy=endpoint != self._agent)
             began = time.monotonic()
             kept = [hold(self._destination)]
 
@@ -163,6 +163,7 @@ class SSHMachine:
                 if bridge is not None:
                     self._bridges.discard(bridge)
                 if kept:
+                    over()
                     self._later(release(kept.pop()))
 
             try:
