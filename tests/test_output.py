@@ -447,6 +447,25 @@ def run(body, **environment):
     )
 
 
+def test_what_a_block_prints_comes_after_the_line_that_it_is_ready():
+    done = run("""
+        for _ in range(3):
+            with sky.Compute(name="pool"):
+                print("begun", file=sys.stderr)
+    """)
+    told = re.findall(r"ready in|begun|0 of 0", done.stderr)
+    assert told == ["ready in", "begun", "0 of 0"] * 3
+
+
+def test_a_pool_that_did_not_start_has_no_summary():
+    done = run("""
+        with sky.Compute(image=sky.Image(pip=["no-such-package-here==1.0"])):
+            pass
+    """)
+    assert "no-such-package-here" in done.stderr
+    assert "calls succeeded" not in done.stderr
+
+
 def test_in_a_pipe_the_console_is_plain_lines_on_stderr():
     done = run("""
         with sky.Compute(nodes=2, name="plain [1/2]") as compute:

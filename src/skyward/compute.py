@@ -142,6 +142,7 @@ class Compute:
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
+        self._was_ready = False
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
 
@@ -205,13 +206,16 @@ class Compute:
         try:
             self._pool.start()
             self._enter_plugins()
+            seconds = time.monotonic() - started
+            price = spec.provider.price(spec.wish) if isinstance(spec.provider, Provider) else None
+            cost = f", ${price * count:.2f} an hour" if price else ""
+            self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s{cost}")
+            # What the block prints comes after it, and not into a display that is being redrawn.
+            self._console.drain()
+            self._was_ready = True
         except BaseException:
             self._close_surely()
             raise
-        seconds = time.monotonic() - started
-        price = spec.provider.price(spec.wish) if isinstance(spec.provider, Provider) else None
-        cost = f", ${price * count:.2f} an hour" if price else ""
-        self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s{cost}")
         functions.active.append(self)
         _entered.add(self)
 
@@ -276,6 +280,8 @@ class Compute:
                 + (f", {counts.failed} failed" if counts.failed else "")
                 + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
                 + f" in {time.monotonic() - counts.started:.1f} s"
+                if self._was_ready
+                else ""
             )
 
     @property

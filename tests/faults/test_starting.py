@@ -90,6 +90,36 @@ def test_whatever_a_provider_raises_ends_the_start_and_the_other_nodes(
     assert provider.last.stops
 
 
+class Slow(Broken):
+    """A machine that takes its time, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(sky.PoolStartError("it was stopped"))
+        self.stopped = threading.Event()
+
+    def start(self, config: AgentConfig) -> None:
+        self.stopped.wait()
+        super().start(config)
+
+    def stop(self, seconds: float) -> None:
+        super().stop(seconds)
+        self.stopped.set()
+
+
+@dataclass
+class Mixed(Flaky):
+    """A provider whose first node takes long, and whose second cannot be had."""
+
+    def machine(self, node: int, pool: str, wish: Wish) -> Any:
+        return Slow() if node == 0 else Broken(self.problem)
+
+
+def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
+    provider = Mixed(sky.PoolStartError("there is no such machine"))
+    with pytest.raises(sky.PoolStartError, match="there is no such machine"):
+        sky.Compute(provider, nodes=2, options=QUIET).__enter__()  # type: ignore[arg-type]
+
+
 @dataclass
 class Walled:
     """A provider of a machine on which one port can be reached: the agent's."""

@@ -71,7 +71,7 @@ def check(outcome: dict[str, Any]) -> None:
 
 @LOSSY
 def test_half_a_minute_without_a_network_during_everything(client: Any, tmp_path: Path) -> None:
-    outcomes = client(act="outlast", doing="everything", size=2 * MIB, after=1.5, seconds=SECONDS)
+    outcomes = client(act="outlast", doing="everything", size=4 * MIB, after=1.0, seconds=SECONDS)
     for outcome in outcomes:
         assert outcome["cut short"] == 6
         assert outcome["states"] == ["ready", "reconnecting"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.pool.journal import Journal
 from skyward.providers import Order
 from skyward.testing import plain_wish
 
@@ -87,6 +88,21 @@ def test_an_authority_vouches_for_a_host(sshd: Sshd, tmp_path: Path) -> None:
     with another(sshd, tmp_path, *settings) as port:
         asyncio.run(created(sshd.provider("127.0.0.1", known_hosts=str(known), port=port)))
         refusal(sshd.provider("127.0.0.1", known_hosts=str(strange), port=port), sky.HostKeyError)
+
+
+def test_a_login_that_was_refused_leaves_nothing_on_record(
+    sshd: Sshd, tmp_path: Path, state: Journal
+) -> None:
+    """Nothing was made; `sky down` could not log in, either."""
+    key = tmp_path / "stranger"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+    subprocess.run(make, check=True)
+    for _ in range(4):
+        with pytest.raises(sky.LoginError):
+            sky.Compute(
+                sshd.provider(key=str(key)), nodes=2, options=sky.Options(console=False)
+            ).__enter__()
+        assert state.pools() == []
 
 
 def test_a_key_that_is_not_let_in_is_named(sshd: Sshd, tmp_path: Path) -> None:

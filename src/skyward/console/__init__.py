@@ -78,7 +78,7 @@ class Console:
         self._while_moving(shown.wait)
 
     def close(self, summary: str) -> None:
-        """Show the summary and end."""
+        """Show the summary, if there is one, and end."""
         self._events.put(("end", (summary,)))
         self._events.put(None)
         if threading.current_thread() is not self._thread:

@@ -80,4 +80,5 @@ class Plain(Quiet):
 
     def end(self, summary: str) -> None:
         """The summary."""
-        self._say(summary)
+        if summary:
+            self._say(summary)

@@ -82,7 +82,8 @@ class Terminal:
         """The summary."""
         self._bars.clear()
         self._hide()
-        self._console.print(f"[dim]{escape(summary)}[/]")
+        if summary:
+            self._console.print(f"[dim]{escape(summary)}[/]")
 
     def _tinted(self, label: str, node: int) -> str:
         plain = self._console.color_system is None or self._console.no_color

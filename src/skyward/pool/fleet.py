@@ -186,15 +186,20 @@ class Fleet:
         slow = self._is_remote or self._spec.preparations
         seconds = READY_SECONDS + (PREPARE_SECONDS if slow else 0.0)
         deadline = time.monotonic() + seconds
-        for node in nodes:
-            # In slices, so that Ctrl-C is noticed while waiting.
-            while not node.ready.wait(0.1):
-                if self.closed:
-                    raise PoolClosedError("this pool was closed while it started")
-                if time.monotonic() > deadline:
-                    raise PoolStartError(f"node {node.index} was not ready within {seconds:.0f} s")
-            if node.failure is not None:
-                raise node.failure
+        while True:
+            for node in nodes:
+                if node.failure is not None:
+                    raise node.failure
+            waiting = [node for node in nodes if not node.ready.is_set()]
+            if not waiting:
+                return
+            if self.closed:
+                raise PoolClosedError("this pool was closed while it started")
+            if time.monotonic() > deadline:
+                late = waiting[0].index
+                raise PoolStartError(f"node {late} was not ready within {seconds:.0f} s")
+            # In slices, so that Ctrl-C, and the failure of another, are noticed while waiting.
+            waiting[0].ready.wait(0.1)
 
     def _launch(self, node: Node) -> None:
         """Begin to bring a node up; with the lock held once others may end it."""

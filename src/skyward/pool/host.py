@@ -19,6 +19,8 @@ from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5
 """How long a straight connection is tried before the provider's own way is taken."""
+SETTLE_SECONDS = 2.0
+"""How long a provider that makes a machine is waited for before it is cut short."""
 DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
 """How long a host that was lost, and may be back, is given to remove what it still has."""
@@ -59,6 +61,9 @@ class RemoteHost:
         self._lost: RemoteHost | None = None
         self._may_have_remains = False
         """Whether something of a machine that was lost may still be there."""
+        self._settled = threading.Event()
+        """Not set while it is open whether a machine will come of what the provider was asked."""
+        self._settled.set()
         self._lock = threading.Lock()
         self._ending = threading.Lock()
 
@@ -82,6 +87,7 @@ class RemoteHost:
             self._may_have_remains = lost is not None and (lost._intended or lost._may_have_remains)
             self._journal.intend(self._order.pool, self._order.node)
             self._intended = True
+            self._settled.clear()
         self._do(self._prepare())
 
     def start(self, config: AgentConfig) -> None:
@@ -94,10 +100,12 @@ class RemoteHost:
             machine = self._machine = await self._provider.create(order)
         except Exception:
             # Then nothing is left behind, by what a provider promises, but by an earlier machine.
-            self._intended = False
             if not self._may_have_remains:
                 await asyncio.to_thread(self._journal.gone, order.pool, order.node)
+            self._intended = False
             raise
+        finally:
+            self._settled.set()
         await asyncio.to_thread(
             self._journal.made, order.pool, order.node, machine.id, machine.address
         )
@@ -203,6 +211,8 @@ class RemoteHost:
             self._stopped = True
             work = self._work
         if work is not None and not work.done():
+            # A provider that is about to fail leaves nothing; one cut short may have to be asked.
+            self._settled.wait(SETTLE_SECONDS)
             work.cancel()
         with self._ending:
             if self._intended or self._may_have_remains:
