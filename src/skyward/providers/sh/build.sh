@@ -81,7 +81,15 @@ done
     done
 } >/dev/null 2>&1 &
 beat=$!
-trap 'kill "$beat" 2>/dev/null; rm -rf "$build"; rm -f "$lock.beat" "$lock"' EXIT
+leave() {
+    kill "$beat" 2>/dev/null
+    # Unless another has taken this one for dead: then all of it is theirs.
+    if [ "$(readlink "$lock")" = "$me" ]; then
+        rm -rf "$build"
+        rm -f "$lock.beat" "$lock"
+    fi
+}
+trap leave EXIT
 trap 'exit 1' HUP INT TERM PIPE
 
 as_root() {
