@@ -556,7 +556,6 @@ class Fleet:
             before, node.state = node.state, "lost"
             lanes = list(node.lanes.values())
             node.lanes.clear()
-        self._dispatcher.counts.nodes_lost += 1
         self._console.phase(node.index, "lost")
         self._devices.node_lost(node.index, f"node {node.index} was lost: {reason}")
         node.ending = threading.Thread(target=node.machine.stop, args=(0,), daemon=True)
@@ -584,6 +583,8 @@ class Fleet:
                 ),
             )
             self._preparer.lane_lost(node, lane, reason)
+        # Not before: who sees it can rely on nothing being sent there any more.
+        self._dispatcher.counts.nodes_lost += 1
         if node.failure is not None:
             node.ready.set()
             self._dispatcher.fail_stranded()
