@@ -54,5 +54,8 @@ def _document(pool: PoolRecord) -> dict[str, object]:
         "pid": pool.pid,
         "created": datetime.fromtimestamp(pool.created, UTC),
         "cost": pool.cost,
-        "machines": [asdict(machine) for machine in pool.machines],
+        "machines": [
+            asdict(machine) | {"created": datetime.fromtimestamp(machine.created, UTC)}
+            for machine in pool.machines
+        ],
     }

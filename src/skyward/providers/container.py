@@ -409,7 +409,8 @@ def _addresses(host: str | None) -> list[str]:
         Path(runtime, "podman", "podman.sock"),
         Path("/run/podman/podman.sock"),
     ]
-    return [f"unix://{each}" for each in sockets if each.exists()] or [f"unix://{sockets[0]}"]
+    found = [each for each in sockets if each.exists()]
+    return [f"unix://{each}" for each in found or sockets]
 
 
 def _check_socket(address: str) -> None:

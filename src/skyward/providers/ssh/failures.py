@@ -120,7 +120,7 @@ class Meeting:
         shown = f"{self.shown.get_algorithm()} {self.shown.get_fingerprint()}"
         scan = f"ssh-keyscan -p {port} {shlex.quote(host)} >> {shlex.quote(file)}"
         if self._expected:
-            known = ", ".join(key.get_fingerprint() for key in self._expected)
+            known = ", ".join(dict.fromkeys(key.get_fingerprint() for key in self._expected))
             return HostKeyError(
                 f"SSH host {self._where}: ITS HOST KEY HAS CHANGED. It showed {shown}, and "
                 f"{file} knows it by {known}. Either the machine was made anew, or somebody is "
