@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,17 +29,24 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 _shared_pools: list[sky.Compute] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: the tests of a file stay together, and those of machines all do.
+MACHINES = "tests/providers/"
 
-    These come first: they take turns at what they use, and the others fit beside them.
-    """
-    here = Path(__file__).parent
-    machines = here / "providers"
-    items.sort(key=lambda item: machines not in item.path.parents)
-    for item in items:
-        together = machines if machines in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(here))))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of machines first: they take turns at what they use, and the others fit beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(MACHINES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes, one has all tests of machines; else those of a file stay together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return MACHINES if nodeid.startswith(MACHINES) else nodeid.partition("::")[0]
+
+    return Together(config, log)
 
 
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:
