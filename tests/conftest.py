@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,26 +26,6 @@ Eventually = Callable[..., None]
 Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]]
 
 _shared_pools: list[sky.Compute] = []
-
-
-MACHINES = "tests/providers/"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of machines first: they take turns at what they use, and the others fit beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith(MACHINES))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes, one has all tests of machines; else those of a file stay together."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Together(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return MACHINES if nodeid.startswith(MACHINES) else nodeid.partition("::")[0]
-
-    return Together(config, log)
 
 
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:
