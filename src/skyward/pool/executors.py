@@ -21,7 +21,7 @@ from skyward.wire import messages
 from skyward.wire.blobs import Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, host_and_port, my_versions, node_name
+from skyward.wire.identity import Credentials, host_and_port, node_name
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
 
 LAST_RESULTS_SECONDS = 1.0
@@ -41,6 +41,7 @@ class Executors:
         contacts: Contacts,
         *,
         credentials: Credentials | None,
+        versions: dict[str, str],
         clustered: bool,
         lock: threading.RLock,
         is_closed: Callable[[], bool],
@@ -52,11 +53,10 @@ class Executors:
         self._id, self._worker = pool_id, worker
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._contacts = contacts
-        self._credentials = credentials
+        self._credentials, self._versions = credentials, versions
         self._relays = Relays() if clustered else None
         self._lock = lock
         self._is_closed, self._per_node, self._fail = is_closed, per_node, fail
-        self._versions = my_versions()
 
     def up(self, node: Node, up: ExecutorUp) -> None:
         """Connect to one that has been announced; takes as long as that does."""

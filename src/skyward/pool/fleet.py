@@ -121,6 +121,7 @@ class Fleet:
             console,
             self._contacts,
             credentials=self._credentials,
+            versions=self._versions,
             clustered=self._clustered,
             lock=self._lock,
             is_closed=lambda: self.closed,

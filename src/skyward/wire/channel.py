@@ -285,11 +285,14 @@ class Channel:
                 f"a body of {frame.body_length} bytes for places of {sum(map(len, places))}"
             )
         before = 0
+
+        def told_of_link(done: int) -> None:
+            told(before + at + done)
+
         for place in places:
             at = self._decoder.take(place)
             if self._link is not None:
-                start = before + at
-                self._link.fill(place[at:], lambda done, start=start: told(start + done))  # type: ignore[misc]
+                self._link.fill(place[at:], told_of_link)
                 self.bytes_received += len(place) - at
             else:
                 while at < len(place):
