@@ -125,7 +125,9 @@ class Compute:
         plugged = composed(plugins)
         check_distributed(plugged, worker, options)
         image = transformed(image or Image(), plugged, cluster)
-        wish = Wish(accelerator, vcpus, memory_gb, image, tuple(volumes))
+        wish = Wish(
+            accelerator, vcpus, memory_gb, image, tuple(volumes), cluster.spec.nodes.ceiling
+        )
         provider.check(wish)
         blob_room()
         self._spec = PoolSpec(
@@ -213,6 +215,10 @@ class Compute:
             # What the block prints comes after it, and not into a display that is being redrawn.
             self._console.drain()
             self._was_ready = True
+        except SkywardError as problem:
+            self._close_surely()
+            # It says what happened; where in a thread of ours it was noticed helps nobody.
+            raise problem.with_traceback(None) from problem.__cause__
         except BaseException:
             self._close_surely()
             raise

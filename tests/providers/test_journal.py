@@ -156,6 +156,34 @@ class TestCommands:
         assert "1 machine removed" in done.output
         assert not folder.exists()
 
+    def test_what_cannot_be_removed_stays_until_it_is_forgotten(
+        self, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = opened(journal)
+        folder = made(journal, pool, 0)
+
+        async def unreachable(self: sky.Local, pool: str) -> list[object]:
+            raise sky.UnreachableError("nobody answers")
+
+        monkeypatch.setattr(sky.Local, "find", unreachable)
+        failed = CliRunner().invoke(command, ["down", "mine", "--yes"])
+        assert failed.exit_code == 1
+        assert "nobody answers" in failed.output
+        assert "sky down NAME --forget" in failed.output
+        assert [record.id for record in journal.pools()] == [pool]
+
+        done = CliRunner().invoke(command, ["down", "mine", "--yes", "--forget"])
+        assert f"mine ({pool}): off the record, nothing removed; had: {folder}" in done.output
+        assert journal.pools() == []
+        assert folder.exists()
+        folder.rmdir()
+
+    def test_what_is_to_be_forgotten_is_named(self, journal: Journal) -> None:
+        refused = CliRunner().invoke(command, ["down", "--forget"])
+
+        assert refused.exit_code == 2
+        assert "give the name" in refused.output
+
     def test_a_name_nobody_has(self, journal: Journal) -> None:
         opened(journal)
 

@@ -37,6 +37,7 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
     ).stdout.split()[1]
     assert shown.startswith("SHA256:")
     assert f"is not known. It showed ssh-ed25519 {shown}" in message
+    assert f"{empty} (no such file) had no entry for" in message
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> '{empty}'" in message
     assert f"-p {sshd.port} {sshd.user}@127.0.0.1" in message
 

@@ -163,6 +163,26 @@ def test_a_volume_cannot_be_mounted_elsewhere() -> None:
         sky.SSH(["gpu1"]).check(wish)
 
 
+@pytest.mark.parametrize("nodes", [3, (1, 3)])
+def test_more_nodes_than_hosts_are_refused_before_anything_starts(nodes: Any) -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"nodes=3: SSH has 2 hosts \(gpu1, gpu2\)"):
+        sky.Compute(sky.SSH(["gpu1", "gpu2"]), nodes=nodes)
+
+
+def test_a_start_that_fails_shows_where_it_was_asked_for_and_nothing_of_the_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    provider = sky.SSH(["127.0.0.1:1"], config=None)
+
+    with pytest.raises(sky.UnreachableError, match="refused") as caught, sky.Compute(provider):
+        pass
+
+    assert len(caught.traceback) <= 3
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_without_asyncssh_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

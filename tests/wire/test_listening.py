@@ -137,6 +137,24 @@ def test_an_ipv6_address_is_listened_on_and_found(
     made.close()
 
 
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
+def test_a_name_that_has_only_an_ipv6_address_is_listened_on(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolved(host: str, *args: int, **kwargs: int) -> object:
+        if host == "gpu6.example" and kwargs.get("family", 0) == socket.AF_INET:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return real("::1" if host == "gpu6.example" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    made = Listener("tcp:gpu6.example:0", "pool", credentials, lambda *_: None)
+    port = int(made.endpoint.rpartition(":")[2])
+    socket.create_connection(("::1", port), 5).close()
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("address", "endpoint"),
     [

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 @click.argument("name", required=False)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
 @click.option("--yes", is_flag=True, help="Do not ask before a pool in use is removed.")
-def down(name: str | None, everything: bool, yes: bool) -> None:
+@click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")
+def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
-    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them.
+    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. With --forget
+    nothing is removed: it is for machines that are gone, or that nobody can reach any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")
+    if forget and name is None:
+        raise click.UsageError("--forget: give the name of the pool that is to be forgotten")
     from skyward.pool.cleaning import clean, matching
     from skyward.pool.journal import Journal
 
@@ -41,6 +45,11 @@ def down(name: str | None, everything: bool, yes: bool) -> None:
     else:
         chosen = [pool for pool in pools if pool.client == "gone"]
     _ask([pool for pool in chosen if pool.client != "gone"], yes)
+    if forget:
+        for pool in chosen:
+            journal.forget(pool.id)
+        _tell_forgotten(chosen)
+        return
     outcomes = [clean(journal, pool) for pool in chosen]
     if output.wants_json():
         output.as_json(
@@ -58,7 +67,19 @@ def down(name: str | None, everything: bool, yes: bool) -> None:
             click.echo("nothing was left behind")
     failures = [f"{each.pool.name}: {what}" for each in outcomes for what in each.failures]
     if failures:
-        raise PoolError("not everything could be removed: " + "; ".join(failures))
+        raise PoolError(
+            f"not everything could be removed: {'; '.join(failures)}. It stays on record; if "
+            "nothing is left there, `sky down NAME --forget` takes it off"
+        )
+
+
+def _tell_forgotten(pools: list[PoolRecord]) -> None:
+    if output.wants_json():
+        output.as_json([{"id": pool.id, "forgotten": True} for pool in pools])
+        return
+    for pool in pools:
+        machines = ", ".join(each.id or f"node {each.node}" for each in pool.machines) or "none"
+        click.echo(f"{pool.name} ({pool.id}): off the record, nothing removed; had: {machines}")
 
 
 def _ask(in_use: list[PoolRecord], yes: bool) -> None:

@@ -129,6 +129,11 @@ class Journal:
                 (pool,),
             )
 
+    def forget(self, pool: str) -> None:
+        """Whatever is left of a pool, nobody is to look after it any more."""
+        with self._connected() as database:
+            database.execute("delete from pools where id = ?", (pool,))
+
     def pools(self) -> list[PoolRecord]:
         """Everything on record, oldest first."""
         if not self.path.exists():

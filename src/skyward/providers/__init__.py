@@ -23,13 +23,15 @@ from skyward.worker.config import AgentConfig
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a pool asks of each of its machines."""
+    """What a pool asks of its machines, each of them."""
 
     accelerator: Accelerator | None
     vcpus: float | None
     memory_gb: float | None
     image: Image
     volumes: tuple[Volume, ...]
+    nodes: int = 1
+    """How many of them it may come to have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,9 +47,9 @@ def _listening(place: str) -> tuple[str, socket.socket]:
         listening.listen(64)
         return place, listening
     host, port = host_and_port(place)
-    version = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Resolved here, since `bind` drops the zone of an address like fe80::1%eth0.
-    at = socket.getaddrinfo(host, port, version, socket.SOCK_STREAM)[0][4]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    version, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)
     listening = socket.create_server(at, family=version, backlog=64)
     return f"tcp:{address.rpartition(':')[0]}:{listening.getsockname()[1]}", listening
 

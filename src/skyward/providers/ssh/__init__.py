@@ -113,7 +113,9 @@ class SSH:
         return cls(hosts, config=config, **options)
 
     def check(self, wish: Wish) -> None:
-        """Hosts are as they are: nothing is mounted on them."""
+        """Hosts are as they are: no more of them come, and nothing is mounted on them."""
+        if wish.nodes > len(self.hosts):
+            raise ConfigurationError(f"nodes={wish.nodes}: {self._too_few()}")
         for volume in wish.volumes:
             if volume.target != volume.source:
                 raise ConfigurationError(
@@ -143,14 +145,17 @@ class SSH:
     async def create(self, order: Order) -> SSHMachine:
         """Connect, and make the machine's folder on the host."""
         if order.node >= len(self.hosts):
-            raise PoolStartError(
-                f"node {order.node}: SSH has {len(self.hosts)} "
-                f"{'host' if len(self.hosts) == 1 else 'hosts'} ({', '.join(self.hosts)}), one "
-                "for each node; list more, or list a host as often as it is to serve a node"
-            )
+            raise PoolStartError(f"node {order.node}: {self._too_few()}")
         machine = await self._machine(order.pool, order.node)
         await machine.make()
         return machine
+
+    def _too_few(self) -> str:
+        count = len(self.hosts)
+        return (
+            f"SSH has {count} {'host' if count == 1 else 'hosts'} ({', '.join(self.hosts)}), one "
+            "for each node; list more, or list a host as often as it is to serve a node"
+        )
 
     async def find(self, pool: str) -> list[SSHMachine]:
         """The machines whose folders are still on the hosts.

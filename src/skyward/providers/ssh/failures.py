@@ -129,9 +129,12 @@ class Meeting:
                 f"{shlex.quote(entry)}\n  {scan}"
             )
         authority = " and no authority for it" if self._authorities else ""
+        files = " and ".join(
+            str(path) if path.is_file() else f"{path} (no such file)" for path in self._files
+        )
         return HostKeyError(
             f"SSH host {self._where}: its host key is not known. It showed {shown}, and "
-            f"{' and '.join(map(str, self._files))} had no entry for {entry}{authority}. "
+            f"{files} had no entry for {entry}{authority}. "
             "Compare that fingerprint with the machine's own (ssh-keygen -lf "
             "/etc/ssh/ssh_host_ed25519_key.pub there), then either log in once, or add it:\n"
             f"  {self._ssh()}\n  {scan}"
