@@ -15,7 +15,8 @@ import pytest
 from skyward.errors import ImageError
 from skyward.providers import bootstrap
 from skyward.providers.bootstrap import Prepared
-from skyward.providers.container import NODE, POOL, ContainerMachine, _Service
+from skyward.providers.container.machine import ContainerMachine
+from skyward.providers.container.service import NODE, POOL, Service
 from skyward.spec import Image
 
 from . import podman
@@ -61,7 +62,7 @@ def debian(engine: None) -> Iterator[Debian]:
     command = ["podman", "run", "-d", "--init", "--name", NAME, *labels, *layers]
     subprocess.run([*command, podman.IMAGE, "sleep", "900"], check=True, capture_output=True)
     try:
-        service = _Service(os.environ["DOCKER_HOST"])
+        service = Service(os.environ["DOCKER_HOST"])
         with service.connected() as docker:
             found = Debian(ContainerMachine(service, docker.containers.get(NAME), None))
         try:

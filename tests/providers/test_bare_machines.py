@@ -14,7 +14,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import container
-from skyward.providers.container import ContainerMachine
+from skyward.providers.container.machine import ContainerMachine
 
 from . import bare
 

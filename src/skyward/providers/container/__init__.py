@@ -1,0 +1,222 @@
+"""Container: nodes in Docker or Podman containers, through the socket that either serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyward import checks
+from skyward.errors import ConfigurationError, PoolStartError
+from skyward.providers import Order, Wish
+from skyward.providers.container import gpus
+from skyward.providers.container.machine import ContainerMachine
+from skyward.providers.container.service import (
+    NODE,
+    POOL,
+    answering,
+    remove_unused_network,
+    said,
+)
+from skyward.spec import Volume
+
+__all__ = ["Container"]
+
+CACHE = "skyward.cache"
+"""The label of volumes with what was built for an image; they outlive every pool."""
+IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
+BOOTSTRAP_SECONDS = 1800
+AGENTLESS_SECONDS = 30
+"""A container ends by itself when no agent came up in it for so long, or none is left."""
+_CACHE_FOLDER = "/var/cache/skyward"
+
+_MAIN = f"""\
+left={BOOTSTRAP_SECONDS}
+while [ "$left" -gt 0 ]; do
+    for line in /proc/[0-9]*/cmdline; do
+        read -r line 2>/dev/null <"$line"
+        case $line in *skyward.worker.agen[t]*) left={AGENTLESS_SECONDS} ;; esac
+    done
+    left=$((left - 5))
+    sleep 5
+done
+"""
+
+
+@dataclass(frozen=True)
+class Container:
+    """Nodes in containers on this machine, or wherever `DOCKER_HOST` points.
+
+    `image` is the container image; without it, `SKYWARD_CONTAINER_IMAGE` or an official Python.
+    `python` names an interpreter in it that has skyward and all that is needed, so that nothing is
+    installed. `mounts` are folders of the host that every node sees, besides the pool's volumes.
+
+    >>> with sky.Compute(sky.Container("python:3.11-slim"), nodes=2, memory_gb=2) as compute: ...
+    """
+
+    image: str | None = None
+    mounts: Sequence[Volume] = ()
+    python: str | None = None
+    host: str | None = None
+    """The address of the Docker or Podman service; found by itself when left out."""
+    name: str = field(default="container", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for what in ("image", "python", "host"):
+            value = getattr(self, what)
+            if value is not None:
+                checks.text(self, what, value)
+        mounts = self.mounts if isinstance(self.mounts, Sequence) else None
+        if mounts is None or not all(isinstance(each, Volume) for each in mounts):
+            raise checks.refused(self, {"mounts": self.mounts}, "give a list of sky.Volume(...)")
+        checks.store(self, mounts=tuple(mounts))
+
+    def check(self, wish: Wish) -> None:
+        """Little is known before the service is asked."""
+        if wish.accelerator is not None:
+            gpus.check(wish.accelerator)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Where its containers are; that is all it takes to find and remove them."""
+        return {"host": self.host or os.environ.get("DOCKER_HOST")}
+
+    def price(self, wish: Wish) -> float | None:
+        """Whoever runs the service has paid for its machine."""
+        return None
+
+    async def create(self, order: Order) -> ContainerMachine:
+        """Run a container with the pool's labels, in the pool's own network."""
+        making = asyncio.create_task(asyncio.to_thread(self._create, order))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: what it makes is taken back.
+            with contextlib.suppress(Exception):
+                await (await making).destroy()
+            raise
+
+    async def find(self, pool: str) -> Sequence[ContainerMachine]:
+        """Containers with the pool's label; a network that none of them uses any more goes."""
+        return await asyncio.to_thread(self._find, pool)
+
+    def _create(self, order: Order) -> ContainerMachine:
+        service = answering(self.host)
+        with service.connected() as docker:
+            try:
+                return ContainerMachine(service, self._run(docker, order), self.python)
+            except Exception as problem:
+                with contextlib.suppress(Exception):
+                    docker.containers.get(_name(order.pool, order.node)).remove(force=True, v=True)
+                remove_unused_network(docker, order.pool)
+                if isinstance(problem, (PoolStartError, ConfigurationError)):
+                    raise
+                words, accelerator = said(problem), order.wish.accelerator
+                why = accelerator and gpus.refusal(accelerator, order.node, words)
+                raise PoolStartError(
+                    why or f"node {order.node}: the container did not start: {words}"
+                ) from problem
+
+    def _run(self, docker: Any, order: Order) -> Any:
+        wish = order.wish
+        image = self.image or os.environ.get(IMAGE) or _official_python(wish)
+        found = _have_image(docker, image)
+        network = _network(docker, order.pool)
+        options: dict[str, Any] = {}
+        if wish.vcpus:
+            options["nano_cpus"] = int(wish.vcpus * 1e9)
+        if wish.memory_gb:
+            options["mem_limit"] = int(wish.memory_gb * 2**30)
+        if wish.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
+            options["device_requests"] = [gpus.request(docker, wish.accelerator, order.node)]
+        mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)]
+        if self.python is None:
+            # Else each pool would begin with nothing, and each of its nodes.
+            mounts.append(_cache(docker, found))
+            options["environment"] = {"SKYWARD_CACHE": _CACHE_FOLDER}
+        # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
+        options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
+        return docker.containers.run(
+            image,
+            ["sh", "-c", _MAIN],
+            name=_name(order.pool, order.node),
+            hostname=f"node-{order.node}",
+            labels={POOL: order.pool, NODE: str(order.node)},
+            network=network,
+            mounts=mounts,
+            init=True,
+            auto_remove=True,
+            detach=True,
+            **options,
+        )
+
+    def _find(self, pool: str) -> list[ContainerMachine]:
+        service = answering(self.host)
+        with service.connected() as docker:
+            found = docker.containers.list(all=True, filters={"label": f"{POOL}={pool}"})
+            if not found:
+                remove_unused_network(docker, pool)
+            return [ContainerMachine(service, container, self.python) for container in found]
+
+
+def _usual_mounts() -> list[Volume]:
+    """Those that the environment asks for in every container, read-only."""
+    pairs = [each.partition(":") for each in os.environ.get(MOUNTS, "").split(",") if each]
+    return [Volume(source, target or source, read_only=True) for source, _, target in pairs]
+
+
+def _official_python(wish: Wish) -> str:
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"python:{mine if wish.image.python == 'auto' else wish.image.python}-slim"
+
+
+def _have_image(docker: Any, image: str) -> Any:
+    import docker.errors as errors
+
+    try:
+        return docker.images.get(image)
+    except errors.ImageNotFound:
+        try:
+            docker.images.pull(image)
+            return docker.images.get(image)
+        except errors.APIError as problem:
+            raise PoolStartError(
+                f"the image {image!r} is not here and cannot be pulled: {said(problem)}; name "
+                f"another with Container(image=...) or {IMAGE}"
+            ) from problem
+
+
+def _network(docker: Any, pool: str) -> str:
+    import docker.errors as errors
+
+    name = f"sky-{pool}"
+    if not docker.networks.list(names=[name]):
+        try:
+            docker.networks.create(name, labels={POOL: pool}, check_duplicate=True)
+        except errors.APIError as problem:
+            # Another node of the pool was quicker.
+            if problem.status_code != 409 and "already" not in str(problem):
+                raise
+    return name
+
+
+def _mount(volume: Volume) -> Any:
+    from docker.types import Mount
+
+    return Mount(volume.target, volume.source, type="bind", read_only=volume.read_only)
+
+
+def _cache(docker: Any, image: Any) -> Any:
+    """A volume for what is built in containers of an image; its Python is that of no other."""
+    from docker.types import Mount
+
+    name = f"skyward-cache-{str(image.id).removeprefix('sha256:')[:12]}"
+    docker.volumes.create(name, labels={CACHE: (image.tags or [name])[0]})
+    return Mount(_CACHE_FOLDER, name, type="volume")
+
+
+def _name(pool: str, node: int) -> str:
+    return f"sky-{pool}-{node}"

@@ -1,0 +1,258 @@
+"""A container as a machine: commands run in it, and connections to what listens there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import socket
+import struct
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from skyward.errors import PoolStartError, UnreachableError
+from skyward.providers.container.service import (
+    NODE,
+    POOL,
+    TIMEOUT,
+    Service,
+    check_socket,
+    remove_unused_network,
+    said,
+)
+
+_ENDING_SECONDS = 5.0
+_HEADER = struct.Struct(">BxxxL")
+"""Before each piece of a command's output: the stream it belongs to, and its length."""
+
+_PYTHON = """\
+node=${2#unix:}
+node=${node%/*}/python
+if [ -x "$node" ]; then exec "$node" -c "$@"; fi
+exec "$0" -c "$@"
+"""
+"""Of a machine on which Python was installed, the node's folder knows where."""
+
+_RELAY = """\
+import os, socket, sys, threading
+family, _, place = sys.argv[1].partition(":")
+if family == "unix":
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(place)
+else:
+    host, _, port = place.rpartition(":")
+    end = socket.create_connection((host, int(port)))
+def out():
+    while data := end.recv(1 << 18):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(1, view):]
+    os.close(1)
+sender = threading.Thread(target=out)
+sender.start()
+while data := os.read(0, 1 << 18):
+    end.sendall(data)
+end.shutdown(socket.SHUT_WR)
+sender.join()
+"""
+
+
+class ContainerMachine:
+    """One container."""
+
+    def __init__(self, service: Service, container: Any, python: str | None) -> None:
+        self._service = service
+        self.id = str(container.name)
+        self.python = python
+        self.node = int(container.labels.get(NODE, 0))
+        self._pool = str(container.labels.get(POOL, ""))
+        self._copying: list[threading.Thread] = []
+        """One for each connection; they end with it, at the latest with the container."""
+        container.reload()
+        networks = container.attrs["NetworkSettings"]["Networks"].values()
+        self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
+
+    @property
+    def direct(self) -> str | None:
+        """On the same kernel, a container's address can be reached from the host."""
+        local = self._service.address.startswith("unix:")
+        return self.address if local and sys.platform == "linux" and self.address else None
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """A process in the container."""
+        mark = f"/tmp/.skyward-{uuid.uuid4().hex}"
+        script = f'echo "$$" >{mark}; trap "rm -f {mark}" EXIT; "$@"'
+        work = asyncio.create_task(
+            asyncio.to_thread(self._run, ["sh", "-c", script, "sh", *command], input, output)
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._end, mark)
+            with contextlib.suppress(Exception):
+                await work
+            raise
+
+    def _run(
+        self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
+    ) -> int:
+        with self._executing(command) as (stream, exit_status):
+            feeder = threading.Thread(target=_feed, args=(stream, input), daemon=True)
+            feeder.start()
+            for data in _output(stream):
+                if output is not None:
+                    output(data)
+            feeder.join()
+            return exit_status()
+
+    def _end(self, mark: str) -> None:
+        """Kill a command and its children; their shell left its process id behind."""
+        kill = (
+            f'pid=$(cat {mark}) || exit 0; pids=$pid; next=$pid; while [ -n "$next" ]; do '
+            "found=; for one in $next; do for stat in /proc/[0-9]*/stat; do "
+            'read -r line <"$stat" 2>/dev/null || continue; rest=${line##*) }; set -- $rest; '
+            '[ "$2" = "$one" ] && found="$found ${line%% *}"; done; done; '
+            f'pids="$pids $found"; next=$found; done; kill -9 $pids; rm -f {mark}'
+        )
+        with contextlib.suppress(Exception):
+            self._run(["sh", "-c", kill], b"", None)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Through a process in the container that copies its streams to the socket."""
+        return await asyncio.to_thread(self._dial, endpoint)
+
+    def _dial(self, endpoint: str) -> socket.socket:
+        command = ["sh", "-c", _PYTHON, self.python or "python3", _RELAY, endpoint]
+        executing = self._executing(command)
+        stream, _ = executing.__enter__()
+        near, far = socket.socketpair()
+
+        def upward() -> None:
+            with contextlib.suppress(OSError):
+                while data := far.recv(1 << 18):
+                    stream.sendall(data)
+                stream.shutdown(socket.SHUT_WR)
+
+        def downward() -> None:
+            try:
+                with contextlib.suppress(OSError):
+                    for data in _output(stream, errors=False):
+                        far.sendall(data)
+                    far.shutdown(socket.SHUT_WR)
+                sender.join()
+            finally:
+                far.close()
+                executing.__exit__(None, None, None)
+
+        sender = threading.Thread(target=upward, name="skyward-dial", daemon=True)
+        sender.start()
+        receiver = threading.Thread(target=downward, name="skyward-dial", daemon=True)
+        receiver.start()
+        self._copying = [each for each in self._copying if each.is_alive()] + [receiver]
+        return near
+
+    @contextlib.contextmanager
+    def _executing(
+        self, command: Sequence[str]
+    ) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
+        with self._service.connected() as docker:
+            try:
+                process = docker.api.exec_create(self.id, list(command), stdin=True)["Id"]
+                raw = docker.api.exec_start(process, socket=True)
+            except Exception as problem:
+                raise PoolStartError(
+                    f"node {self.node}: `{shlex.join(command)[:80]}` could not be run in container "
+                    f"{self.id}: {said(problem)}"
+                ) from problem
+            # The package hands out a wrapper that leaves its socket open.
+            stream = getattr(raw, "_sock", raw)
+            try:
+                yield stream, lambda: int(docker.api.exec_inspect(process)["ExitCode"])
+            finally:
+                raw.close()
+                stream.close()
+
+    async def alive(self) -> bool:
+        """Whether the container runs, or is only paused."""
+        return await asyncio.to_thread(self._alive)
+
+    def _alive(self) -> bool:
+        from docker.errors import NotFound
+
+        try:
+            check_socket(self._service.address)
+            with self._service.connected() as docker:
+                return docker.containers.get(self.id).status in ("running", "paused")
+        except NotFound:
+            return False
+        except Exception as problem:
+            raise UnreachableError(
+                f"container {self.id}: {self._service.address} does not say what became of it: "
+                f"{said(problem)}"
+            ) from problem
+
+    async def destroy(self) -> None:
+        """Remove the container, and with the last one the pool's network."""
+        await asyncio.to_thread(self._destroy)
+
+    def _destroy(self) -> None:
+        from docker.errors import APIError, NotFound
+
+        with self._service.connected() as docker:
+            try:
+                container = docker.containers.get(self.id)
+                try:
+                    container.remove(force=True, v=True)
+                except APIError as problem:
+                    # It is on its way out by itself: wait until it has gone.
+                    if problem.status_code != 409:
+                        raise
+                    container.wait(condition="removed", timeout=TIMEOUT)
+            except NotFound:
+                pass
+            remove_unused_network(docker, self._pool)
+        for thread in self._copying:
+            thread.join(_ENDING_SECONDS)
+
+
+def _feed(stream: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        stream.sendall(data)
+        stream.shutdown(socket.SHUT_WR)
+
+
+def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
+    """What a command writes, piece by piece."""
+    buffer = b""
+    left, wanted = 0, False
+    while data := _received(stream):
+        buffer += data
+        while buffer:
+            if not left:
+                if len(buffer) < _HEADER.size:
+                    break
+                kind, left = _HEADER.unpack_from(buffer)
+                wanted = errors or kind == 1
+                buffer = buffer[_HEADER.size :]
+                continue
+            piece, buffer = buffer[:left], buffer[left:]
+            left -= len(piece)
+            if wanted:
+                yield piece
+
+
+def _received(stream: socket.socket) -> bytes:
+    try:
+        return stream.recv(1 << 18)
+    except ConnectionResetError:
+        # So ends a command that did not read all of its input.
+        return b""

@@ -1,0 +1,94 @@
+"""The service: Docker or Podman, wherever either answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyward.errors import ConfigurationError
+
+POOL, NODE = "skyward.pool", "skyward.node"
+"""The labels by which a pool's containers are found."""
+TIMEOUT = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Docker or Podman at an address; connected to for as long as something is asked."""
+
+    address: str
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Any]:
+        """The docker package's client for it."""
+        try:
+            import docker
+        except ImportError:
+            raise ConfigurationError(
+                "Container(): the docker package is missing; install skyward[container]"
+            ) from None
+        client = docker.DockerClient(base_url=self.address, timeout=TIMEOUT)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def answering(host: str | None) -> Service:
+    """The service at that address, or the first that answers where one usually does."""
+    tried = []
+    for address in _addresses(host):
+        service = Service(address)
+        try:
+            check_socket(address)
+            with service.connected() as docker:
+                docker.ping()
+        except ConfigurationError:
+            raise
+        except Exception as problem:
+            tried.append(f"{address} ({said(problem)})")
+            continue
+        return service
+    raise ConfigurationError(
+        f"Container(): no Docker or Podman answers at {'; '.join(tried)}; start one "
+        "(`systemctl start docker`, or `podman system service --time=0`), or set DOCKER_HOST"
+    )
+
+
+def _addresses(host: str | None) -> list[str]:
+    """Where a service may answer, best first."""
+    if host or os.environ.get("DOCKER_HOST"):
+        return [host or os.environ["DOCKER_HOST"]]
+    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    sockets = [
+        Path("/var/run/docker.sock"),
+        Path.home() / ".docker" / "run" / "docker.sock",
+        Path(runtime, "podman", "podman.sock"),
+        Path("/run/podman/podman.sock"),
+    ]
+    found = [each for each in sockets if each.exists()]
+    return [f"unix://{each}" for each in found or sockets]
+
+
+def check_socket(address: str) -> None:
+    """Raise where nobody listens: the docker package would leave a socket open."""
+    if address.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(address.removeprefix("unix://"))
+
+
+def remove_unused_network(docker: Any, pool: str) -> None:
+    """Remove a pool's network, unless a container is still in it."""
+    with contextlib.suppress(Exception):
+        for network in docker.networks.list(filters={"label": f"{POOL}={pool}"}):
+            network.remove()
+
+
+def said(problem: Exception) -> str:
+    """What the service said of a failure, in short."""
+    return str(getattr(problem, "explanation", None) or problem)[:500]
