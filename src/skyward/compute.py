@@ -41,12 +41,12 @@ from skyward.plugins.plugin import (
     entered,
     transformed,
 )
-from skyward.pool.fleet import PoolSpec
 from skyward.pool.flow import Crowd, Flow, not_the_end
 from skyward.pool.node import NodeView
 from skyward.pool.parcels import blob_room
 from skyward.pool.pool import Pool
 from skyward.pool.preparing import Preparations
+from skyward.pool.spec import PoolSpec
 from skyward.pool.task import Task
 from skyward.providers import Hosting, Provider, Wish
 from skyward.providers.local import Local

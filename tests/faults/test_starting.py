@@ -29,6 +29,7 @@ class Broken:
 
     endpoint = ""
     address = "127.0.0.1"
+    hostname = "here"
     accelerators = 0
     accelerator = None
 

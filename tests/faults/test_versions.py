@@ -71,6 +71,7 @@ def test_an_end_that_says_nothing_of_its_versions_is_refused() -> None:
 class FromTheFuture:
     """A machine whose agent shakes hands like any other, but runs another Python."""
 
+    hostname = "here"
     accelerators = 0
     accelerator = None
     address = "127.0.0.1"

@@ -31,6 +31,7 @@ def where() -> tuple[str, str, tuple[str, ...]]:
     import socket
 
     info = sky.instance_info()
+    assert info.hostname == socket.gethostname()
     return socket.gethostname(), os.getcwd(), tuple(peer.address for peer in info.peers)
 
 

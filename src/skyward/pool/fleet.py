@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import threading
 import time
-from dataclasses import dataclass
 
-from skyward.accelerators import Accelerator
 from skyward.console import Console
-from skyward.context import InstanceInfo, Peer
 from skyward.errors import (
     ConfigurationError,
     NodeLostError,
@@ -21,6 +16,7 @@ from skyward.errors import (
     ProtocolError,
     SkywardError,
 )
+from skyward.pool.briefing import Briefing
 from skyward.pool.contact import Contacts, reach
 from skyward.pool.devices import DeviceDesk
 from skyward.pool.dispatch import Dispatcher
@@ -30,11 +26,11 @@ from skyward.pool.journal import Journal
 from skyward.pool.lane import Lane
 from skyward.pool.loop import Loop
 from skyward.pool.node import PING_SECONDS, RETURN_SECONDS, Node, NodeView
-from skyward.pool.preparing import Preparations, Preparer
+from skyward.pool.preparing import Preparer
 from skyward.pool.scaling import Scaler
+from skyward.pool.spec import PoolSpec
 from skyward.pool.task import Task
-from skyward.providers import Host, Hosting, Order, Provider, Wish, crosses_a_network
-from skyward.spec import Nodes, Options, Worker
+from skyward.providers import Host, Hosting, Order, crosses_a_network
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -58,10 +54,8 @@ from skyward.wire.messages import (
     Ping,
     Prepared,
     Shutdown,
-    Topology,
     Written,
 )
-from skyward.worker.config import AgentConfig
 
 START_ATTEMPTS = 3
 """How often a node is started that is lost again and again."""
@@ -72,20 +66,6 @@ LEAVING = ("draining", "stopped")
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
 """How much longer installing an image, and plugins, may take: some download gigabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSpec:
-    """What a pool is to be."""
-
-    provider: Provider | Hosting
-    nodes: Nodes
-    accelerator: Accelerator | None
-    worker: Worker
-    options: Options
-    wish: Wish
-    name: str
-    preparations: Preparations
 
 
 class Fleet:
@@ -107,7 +87,9 @@ class Fleet:
         self._credentials = self._authority.issue(CLIENT) if self._authority else None
         # Executors on one host share memory with the client; over a network they help each other.
         self._clustered = self._authority is not None and spec.options.cluster
-        self._head_port = _free_port()
+        self._briefing = Briefing(
+            pool_id, spec, self._authority, lambda: self.nodes, clustered=self._clustered
+        )
         self._journal = Journal()
         self._is_remote = not isinstance(spec.provider, Hosting)
         self._resizing = threading.Lock()
@@ -125,15 +107,15 @@ class Fleet:
             clustered=self._clustered,
             lock=self._lock,
             is_closed=lambda: self.closed,
-            per_node=self._workers_per_node,
+            per_node=self._briefing.workers_on,
             fail=self._fail_node,
         )
         self._preparer = self._executors.preparer = Preparer(
             spec.preparations,
             loop,
             members=self._members,
-            compute_pool=self._compute_pool,
-            meet_at=self._meet_at,
+            compute_pool=self._briefing.compute_pool,
+            meet_at=self._briefing.meet_at,
             drain=dispatcher.drain,
             ready=self._executors.ready,
             failed=self._plugin_failed,
@@ -151,7 +133,7 @@ class Fleet:
         self._await_ready(self.nodes)
         if self._is_remote:
             # Only now it is known where they all are.
-            self._tell_topology()
+            self._briefing.tell_all()
         self._loop.later(PING_SECONDS, self._beat)
 
     def _open_journal(self) -> None:
@@ -218,7 +200,7 @@ class Fleet:
                     # The new machine has the name of the old one, which must have gone.
                     node.ending.join()
                 node.machine.prepare()
-            node.machine.start(self._agent_config(node))
+            node.machine.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
             self._console.phase(node.index, "connecting")
             hello = Hello(self._id, "control", versions=self._versions, pid=os.getpid())
             control, welcome = reach(
@@ -299,72 +281,6 @@ class Fleet:
         node.ready.set()
         self._dispatcher.fail_stranded()
 
-    def _agent_config(self, node: Node) -> AgentConfig:
-        worker = self._spec.worker
-        per_node = self._workers_per_node(node)
-        credentials = None
-        if self._authority is not None:
-            issued = self._authority.issue(node_name(self._id, node.index))
-            credentials = (issued.authority, issued.certificate, issued.key)
-        return AgentConfig(
-            pool=self._id,
-            node=node.index,
-            address="",
-            folder="",
-            workers=per_node,
-            slots=worker.concurrency,
-            threads=worker.executor == "thread",
-            compute_pool=[self._compute_pool(node, index) for index in range(per_node)],
-            visible=[
-                str(index) if worker.per_node == "accelerator" else "" for index in range(per_node)
-            ],
-            env=dict(self._spec.wish.image.env),
-            search_path=[path or os.getcwd() for path in sys.path],
-            working_directory=os.getcwd(),
-            orphan_timeout=self._spec.options.orphan_timeout,
-            client_pid=0,
-            credentials=credentials,
-            blob_cap=self._dispatcher.packer.cap,
-            plugged=bool(self._spec.preparations),
-            private=node.machine.address if self._clustered else "",
-        )
-
-    def _workers_per_node(self, node: Node) -> int:
-        per_node = self._spec.worker.per_node
-        if per_node != "accelerator":
-            return per_node
-        if not node.machine.accelerators:
-            raise ConfigurationError(
-                f"Worker(per_node='accelerator'): node {node.index} has no accelerator; give a "
-                "number of workers instead"
-            )
-        return node.machine.accelerators
-
-    def _compute_pool(self, node: Node, worker: int) -> str:
-        peers = tuple(Peer(n.index, n.machine.address) for n in self.nodes)
-        return InstanceInfo(
-            node=node.index,
-            worker=worker,
-            total_nodes=len(self.nodes),
-            workers_per_node=self._workers_per_node(node),
-            head_addr=self.nodes[0].machine.address if self.nodes else "127.0.0.1",
-            head_port=self._head_port,
-            accelerators=node.machine.accelerators,
-            accelerator=node.machine.accelerator,
-            peers=peers if self._spec.options.cluster else (),
-            job_id=self._id,
-            hostname=socket.gethostname(),
-        ).to_json()
-
-    def _tell_topology(self) -> None:
-        for node in self.nodes:
-            for worker in range(self._workers_per_node(node)):
-                message = Topology(worker, self._compute_pool(node, worker))
-                node.tell(message)
-                for lane in list(node.lanes.values()):
-                    if lane.worker == worker and not lane.lost:
-                        lane.tell(message)
-
     def resize(self, count: int) -> None:
         """Grow or shrink to that many nodes; what runs on a leaving node is finished first."""
         with self._resizing:
@@ -374,7 +290,7 @@ class Fleet:
             elif count < have:
                 self._retire(self.nodes[count:])
             if count != have:
-                self._tell_topology()
+                self._briefing.tell_all()
 
     def _grow(self, count: int) -> None:
         added = self._add_nodes(count)
@@ -399,7 +315,7 @@ class Fleet:
             time.sleep(0.01)
         with self._lock:
             self.nodes = [node for node in self.nodes if node not in leaving]
-        self._tell_topology()
+        self._briefing.tell_all()
         self._preparer.regroup()
         for node in leaving:
             self._stop_node(node, 5.0)
@@ -529,11 +445,8 @@ class Fleet:
             return [
                 (node, node.lanes.get((worker, 0)))
                 for node in self.nodes
-                for worker in range(self._workers_per_node(node))
+                for worker in range(self._briefing.workers_on(node))
             ]
-
-    def _meet_at(self, port: int) -> None:
-        self._head_port = port
 
     def _plugin_failed(self, node: Node, failure: PluginError) -> None:
         if node.state == "starting":
@@ -632,7 +545,7 @@ class Fleet:
 
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
-        return [(n.index, w) for n in self.nodes for w in range(self._workers_per_node(n))]
+        return [(n.index, w) for n in self.nodes for w in range(self._briefing.workers_on(n))]
 
     def slots(self) -> int:
         """Tasks the pool can run at once."""
@@ -652,9 +565,3 @@ class Fleet:
                 )
                 for node in self.nodes
             ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -42,6 +42,7 @@ class RemoteHost:
     ) -> None:
         self.endpoint = ""
         self.address = ""
+        self.hostname = ""
         self.accelerators = 0
         self.accelerator: str | None = None
         self._provider = provider
@@ -119,6 +120,7 @@ class RemoteHost:
         )
         bootstrap.check_accelerators(prepared, order.node, order.wish.accelerator)
         self._prepared = prepared
+        self.hostname = prepared.hostname
         self.accelerators, self.accelerator = prepared.accelerators, prepared.accelerator
 
     async def _launch(self, config: AgentConfig) -> None:

@@ -14,11 +14,12 @@ from skyward.console import Console
 from skyward.errors import PoolClosedError
 from skyward.functions import Pending
 from skyward.pool.dispatch import Counts, Dispatcher
-from skyward.pool.fleet import Fleet, PoolSpec
+from skyward.pool.fleet import Fleet
 from skyward.pool.loop import Loop
 from skyward.pool.node import Node, NodeView
 from skyward.pool.parcels import Packer
 from skyward.pool.references import Holder, References
+from skyward.pool.spec import PoolSpec
 from skyward.pool.task import Task
 from skyward.providers import crosses_a_network
 

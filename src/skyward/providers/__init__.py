@@ -131,6 +131,8 @@ class Host(Protocol):
     """Where the agent listens."""
     address: str
     """How the other nodes reach this one."""
+    hostname: str
+    """What the machine calls itself."""
     accelerators: int
     accelerator: str | None
 

@@ -112,6 +112,7 @@ class LocalHost:
         self._lock = threading.Lock()
         self.endpoint = ""
         self.address = "127.0.0.1"
+        self.hostname = socket.gethostname()
         self.accelerators, self.accelerator = _graphics_cards()
 
     @cached_property
