@@ -18,9 +18,9 @@ from skyward.wire import messages, records
 from skyward.wire.channel import Channel
 from skyward.wire.dial import WIDE, Dialer
 from skyward.wire.identity import Authority, SessionUnknownError, connect_pair, direct, node_name
-from skyward.wire.link import LINK_WINDOW
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello, Item, Payload, Ping
+from skyward.wire.outgoing import LINK_WINDOW
 from skyward.wire.records import ASIDE, IS_COUNT, RECORD, RECORD_MAX, Pair
 
 from .network import Network
@@ -151,7 +151,7 @@ def _exchange(ends: Ends, bodies: list[bytes]) -> None:
     for link in (ends.client._link, ends.worker._link):
         assert link is not None
         # A new thread may have the number of one that has read before.
-        link._reader = 0
+        link.ways.reader = 0
 
     def send(channel: Channel) -> None:
         for number, body in enumerate(bodies):
@@ -251,7 +251,7 @@ def test_no_more_than_a_window_is_kept_of_what_was_sent(ends: Ends) -> None:
     ends.client.send(Item(1, 0, Payload(0)), [body])
     link = ends.client._link
     assert link is not None
-    assert link._backlog.held <= LINK_WINDOW
+    assert link.outgoing._backlog.held <= LINK_WINDOW
     receiving.join(10)
     assert whole == body
 
@@ -276,7 +276,7 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
     with pytest.raises((SessionUnknownError, EOFError, OSError)):
         stale = ends.hello()
         stale.attempt = 1
-        ends.worker._link._attempt = 2  # type: ignore[union-attr]
+        ends.worker._link.ways._attempt = 2  # type: ignore[union-attr]
         ends.knock(stale)
     ends.client.send(Ping(1))
     assert ends.worker.receive().kind == Ping.KIND
@@ -300,7 +300,7 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
 def test_an_impossible_record_ends_the_link(ends: Ends, record: bytes) -> None:
     link = ends.worker._link
     assert link is not None
-    link._writing.sender.sendall(record)
+    link.ways.writing.sender.sendall(record)
     with pytest.raises(EOFError, match=r"a record of|a frame begins|the other end has"):
         ends.client.receive()
     with pytest.raises(OSError):

@@ -17,7 +17,7 @@ from typing import Any
 
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.link import Disconnected
+from skyward.wire.incoming import Disconnected
 
 OnFrame = Callable[[Frame], None]
 OnLost = Callable[[BaseException], None]

@@ -69,7 +69,7 @@ class Channel:
 
     def fileno(self) -> int:
         """The descriptor to wait on for incoming frames."""
-        return self._receiver.fileno() if self._link is None else self._link.fileno()
+        return self._receiver.fileno() if self._link is None else self._link.incoming.fileno()
 
     # What a link adds; without one, a channel is connected until it is lost.
 
@@ -81,41 +81,41 @@ class Channel:
     @property
     def connected(self) -> bool:
         """Whether it has a connection now."""
-        return not self.closed if self._link is None else self._link.connected
+        return not self.closed if self._link is None else self._link.ways.connected
 
     @property
     def exhausted(self) -> bool:
         """Whether its connection is lost, and all that came over it has been read."""
-        return self.closed if self._link is None else self._link.exhausted
+        return self.closed if self._link is None else self._link.ways.current is None
 
     @property
     def ended(self) -> bool:
         """Whether it is known to be over."""
-        return self.closed or (self._link is not None and self._link.ended)
+        return self.closed or (self._link is not None and self._link.ways.ended)
 
     def ready(self, again: Callable[[], None]) -> bool:
         """Whether frames can come; else `again` is called, once, when they can or never will."""
-        return self._link is None or self._link.ready(again)
+        return self._link is None or self._link.incoming.ready(again)
 
     def on_change(self, told: Callable[[bool], None]) -> None:
         """Have somebody told, on any thread, when a connection is lost (False) and made (True)."""
         if self._link is not None:
-            self._link.on_change = told
+            self._link.ways.on_change = told
 
     def doubt(self) -> None:
         """Nothing is heard any more: have a new connection made, if this can."""
         if self._link is not None:
-            self._link.doubt()
+            self._link.ways.doubt()
 
     def be_patient(self) -> None:
         """From now on, what is sent has left this process if there is a connection at all."""
         if self._link is not None:
-            self._link.patient = True
+            self._link.outgoing.patient = True
 
     def wait_for_room(self) -> None:
         """Wait while much of what was sent is still here, for lack of a connection."""
         if self._link is not None:
-            self._link.wait_for_room()
+            self._link.outgoing.wait_for_room()
 
     def send(
         self, message: Message, body: Sequence[Bytes] = (), descriptors: Sequence[int] = ()
@@ -127,13 +127,13 @@ class Channel:
         if length < JOIN_BELOW and not descriptors:
             whole = b"".join((head, *body)) if body else head
             if self._link is not None:
-                self._link.send(whole)
+                self._link.outgoing.send(whole)
             else:
                 with self._send_lock:
                     self._sender.sendall(whole)
         elif self._link is not None:
             try:
-                self._link.send_parts(_joined([head, *body]))
+                self._link.outgoing.send_parts(_joined([head, *body]))
             except BaseException:
                 self.abort()
                 raise
@@ -151,7 +151,7 @@ class Channel:
             parts += body
         joined = b"".join(parts)
         if self._link is not None:
-            self._link.send(joined)
+            self._link.outgoing.send(joined)
         else:
             with self._send_lock:
                 self._sender.sendall(joined)
@@ -162,7 +162,7 @@ class Channel:
         self.aborted = True
         if self._link is not None:
             # The other end cannot tell this from an outage; who owns this channel says it there.
-            self._link.end("the channel was aborted")
+            self._link.ways.end("the channel was aborted")
             return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):
@@ -218,7 +218,9 @@ class Channel:
         frames = self._cut(part)
         while self._encrypted and (not frames or frames[-1].body is not None):
             # OpenSSL may hold decrypted bytes the selector cannot see.
-            if not (self._link or cast(ssl.SSLSocket, self._receiver)).pending():
+            link = self._link
+            holder = cast(ssl.SSLSocket, self._receiver) if link is None else link.incoming
+            if not holder.pending():
                 break
             frames += self._cut(self._receive_some(0))
         return frames
@@ -247,7 +249,7 @@ class Channel:
 
     def _receive_some(self, flags: int) -> memoryview:
         if self._link is not None:
-            part = self._link.receive(self._view)
+            part = self._link.incoming.receive(self._view)
             self.bytes_received += len(part)
             return part
         if not self.shares_memory:
@@ -292,7 +294,7 @@ class Channel:
         for place in places:
             at = self._decoder.take(place)
             if self._link is not None:
-                self._link.fill(place[at:], told_of_link)
+                self._link.incoming.fill(place[at:], told_of_link)
                 self.bytes_received += len(place) - at
             else:
                 while at < len(place):
@@ -312,7 +314,7 @@ class Channel:
     def set_blocking(self, blocking: bool) -> None:
         """Whether reads of an encrypted channel wait; plain ones choose per call."""
         if self._link is not None:
-            self._link.set_blocking(blocking)
+            self._link.incoming.set_blocking(blocking)
         elif self._encrypted:
             self._receiver.setblocking(blocking)
 
@@ -325,7 +327,7 @@ class Channel:
         """Wake whoever reads or writes, and give the sockets back."""
         self.closed = True
         if self._link is not None:
-            self._link.close()
+            self._link.ways.close()
             return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):

@@ -21,9 +21,10 @@ from skyward.wire.identity import (
     context_for,
     direct,
 )
-from skyward.wire.link import Link, LinkLost
+from skyward.wire.link import Link
 from skyward.wire.messages import Hello, Welcome
 from skyward.wire.records import Pair
+from skyward.wire.ways import LinkLost
 
 REFUSED_SECONDS = 2.0
 """A host that refuses connections for so long has no such process any more."""

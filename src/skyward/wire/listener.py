@@ -182,9 +182,9 @@ class Listener:
         with self._lock:
             link = self._links.get(hello.session)
         if hello.aside:
-            return 0 if link is not None and link.can_be_widened(hello.attempt) else None
+            return 0 if link is not None and link.ways.can_be_widened(hello.attempt) else None
         if link is not None:
-            return link.suspend(hello.attempt)
+            return link.ways.suspend(hello.attempt)
         return None if hello.received else 0
 
     def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
@@ -201,7 +201,7 @@ class Listener:
                 if link is None:
                     end.close()
                 else:
-                    link.widen(
+                    link.ways.widen(
                         hello.attempt, hello.aside, end, to_send=hello.direction == "receive"
                     )
                 return None
@@ -222,10 +222,11 @@ class Listener:
             pair = Pair(sender, receiver, hello.received)
             link = self._links.get(hello.session)
             if link is None:
-                self._links = {key: kept for key, kept in self._links.items() if not kept.ended}
+                kept = self._links.items()
+                self._links = {key: each for key, each in kept if not each.ways.ended}
                 link = self._links[hello.session] = Link(pair, attempt=hello.attempt)
                 return Channel.over(link)
-        link.install(pair, hello.attempt)
+        link.ways.install(pair, hello.attempt)
         return None
 
     @staticmethod

@@ -15,6 +15,8 @@ IS_COUNT = 1 << 63
 ASIDE = 32
 """From this bit on: over which connection that part comes, if not the one this is said on."""
 RECORD_MAX = 4 << 20
+WIDE_MIN = 8 << 20
+"""Larger writes go over several connections, between machines that are far apart."""
 JOINED = (16 << 10) - RECORD.size
 """So much of a record goes out in one piece with its beginning: what TLS seals at a time."""
 ASIDE_SECONDS = 10.0
