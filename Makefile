@@ -32,10 +32,10 @@ $(STAMP): pyproject.toml constraints-dev.txt
 demo: setup  ## train a model on a worker and evaluate it here
 	@$(BIN)/python examples/model_roundtrip.py
 
-# Most tests wait for processes more than they compute, so two files at a time fit a small machine.
+# Most tests wait for processes more than they compute, so three files at a time fit a small machine.
 test: setup  ## run the tests
 	@$(BIN)/python -m skyward.device.build >/dev/null
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 check: setup  ## lint, formatting, strict types
 	@echo "check: ruff check"          && $(BIN)/ruff check .

@@ -45,38 +45,33 @@ def sshd() -> Iterator[Sshd]:
 
 
 WAITING_SECONDS = 900
-"""What a test may take here, with the wait for another file's."""
+"""What a test of containers may take, with the wait for another file's."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
+        fixtures = getattr(item, "fixturenames", ())
+        if "engine" in fixtures and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(WAITING_SECONDS))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    """One file of these tests at a time: they look for what is left, and share one Podman."""
-    with Path(tempfile.gettempdir(), "skyward-machines.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="module")
-def engine(alone: None) -> Iterator[None]:
-    """A Podman of the testbed's, at `DOCKER_HOST`."""
-    variables = podman.start()
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        podman.stop()
+def engine() -> Iterator[None]:
+    """A Podman of the testbed's, at `DOCKER_HOST`, for one file at a time."""
+    with Path(tempfile.gettempdir(), "skyward-podman.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        variables = podman.start()
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            podman.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +167,43 @@ def test_ctrl_c_leaves_nothing(state: Journal, phase: str) -> None:
     press_ctrl_c(SCRIPT, phase, state)
 
     assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
+
+
+@sky.function
+def slept(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+@sky.function
+def counting(count: int) -> Iterator[int]:
+    for number in range(count):
+        time.sleep(0.02)
+        yield number
+
+
+@pytest.mark.slow
+def test_half_a_minute_in_which_a_container_has_no_network() -> None:
+    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
+        before = slept(0) @ compute
+        outcome: dict[str, Any] = {}
+        threads = [
+            threading.Thread(target=lambda: outcome.update(broadcast=slept(5) @ compute)),
+            threading.Thread(target=lambda: outcome.update(stream=list(counting(300) >> compute))),
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        for change in ("down", "up"):
+            for name in podman_says("ps", "--format", "{{.Names}}").split():
+                pid = podman_says("inspect", "--format", "{{.State.Pid}}", name)
+                command = ["nsenter", "--target", pid, "--net", "ip", "link", "set", "eth0"]
+                subprocess.run([*command, change], check=True)
+            if change == "down":
+                time.sleep(30)
+                assert {node.state for node in compute.nodes} == {"reconnecting"}
+        for thread in threads:
+            thread.join()
+        assert outcome["broadcast"] == before
+        assert outcome["stream"] == list(range(300))
+        assert compute.stats().nodes_lost == 0

@@ -6,11 +6,7 @@ and nobody is told. Half a minute without a network has to pass.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,6 @@ import pytest
 import skyward as sky
 
 from ..network.namespaces import Link, linked
-from . import podman
-from .leftovers import podman_says
 from .ssh_hosts import Sshd
 
 QUIET = sky.Options(console=False)
@@ -120,42 +114,3 @@ def test_a_host_far_away_is_connected_to_again_through_ssh(client: Any) -> None:
     (outcome,) = client([False], act="outlast", doing="work", size=1000, after=2.0, seconds=8)
     assert outcome["cut short"] == 4
     check(outcome)
-
-
-@sky.function
-def slept(seconds: float) -> int:
-    time.sleep(seconds)
-    return os.getpid()
-
-
-@sky.function
-def counting(count: int) -> Iterator[int]:
-    for number in range(count):
-        time.sleep(0.02)
-        yield number
-
-
-def test_half_a_minute_in_which_a_container_has_no_network(engine: None) -> None:
-    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
-        before = slept(0) @ compute
-        outcome: dict[str, Any] = {}
-        threads = [
-            threading.Thread(target=lambda: outcome.update(broadcast=slept(5) @ compute)),
-            threading.Thread(target=lambda: outcome.update(stream=list(counting(300) >> compute))),
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(1)
-        for change in ("down", "up"):
-            for name in podman_says("ps", "--format", "{{.Names}}").split():
-                pid = podman_says("inspect", "--format", "{{.State.Pid}}", name)
-                command = ["nsenter", "--target", pid, "--net", "ip", "link", "set", "eth0"]
-                subprocess.run([*command, change], check=True)
-            if change == "down":
-                time.sleep(SECONDS)
-                assert {node.state for node in compute.nodes} == {"reconnecting"}
-        for thread in threads:
-            thread.join()
-        assert outcome["broadcast"] == before
-        assert outcome["stream"] == list(range(300))
-        assert compute.stats().nodes_lost == 0

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("asyncssh", reason="skyward[ssh] is not installed")
 
+from asyncssh.constants import MSG_IGNORE
+
 from skyward.providers.ssh import link
 
 PLACE: Any = None
@@ -164,3 +166,29 @@ def test_an_idle_connection_is_closed_as_soon_as_it_is_doubted(
         await to_it.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cipher", "sent"), [("aes128-gcm@openssh.com", [94]), ("aes256-cbc", [MSG_IGNORE, 94])]
+)
+def test_empty_packets_go_only_before_those_of_a_cipher_that_needs_them(
+    cipher: str, sent: list[int]
+) -> None:
+    class Connection:
+        """As asyncssh's: it sends an empty packet before each."""
+
+        def __init__(self) -> None:
+            self.sent: list[int] = []
+
+        def get_extra_info(self, name: str) -> str:
+            return cipher if name == "send_cipher" else ""
+
+        def send_packet(self, kind: int, *parts: bytes) -> None:
+            if kind != MSG_IGNORE:
+                self.send_packet(MSG_IGNORE, b"")
+            self.sent.append(kind)
+
+    connection = Connection()
+    link._spare_empty_packets(connection)  # type: ignore[arg-type]
+    connection.send_packet(94, b"data")
+    assert connection.sent == sent
