@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 import uuid
@@ -26,6 +27,10 @@ Eventually = Callable[..., None]
 Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]]
 
 _shared_pools: list[sky.Compute] = []
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # As a shell starts what is to run in the background; but the tests press Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:

@@ -15,7 +15,18 @@ import pytest
 from skyward.device import pump, route
 from skyward.pool import contact, relays
 from skyward.pool import streams as pool_streams
-from skyward.wire import blobs, dial, frames, identity, link, listener, memory, messages, records
+from skyward.wire import (
+    blobs,
+    dial,
+    frames,
+    identity,
+    incoming,
+    listener,
+    memory,
+    messages,
+    outgoing,
+    records,
+)
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
 
@@ -99,15 +110,15 @@ def test_links_are_as_described() -> None:
     assert records.ASIDE == 32
     for words in (
         f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
-        f"for every {link.COUNT_EVERY >> 20} MiB received",
-        f"keeps more than {link.LINK_WINDOW >> 20} MiB",
+        f"for every {incoming.COUNT_EVERY >> 20} MiB received",
+        f"keeps more than {outgoing.LINK_WINDOW >> 20} MiB",
         f"the refusal `{identity.SESSION_UNKNOWN}`",
         f"no `Ping` back for {contact.SILENCE_SECONDS:g} s",
         f"refused connections for {dial.REFUSED_SECONDS:g} s",
         f"at least {records.FAR_SECONDS * 1e3:g} ms apart",
         f"up to {dial.WIDE - 1} more each way",
-        f"Only frames of {link.WIDE_MIN >> 20} MiB or more",
-        f"in parts of {link.WIDE_PART >> 20} MiB",
+        f"Only frames of {records.WIDE_MIN >> 20} MiB or more",
+        f"in parts of {outgoing.WIDE_PART >> 20} MiB",
         f"the first {records.RECORD_MAX >> 20} MiB of them",
     ):
         assert words in links

@@ -10,7 +10,7 @@ import pytest
 from skytorch.client import Compute, init
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _this_machine() -> Iterator[None]:
     """No kubeconfig of the developer's, and CPUs in place of GPUs."""
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import resource
@@ -33,9 +34,13 @@ def mappings_of(file: Path) -> int:
 
 
 @contextlib.contextmanager
-def descriptors(limit: int) -> Iterator[None]:
-    """Lets this process open no file that would get a higher number; those that are open stay."""
+def descriptors(free: int) -> Iterator[None]:
+    """Lets this process open so many files more; those that are open stay."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = (
+        number for number in itertools.count() if not os.path.lexists(f"/proc/self/fd/{number}")
+    )
+    limit = next(itertools.islice(numbers, free, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from skyward.errors import SerializationError
 from skyward.store.manifest import ITEM_SIZES, RANK_LIMIT, View, contiguous
+from skyward.wire import memory
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,10 @@ SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+
+
+_LARGE = 1 << 20
+"""Copies from here on are worth pages of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,15 +64,26 @@ class Span:
         """The bytes: the tensor's own memory on the CPU, a copy from anywhere else."""
         import torch
 
-        if self.packed:
-            storage = self.tensor.contiguous().cpu().untyped_storage()
+        tensor = self.tensor.detach()
+        if self.packed and self.size == tensor.nbytes >= _LARGE:
+            flat = _fresh(self.size)
+            flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         else:
-            storage = self.tensor.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        flat = whole[self.first : self.last].cpu()
+            storage = (tensor.contiguous().cpu() if self.packed else tensor).untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            flat = whole[self.first : self.last]
+            if flat.device.type != "cpu":
+                flat = _fresh(self.size).copy_(flat) if self.size >= _LARGE else flat.cpu()
         block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
         block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
         return memoryview(block).cast("B")
+
+
+def _fresh(size: int) -> torch.Tensor:
+    """Bytes that go back to the system when nobody needs them; the allocator may keep its own."""
+    import torch
+
+    return torch.frombuffer(memory.fresh(size), dtype=torch.uint8)
 
 
 @dataclass(slots=True)
