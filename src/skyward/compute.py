@@ -151,7 +151,11 @@ class Compute:
     # Entering and leaving.
 
     def __enter__(self) -> Self:
-        self._open()
+        try:
+            self._open()
+        except SkywardError as problem:
+            # It says what happened; where in a thread of ours it was noticed helps nobody.
+            raise problem.with_traceback(None) from problem.__cause__
         self._token = functions.current.set(self)
         return self
 
@@ -175,6 +179,8 @@ class Compute:
         opening = asyncio.create_task(asyncio.to_thread(self._open))
         try:
             await asyncio.shield(opening)
+        except SkywardError as problem:
+            raise problem.with_traceback(None) from problem.__cause__
         except asyncio.CancelledError:
             # The thread goes on all the same, and what it opens must not stay.
             with contextlib.suppress(SkywardError):
@@ -215,10 +221,6 @@ class Compute:
             # What the block prints comes after it, and not into a display that is being redrawn.
             self._console.drain()
             self._was_ready = True
-        except SkywardError as problem:
-            self._close_surely()
-            # It says what happened; where in a thread of ours it was noticed helps nobody.
-            raise problem.with_traceback(None) from problem.__cause__
         except BaseException:
             self._close_surely()
             raise

@@ -184,6 +184,7 @@ def counting(count: int) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_half_a_minute_in_which_a_container_has_no_network() -> None:
+    """That long it has to last: half of the time after which a node is given up."""
     with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
         before = slept(0) @ compute
         outcome: dict[str, Any] = {}

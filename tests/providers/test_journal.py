@@ -169,8 +169,13 @@ class TestCommands:
         failed = CliRunner().invoke(command, ["down", "mine", "--yes"])
         assert failed.exit_code == 1
         assert "nobody answers" in failed.output
-        assert "sky down NAME --forget" in failed.output
+        assert f"sky down {pool} --forget" in failed.output
         assert [record.id for record in journal.pools()] == [pool]
+
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        asked = CliRunner().invoke(command, ["down", "mine", "--forget"])
+        assert asked.exit_code == 2
+        assert "pass --yes to forget" in asked.output
 
         done = CliRunner().invoke(command, ["down", "mine", "--yes", "--forget"])
         assert f"mine ({pool}): off the record, nothing removed; had: {folder}" in done.output
@@ -183,6 +188,24 @@ class TestCommands:
 
         assert refused.exit_code == 2
         assert "give the name" in refused.output
+
+    def test_only_one_pool_is_forgotten_at_a_time(self, journal: Journal) -> None:
+        pools = [opened(journal), opened(journal)]
+
+        refused = CliRunner().invoke(command, ["down", "mine", "--forget", "--yes"])
+
+        assert refused.exit_code == 2
+        assert f"give one of these: {', '.join(pools)}" in refused.output
+        assert len(journal.pools()) == 2
+
+    def test_a_pool_whose_process_runs_is_not_forgotten(self, journal: Journal) -> None:
+        pool = opened(journal)
+
+        refused = CliRunner().invoke(command, ["down", pool, "--forget", "--yes"])
+
+        assert refused.exit_code == 1
+        assert f"its process {os.getpid()} still runs" in refused.output
+        assert [record.id for record in journal.pools()] == [pool]
 
     def test_a_name_nobody_has(self, journal: Journal) -> None:
         opened(journal)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from asyncssh.constants import MSG_IGNORE
 
 import skyward as sky
 from skyward.providers import Order
@@ -37,6 +38,27 @@ def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
             assert await machine.run(["sh", "-c", "exit 3"], input=data) == 3
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("spared", [True, False])
+def test_a_packet_goes_out_without_an_empty_one_before_it(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch, spared: bool
+) -> None:
+    """And with one if nothing is done about it, by which one knows that it is still needed."""
+    if not spared:
+        monkeypatch.setattr(link, "_spare_empty_packets", lambda connection: None)
+
+    async def scenario() -> set[int]:
+        kinds: set[int] = set()
+        async with made(sshd.provider()) as machine, machine._link() as kept:
+            connection, over = await kept.connection()
+            sent: Any = lambda kind, *_: kinds.add(kind)
+            connection.log_sent_packet = sent  # type: ignore[method-assign]
+            await connection.run("true")
+            over()
+        return kinds
+
+    assert (MSG_IGNORE in asyncio.run(scenario())) is not spared
 
 
 def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(sshd: Sshd) -> None:

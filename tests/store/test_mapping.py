@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store import local
+from skyward.store import download, local
 from skyward.store.download import Download
 from skyward.store.mapping import mapped
 from skyward.wire import memory
@@ -101,19 +101,32 @@ def test_a_model_may_have_more_tensors_than_a_process_descriptors(
     with descriptors(50):
         loaded = store.load_model("m")
         files = local.LocalFiles(folder)
-        download = Download(files, store._manifest("m", None))
-        parts = [bytes(part[:1]) for part in download.parts(0, download.size)]
+        sent = Download(files, store._manifest("m", None))
+        parts = [bytes(part[:1]) for part in sent.parts(0, sent.size)]
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     assert len(parts) >= 60
+
+
+def test_a_download_has_the_last_row_of_a_matrix_with_gaps(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_GATHER", 2 * 8 * 4)
+    matrix = torch.arange(50.0).view(5, 10)[:, :8]
+    store.save_model({"w": matrix}, "m")
+
+    parts = Download(local.LocalFiles(folder), store._manifest("m", None))
+    file = b"".join(bytes(part) for part in parts.parts(0, parts.size))
+
+    assert file.endswith(matrix.contiguous().numpy().tobytes())
 
 
 def test_a_download_keeps_no_object_mapped_that_it_has_sent(
     store: sky.ModelStore, folder: Path
 ) -> None:
     store.save_model({str(number): torch.full((1 << 18,), number) for number in range(5)}, "m")
-    download = Download(local.LocalFiles(folder), store._manifest("m", None))
+    sent = Download(local.LocalFiles(folder), store._manifest("m", None))
 
-    most = max(mappings_of(folder / "objects") for _ in download.parts(0, download.size))
+    most = max(mappings_of(folder / "objects") for _ in sent.parts(0, sent.size))
 
     assert most == 1
 

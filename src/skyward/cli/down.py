@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("name", required=False)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
-@click.option("--yes", is_flag=True, help="Do not ask before a pool in use is removed.")
+@click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
 @click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")
 def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
@@ -44,12 +44,14 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
         chosen = pools
     else:
         chosen = [pool for pool in pools if pool.client == "gone"]
-    _ask([pool for pool in chosen if pool.client != "gone"], yes)
+    in_use = [pool for pool in chosen if pool.client != "gone"]
     if forget:
-        for pool in chosen:
-            journal.forget(pool.id)
-        _tell_forgotten(chosen)
+        _check_forgettable(chosen)
+        _ask(in_use, yes, "forget")
+        journal.forget(chosen[0].id)
+        _tell_forgotten(chosen[0])
         return
+    _ask(in_use, yes, "remove")
     outcomes = [clean(journal, pool) for pool in chosen]
     if output.wants_json():
         output.as_json(
@@ -66,26 +68,38 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
         if not outcomes:
             click.echo("nothing was left behind")
     failures = [f"{each.pool.name}: {what}" for each in outcomes for what in each.failures]
+    failed = [each.pool.id for each in outcomes if each.failures]
     if failures:
         raise PoolError(
-            f"not everything could be removed: {'; '.join(failures)}. It stays on record; if "
-            "nothing is left there, `sky down NAME --forget` takes it off"
+            f"not everything could be removed: {'; '.join(failures)}. It stays on record; where "
+            f"nothing is left, take it off: sky down {failed[0]} --forget"
         )
 
 
-def _tell_forgotten(pools: list[PoolRecord]) -> None:
-    if output.wants_json():
-        output.as_json([{"id": pool.id, "forgotten": True} for pool in pools])
-        return
+def _check_forgettable(pools: list[PoolRecord]) -> None:
+    if len(pools) > 1:
+        ids = ", ".join(pool.id for pool in pools)
+        raise click.UsageError(f"--forget: several pools match; give one of these: {ids}")
     for pool in pools:
-        machines = ", ".join(each.id or f"node {each.node}" for each in pool.machines) or "none"
-        click.echo(f"{pool.name} ({pool.id}): off the record, nothing removed; had: {machines}")
+        if pool.client == "running":
+            raise PoolError(
+                f"{pool.name} ({pool.id}): its process {pool.pid} still runs, and looks after its "
+                "machines; end that first"
+            )
 
 
-def _ask(in_use: list[PoolRecord], yes: bool) -> None:
+def _tell_forgotten(pool: PoolRecord) -> None:
+    if output.wants_json():
+        output.as_json([{"id": pool.id, "forgotten": True}])
+        return
+    machines = ", ".join(each.id or f"node {each.node}" for each in pool.machines) or "none"
+    click.echo(f"{pool.name} ({pool.id}): off the record, nothing removed; had: {machines}")
+
+
+def _ask(in_use: list[PoolRecord], yes: bool, verb: str) -> None:
     if not in_use or yes:
         return
     names = ", ".join(f"{pool.name} ({pool.id})" for pool in in_use)
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{names}: may be in use; pass --yes to remove them all the same")
-    click.confirm(f"{names}: may be in use. Remove?", abort=True)
+        raise click.UsageError(f"{names}: may be in use; pass --yes to {verb} them all the same")
+    click.confirm(f"{names}: may be in use. {verb.capitalize()}?", abort=True)

@@ -23,15 +23,15 @@ from skyward.worker.config import AgentConfig
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a pool asks of its machines, each of them."""
+    """What a pool asks of a provider: what each machine is to be, and how many there may be."""
 
     accelerator: Accelerator | None
     vcpus: float | None
     memory_gb: float | None
     image: Image
     volumes: tuple[Volume, ...]
-    nodes: int = 1
-    """How many of them it may come to have."""
+    most_nodes: int = 1
+    """To so many the pool may grow."""
 
 
 @dataclass(frozen=True, slots=True)

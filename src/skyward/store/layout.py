@@ -35,7 +35,7 @@ SAFETENSORS = {
 
 
 _LARGE = 1 << 20
-"""Copies from here on are worth pages of their own."""
+"""Copies from this size on get pages of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,28 +61,32 @@ class Span:
         return self.packed or self.tensor.device.type != "cpu"
 
     def read(self) -> memoryview:
-        """The bytes: the tensor's own memory on the CPU, a copy from anywhere else."""
+        """The bytes: the tensor's own memory if it is on the CPU and without gaps, else a copy."""
         import torch
 
         tensor = self.tensor.detach()
-        if self.packed and self.size == tensor.nbytes >= _LARGE:
+        is_here = tensor.device.type == "cpu"
+        if self.packed:
             flat = _fresh(self.size)
-            flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            # What is elsewhere is put together there: what lies between would come along.
+            together = tensor if is_here else tensor.contiguous()
+            flat.view(tensor.dtype).view(tensor.shape).copy_(together)
         else:
-            storage = (tensor.contiguous().cpu() if self.packed else tensor).untyped_storage()
+            storage = tensor.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             flat = whole[self.first : self.last]
-            if flat.device.type != "cpu":
-                flat = _fresh(self.size).copy_(flat) if self.size >= _LARGE else flat.cpu()
+            flat = flat if is_here else _fresh(self.size).copy_(flat)
         block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
         block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
         return memoryview(block).cast("B")
 
 
 def _fresh(size: int) -> torch.Tensor:
-    """Bytes that go back to the system when nobody needs them; the allocator may keep its own."""
+    """Bytes to copy to. Many go back to the system with it: the allocator may keep its own."""
     import torch
 
+    if size < _LARGE:
+        return torch.empty(size, dtype=torch.uint8)
     return torch.frombuffer(memory.fresh(size), dtype=torch.uint8)
 
 

@@ -313,8 +313,6 @@ class Outgoing:
                 f"{self._acknowledged} and {end}"
             )
 
-    # What the reader has to say.
-
     def go_on(self) -> None:
         """There is a connection again: send what is due."""
         self._due = True

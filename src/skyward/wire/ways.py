@@ -14,7 +14,7 @@ class LinkLost(Exception):
 
 
 class Ways:
-    """Shared by the two ends of a link's streams here; each goes from pair to pair in its time.
+    """Shared by what a link sends and what it receives; each goes on to the next in its own time.
 
     Who has begun to use a pair stays with it until it fails, and closes its half of it then.
     """
@@ -49,6 +49,7 @@ class Ways:
         self.again: Callable[[], None] | None = None
         """Called once when there is something to read from again."""
         self.why = ""
+        """Why it is over, once it is."""
         self._ended = threading.Event()
         self._attempt = attempt
 

@@ -114,8 +114,8 @@ class SSH:
 
     def check(self, wish: Wish) -> None:
         """Hosts are as they are: no more of them come, and nothing is mounted on them."""
-        if wish.nodes > len(self.hosts):
-            raise ConfigurationError(f"nodes={wish.nodes}: {self._too_few()}")
+        if wish.most_nodes > len(self.hosts):
+            raise ConfigurationError(f"a pool of up to {wish.most_nodes} nodes: {self._too_few()}")
         for volume in wish.volumes:
             if volume.target != volume.source:
                 raise ConfigurationError(

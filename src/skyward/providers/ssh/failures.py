@@ -130,7 +130,7 @@ class Meeting:
             )
         authority = " and no authority for it" if self._authorities else ""
         files = " and ".join(
-            str(path) if path.is_file() else f"{path} (no such file)" for path in self._files
+            str(path) if path.exists() else f"{path} (no such file)" for path in self._files
         )
         return HostKeyError(
             f"SSH host {self._where}: its host key is not known. It showed {shown}, and "

@@ -360,7 +360,8 @@ def _spare_empty_packets(connection: asyncssh.SSHClientConnection) -> None:
     Before each it puts an empty one, against an attack on the CBC mode of ciphers, which is the
     only one that needs it.
     """
-    if "cbc" in str(connection.get_extra_info("send_cipher")):
+    cipher = connection.get_extra_info("send_cipher")
+    if not cipher or "cbc" in cipher:
         return
     send = connection.send_packet
 
