@@ -35,7 +35,7 @@ demo: setup  ## train a model on a worker and evaluate it here
 # Most tests wait for processes more than they compute, so three files at a time fit a small machine.
 test: setup  ## run the tests
 	@$(BIN)/python -m skyward.device.build >/dev/null
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 check: setup  ## lint, formatting, strict types
 	@echo "check: ruff check"          && $(BIN)/ruff check .

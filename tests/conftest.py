@@ -28,33 +28,9 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 
 _shared_pools: list[sky.Compute] = []
 
-LONGEST = (
-    "device/test_ops.py",
-    "providers/test_container.py",
-    "providers/test_outages.py",
-    "providers/test_examples.py",
-    "providers/test_pools.py",
-    "providers/test_conformance.py",
-    "test_examples.py",
-    "providers/test_bare_machines.py",
-    "network/test_outages.py",
-    "providers/test_apt.py",
-)
-"""The files that take longest, to be begun first: else a run ends with waiting for some of them.
-
-Those that need Podman, which they use one at a time, are not next to each other.
-"""
-
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # As a shell starts what is to run in the background; but the tests press Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
-    root = Path(__file__).parent
-    ranks = {root / name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:
