@@ -104,6 +104,7 @@ class BeyondMachine:
         self._folder = tempfile.mkdtemp(prefix="sky-")
         self.endpoint = ""
         self.address = place.address
+        self.hostname = socket.gethostname()
         self.accelerators, self.accelerator = 0, None
 
     def start(self, config: AgentConfig) -> None:
