@@ -323,9 +323,9 @@ def test_a_cancelled_dial_leaves_no_channel(sshd: Sshd) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             endpoint = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
             async with made(sshd.provider()) as machine:
-                for _ in range(5):
+                for steps in [*range(8, 16)] * 4:  # from having asked to having been answered
                     task = asyncio.create_task(machine.dial(endpoint))
-                    for _ in range(12):  # far enough to have asked, not to have been answered
+                    for _ in range(steps):
                         await asyncio.sleep(0)
                     task.cancel()
                     await asyncio.wait({task})

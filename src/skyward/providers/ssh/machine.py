@@ -154,34 +154,45 @@ class SSHMachine:
         """Through a channel of the shared connection."""
         # What is dialled first is the agent, which says little and must be heard.
         self._agent = self._agent or endpoint
-        async with self._link() as link:
-            connection, over = await link.connection(busy=endpoint != self._agent)
-            began = time.monotonic()
-            kept = [hold(self._destination)]
+        end = None
+        try:
+            async with self._link() as link:
+                end = await self._bridged(link, endpoint)
+        except BaseException:
+            # Whoever asked may have given up while the link was let go of, and gets nothing.
+            if end is not None:
+                end.close()
+            raise
+        return end
 
-            def ended(bridge: Bridge | None = None) -> None:
-                if bridge is not None:
-                    self._bridges.discard(bridge)
-                if kept:
-                    over()
-                    self._later(release(kept.pop()))
+    async def _bridged(self, link: Link, endpoint: str) -> socket.socket:
+        connection, over = await link.connection(busy=endpoint != self._agent)
+        began = time.monotonic()
+        kept = [hold(self._destination)]
 
-            try:
-                async with asyncio.timeout(self._destination.timeout):
-                    bridge, end = await Bridge.built(connection, endpoint, ended)
-            except (asyncssh.Error, OSError) as error:
-                ended()
-                if isinstance(error, TimeoutError):
-                    link.doubt(connection)
-                raise self._no_bridge(error, connection, endpoint) from error
-            except BaseException:
-                ended()
-                if time.monotonic() - began > DOUBT_SECONDS:
-                    link.doubt(connection)
-                raise
-            if not bridge.over:
-                self._bridges.add(bridge)
-            return end
+        def ended(bridge: Bridge | None = None) -> None:
+            if bridge is not None:
+                self._bridges.discard(bridge)
+            if kept:
+                over()
+                self._later(release(kept.pop()))
+
+        try:
+            async with asyncio.timeout(self._destination.timeout):
+                bridge, end = await Bridge.built(connection, endpoint, ended)
+        except (asyncssh.Error, OSError) as error:
+            ended()
+            if isinstance(error, TimeoutError):
+                link.doubt(connection)
+            raise self._no_bridge(error, connection, endpoint) from error
+        except BaseException:
+            ended()
+            if time.monotonic() - began > DOUBT_SECONDS:
+                link.doubt(connection)
+            raise
+        if not bridge.over:
+            self._bridges.add(bridge)
+        return end
 
     def _no_bridge(
         self, error: Exception, connection: asyncssh.SSHClientConnection, endpoint: str
