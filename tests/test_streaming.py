@@ -251,7 +251,7 @@ def test_closing_interrupts_a_generator_that_is_busy_between_values(
 
 
 def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, idle):
-    @sky.function(timeout=0.5)
+    @sky.function(timeout=1)
     def endless(closed):
         try:
             while True:
@@ -265,6 +265,26 @@ def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, id
 
     eventually((tmp_path / "closed").exists)
     idle()
+
+
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, eventually):
+    @sky.function(timeout=1)
+    def endless(number):
+        try:
+            while True:
+                yield 1
+        finally:
+            time.sleep(0.1)
+            (tmp_path / str(number)).touch()
+
+    worker = sky.Worker(concurrency=2, executor=executor)
+    with sky.Compute(worker=worker) as compute:
+        for number in range(5):
+            with pytest.raises(sky.TaskTimeoutError):
+                for _ in endless(number) >> compute:
+                    pass
+            eventually((tmp_path / str(number)).exists)
 
 
 def test_stopping_a_stream_never_strikes_the_call_after_it(compute):

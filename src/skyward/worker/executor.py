@@ -254,10 +254,11 @@ class Executor:
                 job = self._running.get(task)
             if job is not None and task in self._running:
                 job.cancelled = True
+                # First, so that on a thread it strikes before the ends of streams are noticed.
+                self._interrupt(job)
                 for stream in job.inputs:
                     stream.finish(None)
                 job.output.close()
-                self._interrupt(job)
                 return
         # Also for one that never came or is done: it holds no place here.
         self._reply(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
@@ -414,6 +415,8 @@ class Executor:
         with contextlib.closing(generator):
             for item in generator:
                 if not job.output.take():
+                    # Its cleaning up is not to be interrupted.
+                    self._calling = None
                     return
                 references.settle()
                 sendable = self._pack(item, f"an item of {job.run.name}")
