@@ -252,9 +252,8 @@ class Fleet:
             node.state = "lost"
             # Only starts that came so far as to be lost again are counted.
             node.starts -= 1
-        if node.machine.made:
-            node.ending = threading.Thread(target=node.machine.stop, args=(0,), daemon=True)
-            node.ending.start()
+            if node.machine.made:
+                node.end_machine()
         if not node.waited_for:
             node.waited_for = True
             self._console.note(
@@ -470,10 +469,9 @@ class Fleet:
             before, node.state = node.state, "lost"
             lanes = list(node.lanes.values())
             node.lanes.clear()
+            node.end_machine()
         self._console.phase(node.index, "lost")
         self._devices.node_lost(node.index, f"node {node.index} was lost: {reason}")
-        node.ending = threading.Thread(target=node.machine.stop, args=(0,), daemon=True)
-        node.ending.start()
         control, node.control = node.control, None
         if control is not None:
             self._loop.forget(control)

@@ -86,6 +86,11 @@ class Node:
         self._asked = self._asked or time.monotonic()
         self.tell(Ping(self._pings))
 
+    def end_machine(self) -> None:
+        """Have the machine that was lost removed; with the fleet's lock held, as others join it."""
+        self.ending = threading.Thread(target=self.machine.stop, args=(0,), daemon=True)
+        self.ending.start()
+
     def kill(self, lane: Lane, reason: str) -> None:
         """Have the agent end an executor; it starts a new one."""
         self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
