@@ -287,6 +287,25 @@ def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, e
             eventually((tmp_path / str(number)).exists)
 
 
+def test_a_stream_counts_as_what_became_of_it(compute, idle):
+    @sky.function
+    def count(problem):
+        yield from range(3)
+        if problem:
+            raise ValueError(problem)
+
+    before = compute.stats()
+    assert list(count("") >> compute) == [0, 1, 2]
+    with pytest.raises(ValueError, match="late"):
+        list(count("late") >> compute)
+    idle()
+    after = compute.stats()
+
+    assert after.submitted - before.submitted == 2
+    assert after.succeeded - before.succeeded == 1
+    assert after.failed - before.failed == 1
+
+
 def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
     short = sky.function(timeout=0.05)(lambda: (number for number in range(10**9)))
     work = sky.function(lambda: sum(number for number in range(300_000)))
@@ -299,11 +318,11 @@ def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
 
 
 def test_a_stream_that_ends_in_time_does_not_time_out(compute):
-    quick = sky.function(timeout=0.3)(lambda: (number for number in range(3)))
+    quick = sky.function(timeout=2)(lambda: (number for number in range(3)))
     values = quick() >> compute
 
     assert next(values) == 0
-    time.sleep(0.4)  # the timeout passes, but the generator has long ended
+    time.sleep(2.2)  # the timeout passes, but the generator has long ended
     assert list(values) == [1, 2]
 
 

@@ -80,6 +80,8 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._scheduler: Scheduler[Task] = Scheduler()
         self._dirty: set[Lane] = set()
+        self._finished: deque[Task] = deque()
+        """Tasks whose callers are to be woken at the end of the loop's round."""
         self.releasing: deque[Lane] = deque()
         """Lanes whose executor can have memory back; appended to from finalizers."""
         loop.between = self._between
@@ -139,8 +141,7 @@ class Dispatcher:
 
     def _strike(self, task: Task, problem: SkywardError) -> None:
         """A task lost its place through no fault of its own: again, or the error."""
-        if task.stream is not None:
-            task.stream.ended(Failed.because(problem))
+        self._end_stream(task, Failed.because(problem))
         if task.done:
             return
         if task.retries > 0 and not task.inputs:
@@ -212,7 +213,8 @@ class Dispatcher:
         place = self._scheduler.pick(task)
         if place is None:
             if not self.has_hope(task):
-                task.finish(Failed.because(self._nowhere_to_run(task)))
+                if task.finish(Failed.because(self._nowhere_to_run(task))):
+                    task.tell()
                 return None
             task.waiting = True
             self._scheduler.queue(task)
@@ -317,14 +319,13 @@ class Dispatcher:
         if task is None:
             return
         outcome = remote_failure(failure, pieces, task.name, lane.where)
-        if task.stream is not None:
-            task.stream.ended(outcome)
+        self._end_stream(task, outcome)
         self._finish(task, outcome)
 
     def _on_end(self, lane: Lane, end: End) -> None:
         task = self._leave(lane, end.task, 1.0)
-        if task is not None and task.stream is not None:
-            task.stream.ended(None)
+        if task is not None:
+            self._end_stream(task, None)
             self._let_go(task)
 
     def _on_recalled(self, lane: Lane, recalled: Recalled) -> None:
@@ -371,13 +372,27 @@ class Dispatcher:
 
     def _finish(self, task: Task, outcome: Outcome[Any]) -> None:
         if task.finish(outcome):
-            if task.cancelled:
-                self.counts.cancelled += 1
-            elif isinstance(outcome, Failed):
-                self.counts.failed += 1
+            if not isinstance(outcome, Streaming):
+                self._count(task, failed=isinstance(outcome, Failed))
+            if self._loop.is_current:
+                # Last in its round: woken now, they would only wait for the interpreter's lock.
+                self._finished.append(task)
             else:
-                self.counts.succeeded += 1
+                task.tell()
         self._let_go(task)
+
+    def _end_stream(self, task: Task, problem: Outcome[Any] | None) -> None:
+        """If the task is a stream, there is no more of it."""
+        if task.stream is not None and task.stream.ended(problem):
+            self._count(task, failed=problem is not None)
+
+    def _count(self, task: Task, *, failed: bool) -> None:
+        if not failed:
+            self.counts.succeeded += 1
+        elif task.cancelled:
+            self.counts.cancelled += 1
+        else:
+            self.counts.failed += 1
 
     def _let_go(self, task: Task) -> None:
         """Free what a task holds, once it is done and no lane may still be sending it."""
@@ -392,6 +407,13 @@ class Dispatcher:
     # Between rounds of the loop: refill lanes, pass on what was let go.
 
     def _between(self) -> None:
+        try:
+            self._tidy()
+        finally:
+            while self._finished:
+                self._finished.popleft().tell()
+
+    def _tidy(self) -> None:
         if self._dirty:
             with self._lock:
                 dirty, self._dirty = self._dirty, set()
@@ -456,8 +478,7 @@ class Dispatcher:
             lane = task.lane
             on_lane = lane is not None and task.id in lane.tasks
         self._finish(task, Failed.because(reason))
-        if task.stream is not None:
-            task.stream.ended(Failed.because(reason))
+        self._end_stream(task, Failed.because(reason))
         if on_lane and lane is not None:
             self._stop_remote(lane, task)
             if lane.channel.aborted:
@@ -488,6 +509,7 @@ class Dispatcher:
 
     def _stop_if_there(self, lane: Lane, task: Task) -> None:
         if task.id in lane.tasks and not lane.lost:
+            task.cancelled = True
             self._stop_remote(lane, task)
 
     def _time_out(self, task: Task) -> None:
@@ -531,7 +553,8 @@ class Dispatcher:
         for task in stranded:
             problem = PoolClosedError(f"the pool closed before {task.name} was done")
             if task.stream is not None:
-                task.stream.ended(Failed.because(problem))
+                task.cancelled = True
+                self._end_stream(task, Failed.because(problem))
             self._finish(task, Failed.because(problem))
 
     @property

@@ -182,6 +182,8 @@ class Packer:
 
     def take_forgotten(self) -> list[bytes]:
         """Keys of handles that have died since; their data is let go here."""
+        if self._forgotten.empty():
+            return []
         keys = []
         while not self._forgotten.empty():
             keys.append(self._forgotten.get())

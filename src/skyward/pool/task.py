@@ -125,7 +125,7 @@ class Task:
         return not self.done or self.stream is not None
 
     def finish(self, outcome: Outcome[Any]) -> bool:
-        """Record what came of it, once; the first outcome stays."""
+        """Record what came of it, once; the first outcome stays. `tell` is to be called then."""
         if self.done:
             return False
         self.done = True
@@ -133,10 +133,13 @@ class Task:
         if self.timer is not None and not isinstance(outcome, Streaming):
             self.timer.cancel()
             self.timer = None
+        return True
+
+    def tell(self) -> None:
+        """Wake whoever waits for it; once."""
         self._finished.release()
         if self.on_done is not None:
             self.on_done(self)
-        return True
 
     def wait(self) -> Outcome[Any]:
         """Block until there is an outcome; a signal handler's exception comes through."""

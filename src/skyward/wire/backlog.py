@@ -21,38 +21,34 @@ class Backlog:
         self._spare: list[memoryview] = []
         self._acknowledged = 0
         self._sent = 0
-        self._end = 0
-
-    @property
-    def end(self) -> int:
+        self.end = 0
         """The position after its last byte."""
-        return self._end
 
     @property
     def held(self) -> int:
         """How many bytes are kept."""
-        return self._end - self._acknowledged
+        return self.end - self._acknowledged
 
     @property
     def waiting(self) -> int:
         """How many bytes are yet to be sent."""
-        return self._end - self._sent
+        return self.end - self._sent
 
     @property
     def has_room(self) -> bool:
         """Whether more may be taken in before something is acknowledged."""
-        return self._end - self._acknowledged < self._limit
+        return self.end - self._acknowledged < self._limit
 
     def room(self) -> memoryview:
         """Where the next bytes go; say with `filled` how many came."""
-        index, used = divmod(self._end - self._first, CHUNK)
+        index, used = divmod(self.end - self._first, CHUNK)
         if index == len(self._chunks):
             self._chunks.append(self._spare.pop() if self._spare else memoryview(bytearray(CHUNK)))
         return self._chunks[index][used:]
 
     def filled(self, count: int) -> None:
         """So many bytes came into the room."""
-        self._end += count
+        self.end += count
 
     def add(self, data: bytes | memoryview) -> None:
         """Take in a copy; an interrupt leaves only the part before the new end taken in."""
@@ -62,11 +58,11 @@ class Backlog:
             count = min(len(room), len(data) - at)
             room[:count] = data[at : at + count]
             at += count
-            self._end += count
+            self.end += count
 
     def unsent(self) -> memoryview:
         """The next bytes to send, as many as lie together; none when all are sent."""
-        left = self._end - self._sent
+        left = self.end - self._sent
         if not left:
             return NOTHING
         index, at = divmod(self._sent - self._first, CHUNK)
@@ -92,13 +88,13 @@ class Backlog:
         """Begin again, empty, at a later position that the other end has reached."""
         while self._chunks:
             self._give_back(self._chunks.popleft())
-        self._acknowledged = self._sent = self._end = position
+        self._acknowledged = self._sent = self.end = position
 
     def _check(self, position: int) -> None:
-        if not self._acknowledged <= position <= self._end:
+        if not self._acknowledged <= position <= self.end:
             raise ProtocolError(
                 f"the other end has {position} bytes of a stream that is between "
-                f"{self._acknowledged} and {self._end}"
+                f"{self._acknowledged} and {self.end}"
             )
 
     def _forget_before(self, position: int) -> None:

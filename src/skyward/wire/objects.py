@@ -228,25 +228,19 @@ def current_shelf() -> Shelf:
     return shelf
 
 
-class HandleSource:
-    """While entered, data from `put` is looked up in this mapping on this thread."""
+_look_up: Callable[[bytes], Any] | None = None
 
-    def __init__(self, lookup: Any) -> None:
-        self._lookup = lookup
 
-    def __enter__(self) -> None:
-        self._outer = getattr(_local, "lookup", None)
-        _local.lookup = self._lookup
-
-    def __exit__(self, *_: object) -> None:
-        _local.lookup = self._outer
+def find_handles(look_up: Callable[[bytes], Any]) -> None:
+    """From now on, data from `put` that this process decodes is asked for there."""
+    global _look_up
+    _look_up = look_up
 
 
 def _handle(key: bytes) -> Any:
-    lookup = getattr(_local, "lookup", None)
-    if lookup is None:
+    if _look_up is None:
         raise SerializationError("a handle from sky.put was used outside of a pool's task")
-    return lookup(key)
+    return _look_up(key)
 
 
 def _skeleton(make: Any, arguments: tuple[Any, ...]) -> Any:

@@ -53,7 +53,8 @@ class Outgoing:
 
     def send(self, data: bytes) -> None:
         """Write something small; it may be sent later, in order."""
-        self._check()
+        if self._ways.ended:
+            raise BrokenPipeError(self._ways.why)
         self._queue.append([data, -1])
         self._due = True
         self._settle()

@@ -87,6 +87,8 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
 
 def settle() -> None:
     """Wait until what was issued on borrowed GPU memory is done."""
+    if not _borrowed:
+        return
     for ordinal in {borrowed.ordinal for borrowed in _borrowed.copy()}:
         import torch
 

@@ -48,6 +48,11 @@ class Anteroom:
         """A task has come, or come again."""
         with self._lock:
             self._channel = channel
+            if not self._guests and self._is_complete(run):
+                pieces, _ = self._inbox.find(channel, run.payload, body)
+                assert pieces is not None
+                self._admit(run, pieces)
+                return
             for guest in self._guests:
                 if guest.run.task == run.task:
                     guest.run, guest.body, guest.reported = run, body, False
@@ -100,6 +105,10 @@ class Anteroom:
                 return
             self._guests.popleft()
             self._admit(run, pieces)
+
+    def _is_complete(self, run: Run) -> bool:
+        """The usual case: it names nothing but its code, which is here."""
+        return not (run.payload.buffers or run.handles) and self._definitions.has(run.code)
 
     def _awaits(self, run: Run) -> bool:
         return self._inbox.awaits(run.payload) or self._definitions.awaits(_keys(run))

@@ -47,6 +47,10 @@ class Definitions:
             self._known.pop(key, None)
             self._coming.pop(key, None)
 
+    def has(self, key: bytes) -> bool:
+        """Whether the object under a key is here."""
+        return key in self._known and key not in self._coming
+
     def awaits(self, keys: Iterable[bytes]) -> bool:
         """Whether something of these objects is on its way."""
         return any(

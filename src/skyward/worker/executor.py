@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import inspect
 import os
 import queue
 import signal
@@ -15,12 +14,12 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 import weakref
 from collections import OrderedDict
 from contextvars import copy_context
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -79,7 +78,8 @@ class Job:
     run: Run
     pieces: Pieces
     inputs: list[InputStream]
-    output: OutputStream
+    output: OutputStream | None = None
+    """There once its function has returned a generator."""
     cancelled: bool = False
     thread: int = 0
 
@@ -99,6 +99,7 @@ class Executor:
         self._lock = threading.Lock()
         self._inbox = Inbox(config.blob_cap)
         self._definitions = Definitions(self._inbox)
+        objects.find_handles(self._definitions.resolve)
         self._anteroom = Anteroom(self._inbox, self._definitions, self._admit)
         self._outbox = Outbox(config.blob_cap)
         self._hooks = hooks.Entered()
@@ -208,9 +209,10 @@ class Executor:
         """All that a task needs is here."""
         channel = self._channel
         assert channel is not None
-        hurry = self._reader.hurry if self._reader is not None else _no_need
-        inputs = [InputStream(run.task, i, channel, hurry) for i in range(len(run.inputs))]
-        job = Job(run, pieces, inputs, OutputStream(hurry))
+        inputs = [
+            InputStream(run.task, index, channel, self._hurry) for index in range(len(run.inputs))
+        ]
+        job = Job(run, pieces, inputs)
         with self._lock:
             self._waiting[run.task] = job
         if self._reader is not None:
@@ -218,13 +220,18 @@ class Executor:
         else:
             self._queue.put(job)
 
+    def _hurry(self) -> None:
+        """Somebody must listen now. With threads, the main one does nothing else."""
+        if self._reader is not None:
+            self._reader.hurry()
+
     def _job(self, task: int) -> Job | None:
         with self._lock:
             return self._waiting.get(task) or self._running.get(task)
 
     def _grant(self, credit: Credit) -> None:
         job = self._job(credit.task)
-        if job is not None:
+        if job is not None and job.output is not None:
             job.output.grant(credit.count)
 
     def _end_input(self, channel: Channel, frame: Frame, end: End) -> None:
@@ -258,7 +265,8 @@ class Executor:
                 self._interrupt(job)
                 for stream in job.inputs:
                     stream.finish(None)
-                job.output.close()
+                if job.output is not None:
+                    job.output.close()
                 return
         # Also for one that never came or is done: it holds no place here.
         self._reply(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
@@ -273,7 +281,7 @@ class Executor:
             self._interrupting = job
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _on_signal(self, _: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _: int, frame: types.FrameType | None) -> None:
         """Raise in the cancelled job, and only while it is in user code."""
         job, self._interrupting = self._interrupting, None
         if job is None or job is not self._calling:
@@ -388,9 +396,8 @@ class Executor:
 
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value, and whether it was an iterator that has been streamed already."""
-        with objects.HandleSource(self._definitions.resolve):
-            function = self._definitions.resolve(job.run.code)
-            args, kwargs = objects.decode(*job.pieces)
+        function = self._definitions.resolve(job.run.code)
+        args, kwargs = objects.decode(*job.pieces)
         if job.inputs:
             args, kwargs = _with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
@@ -399,11 +406,11 @@ class Executor:
             raise Interrupted
         value = self._hooks.decorated(function)(*args, **kwargs)
         del args, kwargs
-        if inspect.iscoroutine(value):
+        if isinstance(value, types.CoroutineType):
             value = asyncio.run(value)
-        if inspect.isasyncgen(value):
+        if isinstance(value, types.AsyncGeneratorType):
             value = _drained(value)
-        if not inspect.isgenerator(value):
+        if not isinstance(value, types.GeneratorType):
             self._calling = None
             return value, False
         self._stream(job, value)
@@ -411,10 +418,13 @@ class Executor:
         return None, True
 
     def _stream(self, job: Job, generator: Any) -> None:
+        output = job.output = OutputStream(self._hurry)
+        if job.cancelled:
+            output.close()
         self._reply(Result(job.run.task, 0.0, None))
         with contextlib.closing(generator):
             for item in generator:
-                if not job.output.take():
+                if not output.take():
                     # Its cleaning up is not to be interrupted.
                     self._calling = None
                     return
@@ -443,9 +453,13 @@ class Executor:
         channel = self._channel
         assert channel is not None
         _, body, segments = sendable or (None, [], [])
-        with contextlib.suppress(OSError):
+        descriptors = [segment.descriptor for segment in segments] if segments else ()
+        try:
             self._inbox.send_releases(channel)
-            channel.send(message, body, [segment.descriptor for segment in segments])
+            channel.send(message, body, descriptors)
+        except OSError:
+            # The client is gone, which the reader notices.
+            pass
         if segments:
             self._outbox.sent(segments)
 
@@ -459,10 +473,6 @@ class Executor:
                 self._channel.send(Written(task, stream, text, transient))
                 # Cut off from the client, a task that prints and prints must wait at some point.
                 self._channel.wait_for_room()
-
-
-def _no_need() -> None:
-    """With threads, the main one does nothing but listen."""
 
 
 def _with_streams(
@@ -493,7 +503,7 @@ _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
 """What our code waits in; whether it is ours that does shows further out."""
 
 
-def _in_our_code(frame: FrameType | None) -> bool:
+def _in_our_code(frame: types.FrameType | None) -> bool:
     """Whether a step of ours is under way there: sending, printing, giving memory back."""
     while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back

@@ -39,6 +39,8 @@ class LineCutter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._last_bar = 0.0
+        self.unfinished = False
+        """Whether there is text, or part of a character, without a newline at its end."""
 
     def feed(self, data: bytes) -> tuple[str, str]:
         """Whole lines (newlines included) and the bar state to show now, either may be empty."""
@@ -56,12 +58,8 @@ class LineCutter:
             self._rest = state if not ahead else "\r" + ahead
             if not ahead:
                 self._rest += "\r"
+        self.unfinished = bool(self._rest or self._decoder.getstate()[0])
         return lines, bar
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is text, or part of a character, without a newline at its end."""
-        return bool(self._rest or self._decoder.getstate()[0])
 
     def finish(self) -> str:
         """What is left without a newline, as a line of its own."""
@@ -69,6 +67,7 @@ class LineCutter:
         rest = _visible(text)
         self._decoder.reset()
         self._rest = ""
+        self.unfinished = False
         if "\r" in text and not rest.strip():
             return ""  # a progress bar that has wiped itself out
         return rest + "\n" if rest else ""
@@ -120,6 +119,8 @@ class ProcessCapture:
         """Send all that the task has written, so that it arrives before its result."""
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TaskStream) and not stream.written:
+                continue
             # A stream of the task's own making is its own affair.
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -223,7 +224,8 @@ class TaskStream(RoutedStream):
         self._flush = flush
         self._number = number
         self._bytes = _Bytes(self)
-        self._written = False
+        self.written = False
+        """Whether there may be something to flush."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -238,12 +240,12 @@ class TaskStream(RoutedStream):
         """Nothing: what arrives at the other end is always UTF-8, and always live."""
 
     def pass_on(self, text: str) -> int:
-        self._written = True
+        self.written = True
         return self._write(text)
 
     def flush(self) -> None:
-        if self._written:
-            self._written = False
+        if self.written:
+            self.written = False
             self._flush()
 
     def isatty(self) -> bool:
