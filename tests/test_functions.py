@@ -1179,7 +1179,7 @@ def test_an_exception_that_cannot_be_rebuilt_arrives_as_a_remote_error(compute):
 
 
 def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventually):
-    @sky.function(timeout=0.3)
+    @sky.function(timeout=1)
     def endless(stopped):
         try:
             wait_for("/nowhere", 60)

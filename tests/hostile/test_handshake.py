@@ -84,7 +84,7 @@ class Door:
         assert messages.decode_as(Ping, *_kind_and_meta(far)).number == 7
         far.send(Ping(8))
         assert messages.decode_as(Ping, *_kind_and_meta(channel)).number == 8
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
         self._opened.append(channel)
         return channel
 

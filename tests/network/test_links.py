@@ -226,7 +226,7 @@ def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Event
     started = time.monotonic()
     for number in range(1000):
         ends.client.send(Ping(number))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     ends.network.refusing = False
     for number in range(1000):
         frame = ends.worker.receive()

@@ -49,7 +49,7 @@ def raw(address: str, request: bytes) -> bytes:
     request = request.replace(b"Host: localhost\r\n", b"Host: localhost\r\nConnection: close\r\n")
     host, _, port = address.removeprefix("http://").rpartition(":")
     said = b""
-    with socket.create_connection((host, int(port)), timeout=0.5) as line:
+    with socket.create_connection((host, int(port)), timeout=2) as line:
         with contextlib.suppress(ConnectionError, TimeoutError):
             line.sendall(request)
             while data := line.recv(1 << 16):
