@@ -231,6 +231,22 @@ def test_a_task_that_ignores_its_interrupt_is_killed_and_its_place_comes_back(
     assert stats.failed == 0
 
 
+def test_a_task_that_neither_reads_nor_ends_is_killed_while_it_is_fed(one: sky.Compute) -> None:
+    """Whoever feeds it waits for it to read, with the lock on what is sent to it."""
+
+    @sky.function(timeout=1)
+    def deaf_eater(items: Iterator[bytes]) -> None:
+        import ctypes
+
+        next(items)
+        ctypes.PyDLL(None).sleep(600)  # without letting go of the interpreter
+
+    pid = process_id() >> one
+    with pytest.raises(sky.TaskTimeoutError):
+        deaf_eater(iter([bytes(8 << 20)] * 10)) >> one
+    assert (process_id() > one).result(60) != pid
+
+
 def test_the_pools_default_timeout_holds_where_a_function_has_none(tmp_path: Path) -> None:
     options = sky.Options(console=False, default_timeout=0.3)
     with sky.Compute(options=options) as compute:

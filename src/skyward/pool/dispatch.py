@@ -80,8 +80,6 @@ class Dispatcher:
         self._lock = threading.RLock()
         self._scheduler: Scheduler[Task] = Scheduler()
         self._dirty: set[Lane] = set()
-        self._finished: deque[Task] = deque()
-        """Tasks whose callers are to be woken at the end of the loop's round."""
         self.releasing: deque[Lane] = deque()
         """Lanes whose executor can have memory back; appended to from finalizers."""
         loop.between = self._between
@@ -213,8 +211,7 @@ class Dispatcher:
         place = self._scheduler.pick(task)
         if place is None:
             if not self.has_hope(task):
-                if task.finish(Failed.because(self._nowhere_to_run(task))):
-                    task.tell()
+                task.finish(Failed.because(self._nowhere_to_run(task)))
                 return None
             task.waiting = True
             self._scheduler.queue(task)
@@ -371,22 +368,20 @@ class Dispatcher:
         return task
 
     def _finish(self, task: Task, outcome: Outcome[Any]) -> None:
-        if task.finish(outcome):
-            if not isinstance(outcome, Streaming):
-                self._count(task, failed=isinstance(outcome, Failed))
-            if self._loop.is_current:
-                # Last in its round: woken now, they would only wait for the interpreter's lock.
-                self._finished.append(task)
-            else:
-                task.tell()
+        if task.finish(outcome) and not isinstance(outcome, Streaming):
+            self._count(task, failed=isinstance(outcome, Failed))
         self._let_go(task)
 
     def _end_stream(self, task: Task, problem: Outcome[Any] | None) -> None:
         """If the task is a stream, there is no more of it."""
-        if task.stream is not None and task.stream.ended(problem):
+        if task.stream is not None:
+            task.stream.ended(problem)
             self._count(task, failed=problem is not None)
 
     def _count(self, task: Task, *, failed: bool) -> None:
+        if task.counted:
+            return
+        task.counted = True
         if not failed:
             self.counts.succeeded += 1
         elif task.cancelled:
@@ -407,13 +402,6 @@ class Dispatcher:
     # Between rounds of the loop: refill lanes, pass on what was let go.
 
     def _between(self) -> None:
-        try:
-            self._tidy()
-        finally:
-            while self._finished:
-                self._finished.popleft().tell()
-
-    def _tidy(self) -> None:
         if self._dirty:
             with self._lock:
                 dirty, self._dirty = self._dirty, set()

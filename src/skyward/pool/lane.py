@@ -117,13 +117,9 @@ class Lane(Place[Task]):
         A transfer over a network may last for as long as that is gone, and the loop must go on: it
         is the loop that hears how far the transfer has come.
         """
-
-        def locked() -> None:
+        if self.channel.shares_memory:
             with self._lock:
                 action()
-
-        if self.channel.shares_memory:
-            locked()
             return
         held: list[bool] = []
         try:
@@ -135,7 +131,16 @@ class Lane(Place[Task]):
             if held and held[0]:
                 self._lock.release()
         if not held[0]:
-            threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
+            self._apart(action)
+
+    def _apart(self, action: Callable[[], None]) -> None:
+        """Do something with the lock, on a thread of its own."""
+
+        def locked() -> None:
+            with self._lock:
+                action()
+
+        threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
     def send(self, task: Task, *, fetch: bool = True) -> bool:
         """Send a task with whatever its executor does not have yet, unless it was cancelled.
@@ -180,7 +185,10 @@ class Lane(Place[Task]):
         if self.sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
-        self.soon(lambda: self.tell(Cancel(task.id)))
+        # Its executor may not be reading, and somebody wait for it: the loop, which has it killed
+        # if need be, must not.
+        act = self._apart if self.channel.shares_memory else self.soon
+        act(lambda: self.tell(Cancel(task.id)))
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
         """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""

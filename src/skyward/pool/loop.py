@@ -58,13 +58,8 @@ class Loop:
     def soon(self, action: Callable[[], None]) -> None:
         """Run something on the loop's thread."""
         self._soon.append(action)
-        if not self.is_current:
+        if threading.current_thread() is not self._thread:
             self._wake()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this is called on the loop's thread."""
-        return threading.get_ident() == self._thread.ident
 
     def later(self, seconds: float, action: Callable[[], None]) -> Timer:
         """Run something on the loop's thread after a while."""
@@ -101,7 +96,7 @@ class Loop:
         """End the thread; channels are their owners' to close."""
         self._stopped = True
         self._wake()
-        if not self.is_current:
+        if threading.current_thread() is not self._thread:
             self._thread.join()
         self._selector.close()
         os.close(self._wake_read)

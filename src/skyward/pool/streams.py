@@ -25,7 +25,6 @@ class Arrivals:
 
     def __init__(self, task: Task, lane: Lane) -> None:
         self.items: queue.SimpleQueue[Pieces | Outcome[Any] | None] = queue.SimpleQueue()
-        self._over = False
         # Before anybody takes the iterator: a short stream is over by then, and its slot free.
         lane.tell(Credit(task.id, -1, WINDOW))
 
@@ -33,11 +32,9 @@ class Arrivals:
         """An item came in."""
         self.items.put(pieces)
 
-    def ended(self, problem: Outcome[Any] | None) -> bool:
-        """There are no more; with a problem, this is why. Whether that is news."""
+    def ended(self, problem: Outcome[Any] | None) -> None:
+        """There are no more; with a problem, this is why."""
         self.items.put(problem)
-        before, self._over = self._over, True
-        return not before
 
 
 class RemoteIterator(Iterator[Any]):

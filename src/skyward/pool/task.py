@@ -57,6 +57,7 @@ class Task:
         "_finished",
         "cancelled",
         "code",
+        "counted",
         "deadline",
         "done",
         "handles",
@@ -113,6 +114,8 @@ class Task:
         self.deadline: float | None = None
         self.done = False
         self.cancelled = False
+        self.counted = False
+        """Whether it is among those that succeeded, failed or were cancelled."""
         self.wrote = False
         self.outcome: Outcome[Any] | None = None
         self.on_done: Callable[[Task], None] | None = None
@@ -125,7 +128,7 @@ class Task:
         return not self.done or self.stream is not None
 
     def finish(self, outcome: Outcome[Any]) -> bool:
-        """Record what came of it, once; the first outcome stays. `tell` is to be called then."""
+        """Record what came of it, once; the first outcome stays."""
         if self.done:
             return False
         self.done = True
@@ -133,13 +136,10 @@ class Task:
         if self.timer is not None and not isinstance(outcome, Streaming):
             self.timer.cancel()
             self.timer = None
-        return True
-
-    def tell(self) -> None:
-        """Wake whoever waits for it; once."""
         self._finished.release()
         if self.on_done is not None:
             self.on_done(self)
+        return True
 
     def wait(self) -> Outcome[Any]:
         """Block until there is an outcome; a signal handler's exception comes through."""

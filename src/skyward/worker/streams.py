@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -60,28 +59,26 @@ class OutputStream:
         self._hurry = hurry
         self._credit = 0
         self._closed = False
-        self._changed = threading.Condition(threading.Lock())
+        # Not a lock: an interrupt that strikes a thread could leave it taken.
+        self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def grant(self, count: int) -> None:
         """The client took items, or (-1) wants no more."""
         if count < 0:
             self.close()
-            return
-        with self._changed:
-            self._credit += count
-            self._changed.notify()
+        else:
+            self._granted.put(count)
 
     def close(self) -> None:
         """Nobody wants the rest."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed = True
+        self._granted.put(0)
 
     def take(self) -> bool:
         """Wait until an item may be sent; False when nobody wants it."""
-        with self._changed:
-            while not self._credit and not self._closed:
+        while not self._credit and not self._closed:
+            if self._granted.empty():
                 self._hurry()
-                self._changed.wait()
-            self._credit -= 1
-            return not self._closed
+            self._credit += self._granted.get()
+        self._credit -= 1
+        return not self._closed
