@@ -110,7 +110,19 @@ def nothing_left(eventually: Eventually) -> Iterator[None]:
 
     eventually(lambda: not strays(), 20, f"the end of {strays()}")
     if not _shared_pools:
-        eventually(lambda: set(os.listdir(folder)) <= before, 5, "the removal of temporary folders")
+        eventually(
+            lambda: set(os.listdir(folder)) <= before, 30, "the removal of temporary folders"
+        )
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled call may end by itself though the machine stands still for a while.
+
+    Yet not for the 20 s that functions of the tests wait by themselves: one that was never told
+    to end is killed before, and found out.
+    """
+    monkeypatch.setattr("skyward.pool.dispatch.CANCEL_GRACE", 15.0)
 
 
 @contextlib.contextmanager

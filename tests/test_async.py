@@ -223,7 +223,9 @@ def test_a_synchronous_block_works_inside_a_running_loop():
     assert asyncio.run(main()) == (2, 3)
 
 
-def test_cancelling_the_awaiting_task_cancels_the_remote_work(compute, tmp_path, eventually):
+def test_cancelling_the_awaiting_task_cancels_the_remote_work(
+    compute, tmp_path, eventually, patient
+):
     started, stopped = tmp_path / "started", tmp_path / "stopped"
 
     async def main():
@@ -241,7 +243,7 @@ def test_cancelling_the_awaiting_task_cancels_the_remote_work(compute, tmp_path,
     assert add(0) @ compute == [1, 1]
 
 
-def test_a_timeout_of_asyncio_cancels_the_remote_work(compute, tmp_path, eventually):
+def test_a_timeout_of_asyncio_cancels_the_remote_work(compute, tmp_path, eventually, patient):
     started, stopped = tmp_path / "started", tmp_path / "stopped"
 
     async def main():

@@ -415,7 +415,7 @@ def test_threads_share_the_state_of_their_process(threads):
     assert {remember(number) >> threads for number in range(8)} == {0}
 
 
-def test_cancelling_one_thread_leaves_the_others_alone(threads, tmp_path, eventually):
+def test_cancelling_one_thread_leaves_the_others_alone(threads, tmp_path, eventually, patient):
     @sky.function
     def spin(started, stopped):
         Path(started).touch()

@@ -286,7 +286,7 @@ def test_a_result_that_is_not_there_in_time_is_a_timeout_error(compute, tmp_path
 
 
 def test_cancelling_a_future_stops_the_remote_work_and_frees_its_place(
-    compute, tmp_path, eventually
+    compute, tmp_path, eventually, patient
 ):
     @sky.function
     def stubborn(started, stopped):
@@ -310,7 +310,7 @@ def test_cancelling_a_future_stops_the_remote_work_and_frees_its_place(
 
 
 def test_a_call_is_cancelled_though_others_wait_behind_it_on_its_worker(
-    compute, tmp_path, eventually
+    compute, tmp_path, eventually, patient
 ):
     """Short calls are sent ahead; the worker must hear of the cancellation all the same."""
     for number in range(200):
@@ -456,7 +456,7 @@ def test_a_failure_in_a_group_is_raised_without_waiting_for_the_rest(compute, tm
     with pytest.raises(ValueError, match="first"):
         (wait_then(tmp_path / "gate", 1) & fail(ValueError("first"))) >> compute
 
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert add(0) @ compute == [1, 1]
 
 
@@ -1178,8 +1178,8 @@ def test_an_exception_that_cannot_be_rebuilt_arrives_as_a_remote_error(compute):
     assert 'raise Unloadable(7, "hint")' in caught.value.remote_traceback
 
 
-def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventually):
-    @sky.function(timeout=1)
+def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventually, patient):
+    @sky.function(timeout=3)
     def endless(stopped):
         try:
             wait_for("/nowhere", 60)

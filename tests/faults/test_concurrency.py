@@ -17,7 +17,7 @@ import pytest
 
 import skyward as sky
 
-SOON = 3.0
+SOON = 10.0
 """At once by design; the rest is for a busy machine."""
 
 Eventually = Callable[..., None]
@@ -198,7 +198,7 @@ def test_thousands_of_tiny_tasks_from_many_threads_each_find_their_caller(
 
 
 def test_a_timeout_names_itself_cancels_the_work_and_frees_the_place_at_once(
-    one: sky.Compute, tmp_path: Path, eventually: Eventually
+    one: sky.Compute, tmp_path: Path, eventually: Eventually, patient: None
 ) -> None:
     path = tmp_path / "running"
     slow = sky.function(timeout=0.3)(rests.body)
@@ -212,7 +212,7 @@ def test_a_timeout_names_itself_cancels_the_work_and_frees_the_place_at_once(
     assert "the remote work was cancelled" in message
     assert isinstance(caught.value, TimeoutError)
     assert process_id() >> one == pid, "the place must be free before any process is killed"
-    eventually(lambda: not path.exists(), 5, "the end of the remote work")
+    eventually(lambda: not path.exists(), 30, "the end of the remote work")
 
 
 @pytest.mark.parametrize("ignores", [stubborn, deaf], ids=["swallows-it", "in-C-code"])
@@ -295,7 +295,7 @@ def test_a_timeout_during_a_large_transfer_never_poisons_what_the_worker_keeps(
 
 @pytest.mark.parametrize("worker", ["process", "thread"])
 def test_cancelling_a_future_stops_the_work_and_frees_the_place(
-    tmp_path: Path, eventually: Eventually, worker: str
+    tmp_path: Path, eventually: Eventually, worker: str, patient: None
 ) -> None:
     path = tmp_path / "running"
 
@@ -319,11 +319,13 @@ def test_cancelling_a_future_stops_the_work_and_frees_the_place(
         with pytest.raises(concurrent.futures.CancelledError):
             future.result()
         assert process_id() >> compute == pid
-        eventually(lambda: not path.exists(), 5, "the end of the remote work")
+        eventually(lambda: not path.exists(), 30, "the end of the remote work")
         assert compute.stats().cancelled == 1
 
 
-def test_cancelling_at_any_moment_leaves_the_process_fit_for_more(one: sky.Compute) -> None:
+def test_cancelling_at_any_moment_leaves_the_process_fit_for_more(
+    one: sky.Compute, patient: None
+) -> None:
     """It prints, frees shared memory and streams while the interrupt comes."""
 
     @sky.function
@@ -348,7 +350,7 @@ def test_cancelling_at_any_moment_leaves_the_process_fit_for_more(one: sky.Compu
 
 
 def test_a_cancelled_await_cancels_the_call(
-    one: sky.Compute, tmp_path: Path, eventually: Eventually
+    one: sky.Compute, tmp_path: Path, eventually: Eventually, patient: None
 ) -> None:
     path = tmp_path / "running"
 
@@ -359,7 +361,7 @@ def test_a_cancelled_await_cancels_the_call(
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
     assert echo(1) >> one == 1
-    eventually(lambda: not path.exists(), 5, "the end of the remote work")
+    eventually(lambda: not path.exists(), 30, "the end of the remote work")
 
 
 # Closing.

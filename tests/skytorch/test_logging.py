@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,18 +31,23 @@ def _afresh() -> None:
     events.clear()
 
 
-def test_what_a_function_logs_is_heard_while_it_runs(telling: Compute) -> None:
+def test_what_a_function_logs_is_heard_while_it_runs(telling: Compute, tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+
     def train() -> str:
         for epoch in range(3):
             log_event("epoch done", epoch=epoch)
-        time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while not heard.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         return "trained"
 
     async def main() -> tuple[int, str]:
         running = asyncio.create_task(telling.execute(train))
-        while len(events) < 3:
+        while len(events) < 3 and not running.done():
             await asyncio.sleep(0.01)
         early = not running.done()
+        heard.touch()
         return early, await running
 
     early, result = asyncio.run(main())
@@ -78,15 +84,20 @@ def test_results_are_remote_and_exceptions_themselves_also_with_events(telling: 
     assert [event.message for event in events] == ["about to"]
 
 
-def test_giving_up_on_a_function_stops_it_and_frees_the_node(telling: Compute) -> None:
+def test_giving_up_on_a_function_stops_it_and_frees_the_node(
+    telling: Compute, patient: None
+) -> None:
     def forever() -> None:
         while True:
             log_event("still here")
             time.sleep(0.01)
 
     async def main() -> int:
+        running = asyncio.create_task(telling.execute(forever))
+        while not events and not running.done():
+            await asyncio.sleep(0.01)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(telling.execute(forever), 1.0)
+            await asyncio.wait_for(running, 1.0)
         return int(await telling.execute(abs, -3))
 
     assert asyncio.run(main()) == 3
