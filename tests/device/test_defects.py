@@ -273,7 +273,7 @@ def test_a_killed_worker_raises_within_seconds(nothing_left: None) -> None:
             for _ in range(1000):
                 x = x + 1
             x.sum().item()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         with pytest.raises(RuntimeError, match=r"gone|no device"):
             (x + 1).cpu()
         torch.manual_seed(0)  # seeds what is left, and does not stumble over what is gone

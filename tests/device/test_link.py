@@ -137,7 +137,7 @@ def test_large_copies_go_on_where_they_were_cut(
 
 
 def test_a_link_that_falls_silent_is_made_anew(
-    remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:
     """Slow: the silence must outlast a few heartbeats of a second each."""
     monkeypatch.setattr(pump, "SILENCE_SECONDS", 1.5)
@@ -147,8 +147,7 @@ def test_a_link_that_falls_silent_is_made_anew(
     with proxy.hold():
         for _ in range(200):
             x = x + 1
-        time.sleep(3.0)
-        assert proxy.connections > connections
+        eventually(lambda: proxy.connections > connections, 30, "another connection")
     assert x.sum().item() == 36.0 + 8 * 200
 
 
@@ -156,7 +155,7 @@ def test_nothing_is_made_anew_while_the_worker_only_takes_its_time(
     remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow: the worker must be busy for longer than a silence may be."""
-    monkeypatch.setattr(pump, "SILENCE_SECONDS", 2.5)
+    monkeypatch.setattr(pump, "SILENCE_SECONDS", 6.0)
     x = torch.randn(600, 600, device=remote)
 
     def once() -> float:
@@ -167,7 +166,7 @@ def test_nothing_is_made_anew_while_the_worker_only_takes_its_time(
 
     each = min(once() for _ in range(4))
     connections, started = proxy.connections, time.monotonic()
-    for _ in range(int(6 / each)):
+    for _ in range(int(10 / each)):
         torch.linalg.qr(x)
     # More than all that lies in between holds: the pumps of both ends have to wait.
     host = torch.randn(100 * MIB // 4)
@@ -206,11 +205,11 @@ def test_a_stranger_with_the_pools_credentials_is_turned_away(
 def use_until_gone(x: torch.Tensor) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"{x.device}.* is gone"):
-        while time.monotonic() - started < 5:
+        while time.monotonic() - started < 20:
             for _ in range(100):
                 x = x + 1
             x.sum().item()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_a_killed_process_is_noticed_within_seconds(
@@ -243,7 +242,7 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
         eventually(lambda: compute._open_pool._fleet._devices._waiting)
         psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
         with pytest.raises(sky.SkywardError, match="node 0 was lost: its agent is gone"):
-            opening.result(5)
+            opening.result(20)
 
 
 def test_giving_up_says_why(proxies: list[Proxy], eventually, nothing_left: None) -> None:
@@ -256,14 +255,14 @@ def test_giving_up_says_why(proxies: list[Proxy], eventually, nothing_left: None
         proxies[-1].refusing = True
         try:
             proxies[-1].cut()
-            eventually(lambda: device.index not in core().open_devices, 2 * PATIENCE + 5, "its end")
+            eventually(lambda: device.index not in core().open_devices, 30, "its end")
         finally:
             proxies[-1].refusing = False
         with pytest.raises(
             RuntimeError, match=rf"{device} .*is gone: .*lost.* within {PATIENCE:g} s"
         ):
             x + 1
-        eventually(lambda: not process.is_running(), 2 * PATIENCE, "the end of its process")
+        eventually(lambda: not process.is_running(), 30, "the end of its process")
         assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
 
 
@@ -281,7 +280,7 @@ def test_giving_up_wakes_who_waits(proxies: list[Proxy], nothing_left: None) -> 
                 x.sum().item()
         finally:
             proxies[-1].refusing = False
-        assert PATIENCE - 1 < time.monotonic() - started < 2 * PATIENCE + 5
+        assert PATIENCE - 1 < time.monotonic() - started < 30
 
 
 def test_a_process_whose_client_stays_away_ends(
@@ -299,7 +298,7 @@ def test_a_process_whose_client_stays_away_ends(
 
         monkeypatch.setattr(Dial, "open", late)
         proxies[-1].cut()
-        eventually(lambda: not process.is_running(), 2 * PATIENCE + 5, "its end")
+        eventually(lambda: not process.is_running(), 30, "its end")
         waiting.set()
 
 

@@ -33,7 +33,7 @@ class Wire:
     def send(self, message: Message, body: Any = (), descriptors: Any = ()) -> None:
         if isinstance(message, Define):
             self.at_define.set()
-            self.go_on.wait(10)
+            self.go_on.wait(60)
         if self.aborted:
             raise BrokenPipeError
         self.sent.append((message, sum(map(len, body))))
@@ -75,11 +75,11 @@ def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> No
 
     sending = threading.Thread(target=send)
     sending.start()
-    assert wire.at_define.wait(5)
+    assert wire.at_define.wait(30)
     call.done = True
     place.stop(call)
     wire.go_on.set()
-    sending.join(5)
+    sending.join(30)
     assert wire.aborted
     assert failures
     assert not wire.sent
