@@ -195,8 +195,8 @@ def test_a_killed_client_leaves_no_process_and_no_folder(
     assert script.left()
     script.process.send_signal(number)
     # Nobody has waited for the client yet: as a zombie it still has its process id.
-    eventually(lambda: not script.workers(), 10, "the end of all workers")
-    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    eventually(lambda: not script.workers(), 30, "the end of all workers")
+    eventually(lambda: not script.left(), 30, f"the removal of {script.left()}")
     assert script.process.wait(10) == -number
 
 
@@ -235,8 +235,8 @@ def test_a_client_that_ends_amid_a_task_leaves_nothing(
         """
     script = client(body, str(tmp_path / "task"))
     assert script.process.wait(30) == status, script.errors
-    eventually(lambda: not script.workers(), 10, "the end of all workers")
-    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    eventually(lambda: not script.workers(), 30, "the end of all workers")
+    eventually(lambda: not script.left(), 30, f"the removal of {script.left()}")
     if "LookupError" in last:
         assert "LookupError: unhandled" in script.errors
 
@@ -265,10 +265,10 @@ def test_ctrl_c_while_a_pool_starts_takes_it_down(
     script.interrupt()
     began = time.monotonic()
     script.hears("interrupted")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     # It lives on: what is gone was taken down, not orphaned.
-    eventually(lambda: not script.workers(), 5, "the end of all workers")
-    eventually(lambda: not script.left(), 5, f"the removal of {script.left()}")
+    eventually(lambda: not script.workers(), 20, "the end of all workers")
+    eventually(lambda: not script.left(), 20, f"the removal of {script.left()}")
     assert script.lets_go() == 0
     assert script.errors == ""
 
@@ -277,6 +277,9 @@ def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
     client: Callable[..., Script], eventually: Eventually, tmp_path: Path
 ) -> None:
     body = """
+        import skyward.pool.dispatch
+
+        skyward.pool.dispatch.CANCEL_GRACE = 30.0  # so long until a process would be killed
         with sky.Compute(options=quiet) as compute:
             threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
             try:
@@ -293,7 +296,7 @@ def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
     script.interrupt()
     script.hears("interrupted")
     _, seconds, deaths = script.hears("next").split()
-    assert float(seconds) < 1
+    assert float(seconds) < 15
     assert deaths == "0"
     assert (tmp_path / "task.ended").exists()
     script.hears("left")
@@ -443,14 +446,21 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
 def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     client: Callable[..., Script], eventually: Eventually, times: int
 ) -> None:
-    """The agents stand still, so that an orderly shutdown would take seconds."""
+    """The agents stand still, so that an orderly shutdown would take a minute."""
     body = """
+        from skyward.pool.pool import Pool
+
+        def close(pool, seconds, orderly=Pool.close):
+            for pid in agents:
+                os.kill(pid, signal.SIGSTOP)
+            say("leaving")
+            orderly(pool, 60.0)
+
+        Pool.close = close
         compute = sky.Compute(nodes=2, options=quiet)
         try:
             with compute:
-                for pid in agent() @ compute:
-                    os.kill(pid, signal.SIGSTOP)
-                say("leaving")
+                agents = agent() @ compute
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one may come after all is done
             say("interrupted")
@@ -468,7 +478,7 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     script.hears("interrupted")
     assert not script.workers()
     assert not script.left()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
     assert script.hears("threads") == "threads []"
     assert script.lets_go() == 0
     assert script.errors == ""
@@ -531,5 +541,5 @@ def test_a_forked_child_may_have_a_pool_of_its_own_and_its_end_spares_the_parent
     script.hears("left")
     assert script.lets_go() == 0
     assert script.errors == ""
-    eventually(lambda: not script.workers(), 10, "the end of all workers")
+    eventually(lambda: not script.workers(), 30, "the end of all workers")
     assert not script.left()
