@@ -437,7 +437,11 @@ def test_descriptors_and_memory_come_back(alone, eventually) -> None:
         assert total(passing, kept) >> compute == 2000 + n
         del passing
     gc.collect()
-    eventually(lambda: files() == before, 5, f"the return of descriptors to {before}")
+    eventually(
+        lambda: all(now <= was for was, now in zip(before, files(), strict=True)),
+        30,
+        f"the return of descriptors to {before}",
+    )
     assert mappings() <= mapped
     assert torch.sky.memory_allocated(device) == in_use
 
@@ -455,7 +459,7 @@ def test_large_memory_comes_back(alone, eventually) -> None:
     assert total(x) >> compute == LARGE
     assert resident() < before + 1.25 * 4 * LARGE  # moved, not doubled
     del x
-    eventually(lambda: resident() < before + (32 << 20), 5, "the memory's return")
+    eventually(lambda: resident() < before + (32 << 20), 30, "the memory's return")
 
 
 def test_a_killed_executor_does_no_harm(alone) -> None:

@@ -24,14 +24,14 @@ from skyward.wire.listener import UNPROVEN_PEERS, Listener
 from skyward.wire.messages import Hello, Ping, Welcome
 
 POOL = "0123456789ab"
-SECONDS = 0.5
+SECONDS = 1.5
 Eventually = Callable[..., None]
 
 
 class Door:
     """A real listener of one node, and the ways to knock on it."""
 
-    def __init__(self, family: str, folder: str) -> None:
+    def __init__(self, family: str, folder: str, seconds: float = SECONDS) -> None:
         self.authority = Authority(POOL) if family == "tcp" else None
         where = f"unix:{folder}/socket" if family == "unix" else "tcp:127.0.0.1:0"
         self.accepted: list[tuple[Channel, Hello]] = []
@@ -40,7 +40,7 @@ class Door:
             POOL,
             self.credentials(node_name(POOL, 0)),
             lambda channel, hello: self.accepted.append((channel, hello)),
-            SECONDS,
+            seconds,
         )
         self._opened: list[Any] = []
 
@@ -73,18 +73,18 @@ class Door:
         """A proper client, which must be let in at once."""
         started, before = time.monotonic(), len(self.accepted)
         channel, welcome = connect(
-            self.listener.endpoint, Hello(POOL, "data"), self.credentials(), node_name(POOL, 0), 5
+            self.listener.endpoint, Hello(POOL, "data"), self.credentials(), node_name(POOL, 0), 20
         )
         assert welcome.pid == os.getpid()
         while len(self.accepted) == before:
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 20
             time.sleep(0.001)
         channel.send(Ping(7))
         far = self.accepted[-1][0]
         assert messages.decode_as(Ping, *_kind_and_meta(far)).number == 7
         far.send(Ping(8))
         assert messages.decode_as(Ping, *_kind_and_meta(channel)).number == 8
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         self._opened.append(channel)
         return channel
 
@@ -135,7 +135,7 @@ def test_whatever_else_is_said_first_ends_the_connection(
     if saying in ("nothing at all", "half a header", "half a Hello"):
         # Nothing is wrong with it but the end.
         socket.socket.shutdown(end, socket.SHUT_WR)
-    heard = hostile.hears(end, SECONDS + 3)
+    heard = hostile.hears(end, SECONDS + 15)
     assert door.accepted == []
     assert not (tmp_path / "bomb").exists()
     if saying == "a Hello of another pool":
@@ -154,7 +154,7 @@ def test_the_unproven_are_never_unpickled_for(
     for end in (door.plain(), door.proven()):
         with contextlib.suppress(OSError):
             end.sendall(hostile.bomb(tmp_path / "bomb"))
-            hostile.hears(end, SECONDS + 3)
+            hostile.hears(end, SECONDS + 15)
     assert not (tmp_path / "bomb").exists()
 
 
@@ -176,8 +176,8 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
     thread = threading.Thread(target=trickle)
     thread.start()
     door.friend()
-    assert time.monotonic() - started < SECONDS + 1
-    eventually(lambda: not door.listener._unproven, SECONDS + 3, "the end of the slow peer")
+    assert time.monotonic() - started < SECONDS + 10
+    eventually(lambda: not door.listener._unproven, SECONDS + 15, "the end of the slow peer")
     assert time.monotonic() - started >= SECONDS * 0.8
     stop.set()
     thread.join()
@@ -187,29 +187,37 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
 def test_a_silent_peer_is_dropped_at_the_deadline(door: Door, hostile: Any) -> None:
     for end in (door.plain(), door.proven()):
         started = time.monotonic()
-        assert hostile.hears(end, SECONDS + 3) == b""
-        assert time.monotonic() - started < SECONDS + 2
+        assert hostile.hears(end, SECONDS + 15) == b""
+        assert time.monotonic() - started < SECONDS + 10
 
 
+@pytest.mark.parametrize("family", ["unix", "tcp"])
 def test_a_crowd_at_the_door_is_bounded_and_friends_pass_it(
-    door: Door, eventually: Eventually
+    family: str, folder: str, eventually: Eventually
 ) -> None:
-    crowd = [door.plain() for _ in range(4 * UNPROVEN_PEERS)]
-    for _ in range(3):
-        door.friend()
-    greeting = [t for t in threading.enumerate() if t.name == "skyward-greeting"]
-    assert len(greeting) <= UNPROVEN_PEERS + 4
-    assert len(door.listener._unproven) <= UNPROVEN_PEERS
-    eventually(lambda: not door.listener._unproven, SECONDS + 3, "the end of the crowd")
-    assert len(door.accepted) == 3
-    del crowd
+    """Its deadline is far: who is gone before was crowded out, or has left."""
+    door = Door(family, folder, 120)
+
+    def greetings() -> int:
+        return sum(thread.name == "skyward-greeting" for thread in threading.enumerate())
+
+    with contextlib.closing(door):
+        crowd = [door.plain() for _ in range(4 * UNPROVEN_PEERS)]
+        for _ in range(3):
+            door.friend()
+        eventually(lambda: greetings() <= UNPROVEN_PEERS + 4, 30, "the end of most threads")
+        assert len(door.listener._unproven) <= UNPROVEN_PEERS
+        for end in crowd:
+            end.close()
+        eventually(lambda: not door.listener._unproven, 30, "the end of the crowd")
+        assert len(door.accepted) == 3
 
 
 def test_a_peer_that_leaves_at_once_is_forgotten(door: Door, eventually: Eventually) -> None:
     for _ in range(100):
         door.plain().close()
     door.friend()
-    eventually(lambda: not door.listener._unproven, SECONDS + 3)
+    eventually(lambda: not door.listener._unproven, SECONDS + 15)
 
 
 def test_connections_whose_other_half_never_comes_are_bounded(
@@ -251,7 +259,7 @@ def test_another_user_of_this_machine_is_turned_away(folder: str, hostile: Any) 
         os.seteuid(0)
     with contextlib.suppress(OSError):
         end.sendall(hostile.framed(Hello(POOL, "data")))
-    assert hostile.hears(end, SECONDS + 3) == b""
+    assert hostile.hears(end, SECONDS + 15) == b""
     assert door.accepted == []
     door.friend()
     door.close()
@@ -276,7 +284,7 @@ def refused(door: Door, hostile: Any, context: ssl.SSLContext) -> None:
     with contextlib.suppress(OSError), context.wrap_socket(door.plain()) as end:
         with contextlib.suppress(OSError):
             end.sendall(hostile.framed(Hello(POOL, "data")))
-        assert hostile.hears(end, SECONDS + 3) == b""
+        assert hostile.hears(end, SECONDS + 15) == b""
     assert door.accepted == []
     door.friend()
 
@@ -326,7 +334,7 @@ def test_garbage_in_place_of_tls(tls_door: Door, hostile: Any, start: bytes) -> 
     end = tls_door.plain()
     with contextlib.suppress(OSError):
         end.sendall(start)
-    hostile.hears(end, SECONDS + 3)
+    hostile.hears(end, SECONDS + 15)
     assert tls_door.accepted == []
     tls_door.friend()
 
@@ -334,7 +342,7 @@ def test_garbage_in_place_of_tls(tls_door: Door, hostile: Any, start: bytes) -> 
 def test_frames_without_tls_are_not_read(tls_door: Door, hostile: Any) -> None:
     end = tls_door.plain()
     end.sendall(hostile.framed(Hello(POOL, "data")))
-    assert b"python" not in hostile.hears(end, SECONDS + 3)
+    assert b"python" not in hostile.hears(end, SECONDS + 15)
     assert tls_door.accepted == []
 
 
@@ -354,7 +362,7 @@ def test_a_tls_handshake_that_trickles_is_dropped(
             if time.monotonic() - started > SECONDS + 1:
                 break
             time.sleep(0.02)
-    eventually(lambda: not tls_door.listener._unproven, SECONDS + 3)
+    eventually(lambda: not tls_door.listener._unproven, SECONDS + 15)
     assert tls_door.accepted == []
     tls_door.friend()
 
@@ -396,7 +404,7 @@ def test_a_client_checks_who_it_talks_to(whose: str, folder: str, hostile: Any) 
     context = theirs.issue(node_name(POOL, node)).context(server=True)
     endpoint, server = impostor(context, hostile.framed(Welcome()), folder)
     with pytest.raises(AuthenticationError, match=r"is not node-0\.0123456789ab\.skyward"):
-        connect(endpoint, Hello(POOL, "data"), ours.issue("client"), node_name(POOL, 0), 2)
+        connect(endpoint, Hello(POOL, "data"), ours.issue("client"), node_name(POOL, 0), 20)
     server.close()
 
 
