@@ -55,20 +55,26 @@ def test_new_streams_differ(device: torch.device) -> None:
 
 def test_events_time_what_lies_between_them(device: torch.device) -> None:
     x = torch.randn(512, 512, device=device)
-    start, middle, end = (torch.sky.Event(enable_timing=True) for _ in range(3))
-    torch.sky.synchronize(device)
-    began = time.perf_counter()
-    start.record()
-    y = busy(x, 4)
-    middle.record()
-    y = busy(y, 40)
-    end.record()
-    end.synchronize()
-    waited = 1000 * (time.perf_counter() - began)
-    assert end.query()
-    assert 0 < start.elapsed_time(middle) < start.elapsed_time(end) <= waited
-    # Ten times the work: the events are not recorded when they are issued, which is at once.
-    assert middle.elapsed_time(end) > 2 * start.elapsed_time(middle)
+
+    def timed() -> tuple[float, float]:
+        start, middle, end = (torch.sky.Event(enable_timing=True) for _ in range(3))
+        torch.sky.synchronize(device)
+        began = time.perf_counter()
+        start.record()
+        y = busy(x, 4)
+        middle.record()
+        y = busy(y, 40)
+        end.record()
+        end.synchronize()
+        waited = 1000 * (time.perf_counter() - began)
+        assert end.query()
+        assert 0 < start.elapsed_time(middle) < start.elapsed_time(end) <= waited
+        return start.elapsed_time(middle), middle.elapsed_time(end)
+
+    # Ten times the work: the events are not recorded when they are issued, which is at once. A
+    # machine that stands still for a moment may stretch the lesser.
+    tries = (timed() for _ in range(5))
+    assert any(much > 2 * little for little, much in tries)
 
 
 def test_the_time_of_an_event_without_timing_is_refused(device: torch.device) -> None:

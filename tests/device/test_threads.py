@@ -260,8 +260,10 @@ def test_a_module_is_trained_while_another_thread_reads_it(device: torch.device)
     seen: list[float] = []
 
     def watch() -> None:
-        while not done.is_set():
+        while True:
             seen.append(model.weight.detach().sum().item())
+            if done.is_set():
+                return
 
     with ThreadPoolExecutor(1) as thread:
         watching = thread.submit(watch)
