@@ -168,7 +168,7 @@ def test_a_generator_gives_results_as_they_come(pool: sky.Compute) -> None:
 
 
 def test_an_unordered_generator_gives_the_quick_ones_first(pool: sky.Compute) -> None:
-    calls = (delayed(slowly)(i, 1.0 if i == 0 else 0.0) for i in range(4))
+    calls = (delayed(slowly)(i, 5.0 if i == 0 else 0.0) for i in range(4))
 
     found = Parallel(n_jobs=-1, return_as="generator_unordered", batch_size=1)(calls)
 
@@ -267,7 +267,7 @@ def test_no_more_run_at_once_than_jobs_were_asked_for() -> None:
         with lock:
             builtins._test_now = getattr(builtins, "_test_now", 0) + 1  # type: ignore[attr-defined]
             seen = int(builtins._test_now)  # type: ignore[attr-defined]
-        time.sleep(0.05)
+        time.sleep(0.3)
         with lock:
             builtins._test_now -= 1  # type: ignore[attr-defined]
         return seen

@@ -151,7 +151,7 @@ def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
         started = time.monotonic()
         with pytest.raises(sky.BroadcastError) as raised:
             step_until_killed() @ compute
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert [outcome.ok for outcome in raised.value.outcomes] == [False, False]
         assert any("SIGKILL" in str(problem) for problem in raised.value.exceptions)
         assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
@@ -174,7 +174,7 @@ def test_a_rank_that_notices_nothing_is_ended() -> None:
         started = time.monotonic()
         with pytest.raises(sky.BroadcastError, match="2 of 2 workers") as raised:
             one_dies_one_sleeps() @ compute
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 40
         assert any(
             "another worker of its group was lost" in str(e) for e in raised.value.exceptions
         )

@@ -94,8 +94,8 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> No
             "do that",
             outcome["said"],
         )
-        assert 5 < outcome["given up after"] < 10
-        assert 5 < outcome["ended after"] < 12
+        assert 5 < outcome["given up after"] < 18
+        assert 5 < outcome["ended after"] < 19
         assert outcome["left"] == 0
         assert len(outcome["again"]) == 2
 

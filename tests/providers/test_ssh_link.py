@@ -13,7 +13,7 @@ from skyward.providers.ssh import link
 
 PLACE: Any = None
 """Where it leads does not matter."""
-MOMENT = 1.0
+MOMENT = 30.0
 
 
 class Connection:
