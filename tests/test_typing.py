@@ -13,7 +13,7 @@ EXPECTED = ROOT / "tests" / "typing" / "operators.py"
 def mypy(target: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     config = ROOT / "pyproject.toml"
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(config), str(target)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     script = Path(__file__).with_name("killing.py")
 
     done = subprocess.run(
-        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=100
+        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=280
     )
 
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,7 @@ def test_memory_stays_close_to_the_size_of_the_model(folder: Path) -> None:
             [sys.executable, "-c", MEASURED, folder, action],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=280,
         )
         assert done.returncode == 0, done.stderr
         return int(done.stdout)

@@ -64,7 +64,7 @@ def received(folder: Path, script: str, where: Path) -> str:
     """What a process on the receiving end prints."""
     text = f"import skyward as sky\nfile_server = sky.ModelStore({str(folder)!r})\n{script}"
     done = subprocess.run(
-        [sys.executable, "-c", text], cwd=where, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", text], cwd=where, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
