@@ -324,6 +324,7 @@ def test_a_call_is_cancelled_though_others_wait_behind_it_on_its_worker(
     slow.cancel()
 
     assert [future.result(20) for future in ahead + behind] == [*range(1, 21)] * 2
+    eventually(lambda: not any(view.running for view in compute.nodes))
     assert compute.stats().workers_died == died
 
 
