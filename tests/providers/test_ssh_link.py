@@ -14,6 +14,7 @@ from skyward.providers.ssh import link
 PLACE: Any = None
 """Where it leads does not matter."""
 MOMENT = 30.0
+"""Enough for what waits for nothing, however slow the machine is."""
 
 
 class Connection:
@@ -78,6 +79,8 @@ def test_who_has_a_connection_does_not_wait_for_another_that_is_being_made(
 def test_who_needs_a_connection_does_not_wait_for_the_end_of_a_lost_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(link, "FAREWELL_SECONDS", 120.0)
+
     async def scenario() -> None:
         host, to_it = Host(monkeypatch), link.Link(PLACE)
         await to_it.connection()
