@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import asyncssh
 import numpy as np
 from broadcast import broadcasts_over
 from floors import RawLink, change, touch
@@ -139,11 +141,13 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             link = stack.enter_context(RawLink(tls=True))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             channel = stack.enter_context(Channel(hosts, folder / "control"))
+            library = stack.enter_context(LibraryChannel(hosts))
             calls = interleave(
                 {
                     "tunnel": lambda: p50(lambda: nothing() >> through, size.calls),
                     "straight": lambda: p50(lambda: nothing() >> straight, size.calls),
                     "channel": lambda: p50(channel.round_trip, size.calls),
+                    "library": lambda: p50(library.round_trip, size.calls),
                 },
                 rounds=size.rounds,
             )
@@ -180,6 +184,12 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             "a byte there and back through `ssh`",
             calls["channel"],
             "<= 2x",
+        ),
+        compared(
+            f"{ROUND_TRIP}, through SSH",
+            calls["tunnel"],
+            "a byte there and back through asyncssh",
+            calls["library"],
         ),
         compared(
             tunnelled,
@@ -231,6 +241,45 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=20)
+
+
+class LibraryChannel:
+    """The same with the library that carries our calls: what of them is its share."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._loop = asyncio.new_event_loop()
+
+    def round_trip(self) -> None:
+        self._loop.run_until_complete(self._exchange())
+
+    async def _exchange(self) -> None:
+        self._process.stdin.write(b"x")
+        assert await self._process.stdout.readexactly(1) == b"x"
+
+    async def _open(self) -> None:
+        hosts = self._hosts
+        self._connection = await asyncssh.connect(
+            hosts.names[0],
+            hosts.port,
+            username=hosts.user,
+            client_keys=[hosts.key],
+            known_hosts=hosts.known_hosts,
+            config=None,
+        )
+        self._process = await self._connection.create_process("cat", encoding=None)
+
+    async def _close(self) -> None:
+        self._connection.close()
+        await self._connection.wait_closed()
+
+    def __enter__(self) -> LibraryChannel:
+        self._loop.run_until_complete(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
 
 
 def sending(floats: Any, compute: sky.Compute) -> Callable[[], float]:
