@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ..providers.ssh_hosts import TESTBED, Sshd
@@ -88,10 +89,17 @@ class Link:
                 "config": None,
             }
         finally:
+            # A session whose client went without a word would stay for ever.
+            sessions = [
+                session for daemon in daemons for session in psutil.Process(daemon.pid).children()
+            ]
             for daemon in daemons:
                 daemon.terminate()
             for daemon in daemons:
                 daemon.wait()
+            for session in sessions:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    session.kill()
 
 
 @contextlib.contextmanager
