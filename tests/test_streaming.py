@@ -306,6 +306,15 @@ def test_a_stream_counts_as_what_became_of_it(compute, idle):
     assert after.failed - before.failed == 1
 
 
+def test_a_stream_that_is_open_when_its_pool_closes_was_cancelled():
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        values = sky.function(lambda: (number for number in range(10**6)))() >> compute
+        assert next(values) == 0
+
+    stats = compute.stats()
+    assert (stats.succeeded, stats.failed, stats.cancelled) == (0, 0, 1)
+
+
 def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
     short = sky.function(timeout=0.05)(lambda: (number for number in range(10**9)))
     work = sky.function(lambda: sum(number for number in range(300_000)))

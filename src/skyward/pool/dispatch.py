@@ -541,6 +541,7 @@ class Dispatcher:
         for task in stranded:
             problem = PoolClosedError(f"the pool closed before {task.name} was done")
             if task.stream is not None:
+                # Whoever closed the pool did not want the rest of it.
                 task.cancelled = True
                 self._end_stream(task, Failed.because(problem))
             self._finish(task, Failed.because(problem))

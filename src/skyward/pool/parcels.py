@@ -182,11 +182,11 @@ class Packer:
 
     def take_forgotten(self) -> list[bytes]:
         """Keys of handles that have died since; their data is let go here."""
-        if self._forgotten.empty():
-            return []
-        keys = []
+        keys: list[bytes] = []
         while not self._forgotten.empty():
             keys.append(self._forgotten.get())
+        if not keys:
+            return keys
         with self._lock:
             dropped = [self._definitions.pop(key, None) for key in keys]
         for definition in dropped:

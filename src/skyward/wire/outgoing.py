@@ -53,8 +53,7 @@ class Outgoing:
 
     def send(self, data: bytes) -> None:
         """Write something small; it may be sent later, in order."""
-        if self._ways.ended:
-            raise BrokenPipeError(self._ways.why)
+        self._check()
         self._queue.append([data, -1])
         self._due = True
         self._settle()

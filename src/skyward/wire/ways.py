@@ -48,11 +48,9 @@ class Ways:
         """The thread that read last. A client's must not wait for what only it can read."""
         self.again: Callable[[], None] | None = None
         """Called once when there is something to read from again."""
-        self.ended = False
-        """Whether it is over for good."""
         self.why = ""
         """Why it is over, once it is."""
-        self._given_up = threading.Event()
+        self._ended = threading.Event()
         self._attempt = attempt
 
     @property
@@ -60,6 +58,11 @@ class Ways:
         """Whether there is a connection, as far as anybody knows."""
         pair = self.current
         return pair is not None and not pair.broken
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over for good."""
+        return self._ended.is_set()
 
     def took(self, pair: Pair, count: int) -> bool:
         """Whether these bytes count: the other end may have been told that they did not come."""
@@ -84,7 +87,7 @@ class Ways:
     def _redial(self) -> None:
         assert self._dial is not None
         try:
-            pair = self._dial(self.received, self._given_up)
+            pair = self._dial(self.received, self._ended)
         except LinkLost as problem:
             self.end(str(problem))
         else:
@@ -167,8 +170,7 @@ class Ways:
             if self.ended:
                 return
             self.why = why
-            self.ended = True
-            self._given_up.set()
+            self._ended.set()
             again, self.again = self.again, None
             self.changed.notify_all()
         self.writing.cut()

@@ -119,11 +119,11 @@ class ProcessCapture:
         """Send all that the task has written, so that it arrives before its result."""
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, TaskStream) and not stream.written:
-                continue
-            # A stream of the task's own making is its own affair.
-            with contextlib.suppress(Exception):
+            try:
                 stream.flush()
+            except Exception:
+                # A stream of the task's own making is its own affair.
+                continue
         with self._lock:
             if self._waiting.poll(0):
                 for name in self._reads:
@@ -224,8 +224,7 @@ class TaskStream(RoutedStream):
         self._flush = flush
         self._number = number
         self._bytes = _Bytes(self)
-        self.written = False
-        """Whether there may be something to flush."""
+        self._written = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -240,12 +239,12 @@ class TaskStream(RoutedStream):
         """Nothing: what arrives at the other end is always UTF-8, and always live."""
 
     def pass_on(self, text: str) -> int:
-        self.written = True
+        self._written = True
         return self._write(text)
 
     def flush(self) -> None:
-        if self.written:
-            self.written = False
+        if self._written:
+            self._written = False
             self._flush()
 
     def isatty(self) -> bool:
