@@ -20,7 +20,7 @@ from peers import running_peers
 from report import Row, absent, absolute, claim, compared, run_suite
 
 import skyward as sky
-from skyward.pool.scheduler import Place, Scheduler
+from skyward.calls.scheduler import Load, Scheduler
 
 QUIET = sky.Options(console=False)
 PROCESS_POOL = "ProcessPoolExecutor"
@@ -247,27 +247,27 @@ def scheduling_cost(
     """
     scheduler: Scheduler[SimulatedTask] = Scheduler()
     for node in range(nodes):
-        scheduler.add(Place(node, 0, 0))
+        scheduler.add(Load(node, 0, 0))
     arriving = [describe(task, nodes) for task in range(tasks)]
-    running: deque[tuple[Place[SimulatedTask], int]] = deque()
+    running: deque[tuple[Load[SimulatedTask], int]] = deque()
     ended = 0
 
     start = time.thread_time()
     for task in arriving:
-        place = scheduler.pick(task)
-        if place is None:
+        load = scheduler.pick(task)
+        if load is None:
             scheduler.queue(task)
         else:
-            scheduler.begin(place, task)
-            running.append((place, task.id))
+            scheduler.begin(load, task)
+            running.append((load, task.id))
     while running:
-        place, task_id = running.popleft()
-        scheduler.end(place, task_id)
-        place.note(ran)
+        load, task_id = running.popleft()
+        scheduler.end(load, task_id)
+        load.note(ran)
         ended += 1
-        while (following := scheduler.next_for(place)) is not None:
-            scheduler.begin(place, following)
-            running.append((place, following.id))
+        while (following := scheduler.next_for(load)) is not None:
+            scheduler.begin(load, following)
+            running.append((load, following.id))
     taken = time.thread_time() - start
     assert ended == tasks
     return taken / tasks

@@ -11,21 +11,20 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 from measure import Sample, interleave, p50
+from training import QUIET, mlp, stepper
 
-from skyward.providers import Wish
-from skyward.worker.config import AgentConfig
+import skyward as sky
+from skyward.providers import Order, Request
 
 HERE = Path(__file__).parent
 ROUND_TRIP = 0.020
@@ -81,59 +80,48 @@ def steps_over(ends: Ends, steps: int, rounds: int) -> Mapping[str, Sample]:
 
 @dataclass(frozen=True)
 class Beyond:
-    """A provider: an agent in another network namespace of this machine."""
+    """A provider: agents in another network namespace of this machine."""
 
     namespace: str
     address: str
-    encrypted: bool = True
 
-    def check(self, wish: Wish) -> None:
-        """Whatever is wished for is there: it is this machine."""
+    name = "beyond"
+    here = True
 
-    def machine(self, node: int, pool: str, wish: Wish) -> BeyondMachine:
-        """An agent's process over there."""
-        return BeyondMachine(self)
+    def check(self, request: Request) -> None:
+        """Any request is fine: the machine is this one."""
+
+    def describe(self) -> dict[str, str]:
+        """The arguments."""
+        return {"namespace": self.namespace, "address": self.address}
+
+    def price(self, request: Request) -> float | None:
+        """This machine is paid for."""
+        return 0.0
+
+    async def create(self, order: Order) -> BeyondMachine:
+        """Make a folder of this machine whose commands run in the namespace."""
+        return BeyondMachine(self, await sky.Local().create(order))
+
+    async def find(self, pool: str) -> list[BeyondMachine]:
+        """The folders of a pool."""
+        return [BeyondMachine(self, machine) for machine in await sky.Local().find(pool)]
 
 
 class BeyondMachine:
-    """An agent in another network namespace."""
+    """A local machine whose commands run in another network namespace."""
 
-    def __init__(self, place: Beyond) -> None:
-        self._namespace = place.namespace
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.mkdtemp(prefix="sky-")
-        self.endpoint = ""
-        self.address = place.address
-        self.hostname = socket.gethostname()
-        self.accelerators, self.accelerator = 0, None
+    def __init__(self, place: Beyond, machine: Any) -> None:
+        self._machine = machine
+        self._enter = ["ip", "netns", "exec", place.namespace]
+        self.address = self.direct = place.address
 
-    def start(self, config: AgentConfig) -> None:
-        """Start the agent and wait until it listens."""
-        config.address, config.folder, config.client_pid = self.address, self._folder, os.getpid()
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, sys.executable, "-m", "skyward.worker.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(config) + b"\n")
-        self._process.stdin.flush()
-        self.endpoint = json.loads(self._process.stdout.readline())["endpoint"]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
 
-    def looks_dead(self) -> bool:
-        """Whether the agent has ended."""
-        return self._process is None or self._process.poll() is not None
-
-    def stop(self, seconds: float) -> None:
-        """End the agent."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-            self._process.kill()
-            self._process.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)
+    async def run(self, command: Sequence[str], **streams: Any) -> int:
+        """Run a command in the namespace."""
+        return int(await self._machine.run([*self._enter, *command], **streams))
 
 
 @contextlib.contextmanager
@@ -170,9 +158,6 @@ def echo(namespace: str, address: str) -> Iterator[Callable[[], float]]:
 
 def main(far: str, far_address: str, steps: int, rounds: int) -> None:
     """Measure seconds per training step, and print the samples."""
-    import skyward as sky
-    from device import QUIET, mlp, stepper
-
     # On a machine of few cores the link's own process needs one, too.
     image = sky.Image(env={"OMP_NUM_THREADS": "1"})
     places = {"far": Beyond(far, far_address), "near": sky.Local(transport="tcp")}

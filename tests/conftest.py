@@ -13,10 +13,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 import skyward as sky
+from skyward.device.build import CompilerError
 
 RUN = uuid.uuid4().hex
 """In the environment of every worker this test run starts, however deep below it."""
@@ -28,9 +30,40 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 
 _shared_pools: list[sky.Compute] = []
 
+# A machine that stands still for a moment says nothing about the code: no limit on one example.
+hypothesis.settings.register_profile("skyward", deadline=None)
+hypothesis.settings.load_profile("skyward")
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # As a shell starts what is to run in the background; but the tests press Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def has_compiler() -> bool:
+    """Whether the torch device's core can be compiled here; tests of the device skip otherwise."""
+    return bool(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _skipping_without_compiler():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _skipping_without_compiler():
+        return (yield)
+
+
+@contextlib.contextmanager
+def _skipping_without_compiler() -> Iterator[None]:
+    try:
+        yield
+    except CompilerError as problem:
+        if has_compiler():
+            raise
+        pytest.skip(str(problem))
 
 
 def worker_processes(mark: str = RUN) -> list[psutil.Process]:
@@ -53,9 +86,7 @@ def _of_shared_pools() -> set[int]:
     pids: set[int] = set()
     for compute in _shared_pools:
         for node in compute._open_pool.nodes:
-            process = getattr(node.machine, "_process", None)
-            if process is not None:
-                pids.add(process.pid)
+            pids.add(node.host.agent_pid)
     return pids
 
 
@@ -122,7 +153,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     Yet not for the 20 s that functions of the tests wait by themselves: one that was never told
     to end is killed before, and found out.
     """
-    monkeypatch.setattr("skyward.pool.dispatch.CANCEL_GRACE", 15.0)
+    monkeypatch.setattr("skyward.calls.cancelling.CANCEL_GRACE", 15.0)
 
 
 @contextlib.contextmanager

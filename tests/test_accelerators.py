@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from skyward import accelerators
-from skyward.accelerators import Accelerator, CudaInfo, Model, parse
+from skyward.accelerators import Accelerator, Card, CudaInfo, Custom, Model, matching, parse
 from skyward.errors import ConfigurationError
 
 CATALOG = list(accelerators.models())
@@ -205,3 +205,122 @@ class TestCatalog:
     def test_a_capability_has_the_name_compilers_use(self):
         assert CudaInfo((9, 0), "11.8").arch == "sm_90"
         assert CudaInfo((12, 0), "12.8").arch == "sm_120"
+
+
+# As `nvidia-smi --query-gpu=name,memory.total` and /proc/driver/nvidia print them.
+REAL_CARDS = [
+    ("Tesla K80", 11441, accelerators.K80()),
+    ("Tesla P100-PCIE-16GB", 16280, accelerators.P100()),
+    ("Tesla P100-PCIE-12GB", 12198, accelerators.P100(memory="12GB")),
+    ("Tesla V100-SXM2-16GB", 16160, accelerators.V100()),
+    ("Tesla V100-SXM2-32GB", 32510, accelerators.V100(memory="32GB")),
+    ("Tesla V100-DGXS-32GB", 32508, accelerators.V100(memory="32GB")),
+    ("Tesla T4", 15360, accelerators.T4()),
+    ("NVIDIA A100-SXM4-40GB", 40960, accelerators.A100(memory="40GB")),
+    ("NVIDIA A100-PCIE-40GB", 40960, accelerators.A100(memory="40GB")),
+    ("NVIDIA A100-SXM4-80GB", 81920, accelerators.A100()),
+    ("NVIDIA A100 80GB PCIe", 81920, accelerators.A100()),
+    ("NVIDIA A10", 23028, accelerators.A10()),
+    ("NVIDIA A10G", 23028, accelerators.A10G()),
+    ("NVIDIA A40", 46068, accelerators.A40()),
+    ("NVIDIA L4", 23034, accelerators.L4()),
+    ("NVIDIA L40", 46068, accelerators.L40()),
+    ("NVIDIA L40S", 46068, accelerators.L40S()),
+    ("NVIDIA H100 80GB HBM3", 81559, accelerators.H100()),
+    ("NVIDIA H100 PCIe", 81559, accelerators.H100()),
+    ("NVIDIA H100 NVL", 95830, accelerators.H100(memory="94GB")),
+    ("NVIDIA H200", 143771, accelerators.H200()),
+    ("NVIDIA H200 NVL", 143771, accelerators.H200()),
+    ("NVIDIA GH200 480GB", 97871, accelerators.GH200()),
+    ("NVIDIA GH200 144G HBM3e", 146831, accelerators.GH200(memory="144GB")),
+    ("NVIDIA B200", 183359, accelerators.B200()),
+    ("NVIDIA B300", 275040, accelerators.B300()),
+    ("NVIDIA GeForce RTX 3090", 24576, accelerators.RTX_3090()),
+    ("NVIDIA GeForce RTX 4090", 24564, accelerators.RTX_4090()),
+    ("NVIDIA GeForce RTX 5090", 32607, accelerators.RTX_5090()),
+    ("NVIDIA RTX A6000", 49140, accelerators.RTX_A6000()),
+]
+OTHER_CARDS = [
+    ("NVIDIA GeForce RTX 3090 Ti", 24564, Custom("RTX 3090 Ti", "24GB")),
+    ("NVIDIA GeForce RTX 4090 D", 24564, Custom("GeForce RTX 4090 D", "24GB")),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, Custom("RTX 4090 Laptop GPU", "16GB")),
+    ("NVIDIA RTX 6000 Ada Generation", 49140, Custom("RTX 6000 Ada", "48GB")),
+    ("Quadro RTX 6000", 23040, Custom("Quadro RTX 6000", "24GB")),
+    ("Quadro RTX 8000", 49152, Custom("nvidia quadro rtx 8000", "48GB")),
+    ("NVIDIA A100-SXM-64GB", 65536, Custom("A100", "64GB")),
+    ("NVIDIA GB200", 189471, Custom("NVIDIA GB200", "186GB")),
+]
+EVERY_CARD = REAL_CARDS + OTHER_CARDS
+
+
+def same_model(one: Accelerator, other: Accelerator) -> bool:
+    """Whether both ask for the same card; a B200 is sold as 180 GB and as 192 GB."""
+    return one.name == other.name and (one.memory == other.memory or one.name == "B200")
+
+
+class TestMatching:
+    @pytest.mark.parametrize(("name", "mib", "wanted"), EVERY_CARD, ids=lambda value: str(value))
+    def test_a_card_is_what_its_driver_calls_it(self, name, mib, wanted):
+        assert matching(wanted, [Card(name, mib)]) == [Card(name, mib)]
+        assert matching(wanted, [Card(name)]) == [Card(name)]
+
+    @pytest.mark.parametrize(("name", "mib", "wanted"), EVERY_CARD, ids=lambda value: str(value))
+    def test_a_card_is_nothing_else(self, name, mib, wanted):
+        asked = [*EVERY_VARIANT, *(each for _, _, each in OTHER_CARDS)]
+        taken = [each for each in asked if matching(each, [Card(name, mib)])]
+        assert [each for each in taken if not same_model(each, wanted)] == []
+
+    @pytest.mark.parametrize(
+        ("wanted", "name"),
+        [
+            (accelerators.A10(), "NVIDIA A100-SXM4-40GB"),
+            (accelerators.L4(), "NVIDIA L40S"),
+            (accelerators.L40(), "NVIDIA L40S"),
+            (accelerators.H200(), "NVIDIA GH200 480GB"),
+            (accelerators.A100(), "NVIDIA A100-SXM4-40GB"),
+            (accelerators.RTX_4090(), "NVIDIA GeForce RTX 4090 D"),
+            (accelerators.H100(), "NVIDIA H100 NVL"),
+        ],
+        ids=lambda value: str(value),
+    )
+    def test_a_name_that_contains_another_is_another(self, wanted, name):
+        assert matching(wanted, [Card(name)]) == []
+
+    def test_measured_memory_decides_where_the_name_is_silent(self):
+        large, small = Card("NVIDIA P100", 16280), Card("NVIDIA P100", 12198)
+        assert matching(accelerators.P100(), [large, small]) == [large]
+        assert matching(accelerators.P100(memory="12GB"), [large, small]) == [small]
+
+    def test_a_mixed_machine_offers_the_cards_that_match(self):
+        cards = [Card("Tesla T4", 15360), Card("NVIDIA L4", 23034), Card("NVIDIA L4", 23034)]
+        assert len(matching(accelerators.L4(), cards)) == 2
+        assert accelerators.describe(cards) == (
+            "1 x Tesla T4 (15360 MiB), 2 x NVIDIA L4 (23034 MiB)"
+        )
+
+
+class TestCustom:
+    def test_names_what_the_catalog_does_not_have(self):
+        card = Custom("RTX 6000 Ada Generation", "48 gb", count=2)
+        assert (card.name, card.memory, card.count) == ("RTX 6000 Ada Generation", "48GB", 2)
+        assert card.is_nvidia
+        assert str(card) == "RTX 6000 Ada Generation-48GB:2"
+
+    def test_a_name_of_the_catalog_keeps_its_facts(self):
+        assert Custom("a100", "64GB").cuda == accelerators.A100().cuda
+
+    @pytest.mark.parametrize(("name", "memory", "count"), [("", "8GB", 1), (None, "8GB", 1)])
+    def test_a_name_is_needed(self, name, memory, count):
+        with refused(r"Custom\(name=.*\): the name must be a non-empty str; .*nvidia-smi -L"):
+            Custom(name, memory, count)
+
+    def test_a_wrong_memory_or_count_is_refused(self):
+        with refused(r"RTX 6000 Ada\(memory='much'\): not an amount of memory"):
+            Custom("RTX 6000 Ada", "much")
+        with refused(r"RTX 6000 Ada\(count=0\): the count must be a whole number from 1"):
+            Custom("RTX 6000 Ada", "48GB", 0)
+
+    def test_other_makers_of_the_catalog_are_not_nvidias(self):
+        assert not accelerators.MI300X().is_nvidia
+        assert not accelerators.TPU_V4().is_nvidia
+        assert accelerators.H100().is_nvidia

@@ -494,6 +494,91 @@ def test_with_threads_only_that_call_is_silent(threads, printed, tmp_path):
 # redirect_output.
 
 
+def test_redirect_output_takes_what_is_printed_here(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[sky.Output] = []
+
+    with sky.redirect_output(lines.append):
+        print("out")
+        print("err", file=sys.stderr)
+        sys.stdout.buffer.write("bytes \N{SNOWMAN}\n".encode())
+        print("unfinished", end="")
+    print("after")
+
+    assert [(line.stream, str(line)) for line in lines] == [
+        ("stdout", "out"),
+        ("stderr", "err"),
+        ("stdout", "bytes \N{SNOWMAN}"),
+        ("stdout", "unfinished"),
+    ]
+    assert capsys.readouterr() == ("after\n", "")
+
+
+def test_redirect_output_leaves_what_other_threads_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[str] = []
+
+    with sky.redirect_output(lines.append):
+        other = threading.Thread(target=print, args=("other",))
+        other.start()
+        other.join()
+
+    assert lines == []
+    assert capsys.readouterr().out == "other\n"
+
+
+def test_redirect_output_leaves_what_other_tasks_of_the_loop_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[str] = []
+
+    async def listening(turn: asyncio.Event, over: asyncio.Event) -> None:
+        with sky.redirect_output(lines.append):
+            turn.set()
+            await over.wait()
+            print("mine")
+
+    async def main() -> None:
+        turn, over = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(listening(turn, over))
+        await turn.wait()
+        print("other")
+        over.set()
+        await task
+
+    asyncio.run(main())
+
+    assert lines == ["mine"]
+    assert capsys.readouterr().out == "other\n"
+
+
+def test_what_the_callback_prints_goes_where_output_went_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outer: list[str] = []
+
+    with sky.redirect_output(lambda line: print("heard", line)):
+        print("one")
+    with sky.redirect_output(outer.append), sky.redirect_output(lambda line: print("heard", line)):
+        print("two")
+
+    assert capsys.readouterr().out == "heard one\n"
+    assert outer == ["heard two"]
+
+
+def test_on_a_worker_too_the_callback_may_print(pool: sky.Compute) -> None:
+    @sky.function
+    def talk() -> None:
+        with sky.redirect_output(lambda line: print("heard", line)):
+            print("one")
+
+    lines: list[str] = []
+    with sky.redirect_output(lines.append):
+        talk() >> pool
+
+    assert lines == ["heard one"]
+
+
 def test_around_calls_it_takes_what_the_pool_forwards(compute, capsys):
     lines = []
 
@@ -527,16 +612,6 @@ def test_the_innermost_block_gets_the_output(compute):
         sky.function(print)("outer") >> compute
 
     assert (outer, inner) == (["outer"], ["inner"])
-
-
-def test_it_does_not_take_what_the_client_itself_prints(compute, capsys):
-    lines = []
-
-    with sky.redirect_output(lines.append):
-        print("mine")
-
-    assert lines == []
-    assert capsys.readouterr().out == "mine\n"
 
 
 def test_inside_a_function_it_takes_that_calls_output(compute, printed):

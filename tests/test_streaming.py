@@ -327,11 +327,11 @@ def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
 
 
 def test_a_stream_that_ends_in_time_does_not_time_out(compute):
-    quick = sky.function(timeout=4)(lambda: (number for number in range(3)))
+    quick = sky.function(timeout=2)(lambda: (number for number in range(3)))
     values = quick() >> compute
 
     assert next(values) == 0
-    time.sleep(4.2)  # the timeout passes, but the generator has long ended
+    time.sleep(2.1)  # the timeout passes, but the generator has long ended
     assert list(values) == [1, 2]
 
 

@@ -12,21 +12,13 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from skyward.device import pump, route
-from skyward.pool import contact, relays
-from skyward.pool import streams as pool_streams
-from skyward.wire import (
-    blobs,
-    dial,
-    frames,
-    identity,
-    incoming,
-    listener,
-    memory,
-    messages,
-    outgoing,
-    records,
-)
+from skyward.calls import relays
+from skyward.calls import streams as pool_streams
+from skyward.device import pump
+from skyward.nodes import contact
+from skyward.objects import blobs, memory, payloads
+from skyward.wire import dial, frames, identity, listener, messages
+from skyward.wire.link import incoming, large, outgoing, pair, records
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
 
@@ -99,7 +91,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         assert actual == value, name
     assert pool_streams.WINDOW == worker_streams.WINDOW
     assert frames.INLINE_BODY == memory.CHUNK == 1 << 20
-    assert blobs._ALIGN == 64
+    assert payloads._ALIGN == 64
     assert typing.get_args(messages.Size)[1] == msgspec.Meta(ge=0, le=1 << 48)
 
 
@@ -107,7 +99,7 @@ def test_links_are_as_described() -> None:
     links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
     assert records.RECORD.format == "<Q"
     assert records.IS_COUNT == 1 << 63
-    assert records.ASIDE == 32
+    assert records.STRIPE_BIT == 32
     for words in (
         f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
         f"for every {incoming.COUNT_EVERY >> 20} MiB received",
@@ -115,25 +107,22 @@ def test_links_are_as_described() -> None:
         f"the refusal `{identity.SESSION_UNKNOWN}`",
         f"no `Ping` back for {contact.SILENCE_SECONDS:g} s",
         f"refused connections for {dial.REFUSED_SECONDS:g} s",
-        f"at least {records.FAR_SECONDS * 1e3:g} ms apart",
-        f"up to {dial.WIDE - 1} more each way",
-        f"Only frames of {records.WIDE_MIN >> 20} MiB or more",
-        f"in parts of {outgoing.WIDE_PART >> 20} MiB",
+        f"at least {pair.FAR_SECONDS * 1e3:g} ms apart",
+        f"up to {dial.CONNECTIONS - 1} more each way",
+        f"Only frames of {records.STRIPED_MIN >> 20} MiB or more",
+        f"in parts of {large.STRIPE_PART >> 20} MiB",
         f"the first {records.RECORD_MAX >> 20} MiB of them",
     ):
         assert words in links
 
 
 def test_the_links_of_a_device_are_as_described() -> None:
-    links = PAGE.partition("## Links of a device\n")[2].partition("\n## ")[0]
-    assert route.GREETING.format == "<16sQ"
-    assert pump.COUNT.format == "<Q"
+    links = PAGE.partition("*Links of a device.*")[2].partition("\n\n")[0]
     for words in (
-        "16 bytes of token",
-        f"one for every {pump.COUNT_EVERY >> 10} KiB",
+        f"every {pump.BEAT_SECONDS:g} s",
         f"{pump.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
         f"{pump.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
-        f"After {pump.SILENCE_SECONDS:g} s without a count",
+        f"after {pump.SILENCE_SECONDS:g} s without a record",
     ):
         assert words in links
 
@@ -186,7 +175,8 @@ def test_every_message_goes_where_somebody_takes_it() -> None:
     takers = {
         "A": handled(SOURCES / "worker" / "agent.py") | {"Hello"},
         "E": handled(SOURCES / "worker" / "executor.py") | {"Hello", "Welcome", "Want", "Part"},
-        "C": handled(*(SOURCES / "pool").glob("*.py")) | {"Welcome"},
+        "C": handled(*(SOURCES / "calls").glob("*.py"), *(SOURCES / "nodes").glob("*.py"))
+        | {"Welcome"},
     }
     listed: dict[str, set[str]] = {"A": set(), "E": set(), "C": set()}
     for _, name, direction, _ in table("kind", "name", "direction", "fields"):

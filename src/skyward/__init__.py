@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from skyward.functions import Function as Function
     from skyward.functions import Gather as Gather
     from skyward.functions import Group as Group
-    from skyward.functions import Handle as Handle
     from skyward.functions import Pending as Pending
     from skyward.functions import function as function
     from skyward.functions import gather as gather
-    from skyward.functions import put as put
     from skyward.future import Future as Future
+    from skyward.nodes.node import NodeView as NodeView
+    from skyward.objects.handles import Handle as Handle
+    from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
-    from skyward.pool.node import NodeView as NodeView
     from skyward.providers.container import Container as Container
     from skyward.providers.local import Local as Local
     from skyward.providers.ssh import SSH as SSH
@@ -122,15 +122,14 @@ _HOMES = {
         "Function",
         "Gather",
         "Group",
-        "Handle",
         "Pending",
         "function",
         "gather",
-        "put",
     ),
     "future": ("Future",),
+    "nodes.node": ("NodeView",),
+    "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
-    "pool.node": ("NodeView",),
     "providers.container": ("Container",),
     "providers.local": ("Local",),
     "providers.ssh": ("SSH",),

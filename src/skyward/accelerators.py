@@ -1,10 +1,11 @@
-"""The catalog of accelerators: what can be asked of a node, and the facts that come with it."""
+"""The catalog of accelerators: what a user asks of a node, and which cards satisfy the request."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -53,7 +54,8 @@ class Accelerator:
         if _match(_NAME, self.name) is None:
             raise ConfigurationError(
                 f"Accelerator(name={self.name!r}): the name must be a non-empty str; "
-                "take one from the catalog, such as accelerators.A100()"
+                "take one from the catalog, such as accelerators.A100(), or write "
+                "accelerators.Custom('RTX 6000 Ada', '48GB')"
             )
         object.__setattr__(self, "memory", _memory(self.name, self.memory))
         object.__setattr__(self, "count", _count(self.name, self.count))
@@ -62,6 +64,12 @@ class Accelerator:
     def memory_gb(self) -> int:
         """The memory of each accelerator, in gigabytes."""
         return int(self.memory.removesuffix("GB"))
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether NVIDIA's driver can confirm it; what the catalog does not list counts as such."""
+        model = _BY_KEY.get(_key(self.name))
+        return self.cuda is not None or model is None or model.cuda is not None
 
     def __str__(self) -> str:
         described = f"{self.name}-{self.memory}"
@@ -91,6 +99,57 @@ class Model:
         return Accelerator(self.name, chosen, count, self.cuda)
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU of a machine, as its driver describes it.
+
+    `memory_mib` is what `nvidia-smi` measures, or `None` where nobody measured it.
+    """
+
+    name: str
+    memory_mib: int | None = None
+
+
+def Custom(name: str, memory: str, count: int = 1) -> Accelerator:  # noqa: N802
+    """Ask for NVIDIA cards that the catalog does not list, by the name `nvidia-smi -L` prints.
+
+    The words NVIDIA, GeForce, Quadro and Tesla, and the memory, may be left out of the name.
+
+    >>> str(Custom("RTX 6000 Ada Generation", "48GB", count=2))
+    'RTX 6000 Ada Generation-48GB:2'
+    """
+    if _match(_NAME, name) is None:
+        raise ConfigurationError(
+            f"Custom(name={name!r}): the name must be a non-empty str; write the one that "
+            "`nvidia-smi -L` prints, such as Custom('RTX 6000 Ada Generation', '48GB')"
+        )
+    known = _BY_KEY.get(_key(name))
+    return Accelerator(name.strip(), memory, count, known.cuda if known else None)
+
+
+def matching(wanted: Accelerator, cards: Sequence[Card]) -> list[Card]:
+    """The cards that are of the model and the memory asked for.
+
+    The model must be the same: an A100 is no A10, and an RTX 4090 D no RTX 4090. The memory is what
+    the card's name says, or else what was measured; where neither is known, the model decides.
+
+    >>> matching(A100(), [Card("NVIDIA A100-SXM4-40GB"), Card("NVIDIA A100 80GB PCIe")])
+    [Card(name='NVIDIA A100 80GB PCIe', memory_mib=None)]
+    """
+    return [card for card in cards if _is_of_model(wanted, card) and _has_memory(wanted, card)]
+
+
+def describe(cards: Sequence[Card]) -> str:
+    """Cards as people count them, such as "2 x NVIDIA L4, 1 x Tesla T4"."""
+    counts = Counter(
+        card.name
+        if card.memory_mib is None or _named_memory(card.name)
+        else f"{card.name} ({card.memory_mib} MiB)"
+        for card in cards
+    )
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
 def parse(text: str, count: int = 1) -> Accelerator:
     """Read an accelerator as a command line spells it: `H100`, `H100:8` or `A100-40GB:2`.
 
@@ -110,7 +169,8 @@ def parse(text: str, count: int = 1) -> Accelerator:
     if model is None:
         known = ", ".join(each.name for each in models())
         raise ConfigurationError(
-            f"accelerator {text!r}: no model called {match['model']!r}; the catalog has {known}"
+            f"accelerator {text!r}: no model called {match['model']!r}; the catalog has "
+            f"{known}; in Python, accelerators.Custom(name, memory) asks for any other"
         )
     if match["count"] is not None:
         written = int(match["count"])
@@ -155,6 +215,50 @@ def _count(name: str, count: SupportsIndex) -> int:
 
 def _key(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).upper()
+
+
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GRID"}
+_BUILDS = re.compile(r"SXM\d?|PCIE|NVL|HBM\d?E?|DGXS|FHHL|GENERATION|\d+GB?", re.IGNORECASE)
+"""What a driver's name says besides the model: how the card is built, and its memory."""
+_MEMORY_IN_NAME = re.compile(r"(?<!\w)(\d+)GB?(?!\w)", re.IGNORECASE)
+_MEMORY_OF_NAME = {"GH200480GB": 96, "H100NVL": 94, "H100PCIE": 80}
+"""The 480 GB of that GH200 belong to its processor; the other two do not say what they have."""
+_LEAST_MEASURED, _MOST_MEASURED = 0.9, 1.05
+"""Of the nominal gigabytes times 1024, what `nvidia-smi` reports in MiB: an L4 of 24 GB has 23,034
+(94 %: error correction takes a part), a B300 of 288 GB has 275,040 (93 %: those are decimal), an
+H200 of 141 GB has 143,771 (99.6 %)."""
+
+
+def _words(name: str) -> list[str]:
+    """A name without its maker: ["A100", "SXM4", "40GB"] for "NVIDIA A100-SXM4-40GB"."""
+    return [word for word in re.split(r"[-_\s]+", name) if word and word.upper() not in _MAKERS]
+
+
+def _model_key(name: str) -> str:
+    """The model alone: "A100" for "NVIDIA A100-SXM4-40GB", "RTX4090D" for an RTX 4090 D."""
+    words = _words(name)
+    return _key("".join(word for word in words if not _BUILDS.fullmatch(word)) or "".join(words))
+
+
+def _named_memory(name: str) -> int | None:
+    """The gigabytes that a card's name says or implies."""
+    implied = _MEMORY_OF_NAME.get(_key("".join(_words(name))))
+    written = _MEMORY_IN_NAME.search(name)
+    return implied or (int(written[1]) if written else None)
+
+
+def _is_of_model(wanted: Accelerator, card: Card) -> bool:
+    return _model_key(card.name) == _model_key(wanted.name)
+
+
+def _has_memory(wanted: Accelerator, card: Card) -> bool:
+    named = _named_memory(card.name)
+    if named is not None:
+        return named == wanted.memory_gb
+    if card.memory_mib is None:
+        return True
+    nominal = wanted.memory_gb * 1024
+    return nominal * _LEAST_MEASURED <= card.memory_mib <= nominal * _MOST_MEASURED
 
 
 _BY_KEY: dict[str, Model] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -13,6 +14,35 @@ from skyward.errors import ConfigurationError
 
 # Greedy up to the last "@" before the path, so that a password with an "@" in it is hidden whole.
 _CREDENTIALS = re.compile(r"://[^/\s'\"]+@")
+
+
+_options: Mapping[str, str] = {}
+"""The options of the command line that runs, by the names of the arguments they stand for."""
+
+
+@contextlib.contextmanager
+def naming_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Have messages name options of the command line in place of Python's arguments."""
+    global _options
+    before, _options = _options, options
+    try:
+        yield
+    finally:
+        _options = before
+
+
+def argument(name: str, *value: object, python: str = "") -> str:
+    """An argument as the user gives it: `host='::'` in Python, `--host ::` on the command line.
+
+    `python` is what Python's users write, where that is no keyword argument.
+
+    >>> argument("host", "::"), argument("token"), argument("insecure", True)
+    ("host='::'", 'token=...', 'insecure=True')
+    """
+    option = _options.get(name)
+    if option is not None:
+        return " ".join([option, *(str(each) for each in value if each is not True)])
+    return python or (f"{name}={value[0]!r}" if value else f"{name}=...")
 
 
 def store(value: object, **normalised: object) -> None:
@@ -28,13 +58,17 @@ def shown(value: Any) -> str:
 
 def _call(value: object, given: Mapping[str, object]) -> str:
     arguments = ", ".join(f"{name}={content!r}" for name, content in given.items())
-    return f"{type(value).__name__}({_CREDENTIALS.sub('://***@', arguments)})"
+    return f"{type(value).__name__}({without_credentials(arguments)})"
+
+
+def without_credentials(text: str) -> str:
+    """The text with the user and password of every URL hidden."""
+    return _CREDENTIALS.sub("://***@", text)
 
 
 def refused(value: object, given: Mapping[str, object], problem: str) -> ConfigurationError:
     """The error for a call with these arguments."""
-    problem = _CREDENTIALS.sub("://***@", problem)
-    return ConfigurationError(f"{_call(value, given)}: {problem}")
+    return ConfigurationError(f"{_call(value, given)}: {without_credentials(problem)}")
 
 
 def text(value: object, name: str, content: object) -> str:
@@ -102,7 +136,7 @@ def seconds(value: object, name: str, content: SupportsFloat) -> float:
     """A positive, finite number of seconds."""
     given = {name: content}
     try:
-        # A str has its own conversion to float, but "30" is as likely a slip as a wish.
+        # A str has its own conversion to float, but "30" is as likely a slip as a request.
         seconds = None if isinstance(content, bool | str) else float(content)
     except (TypeError, ValueError, OverflowError):
         seconds = None

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
+from skyward.calls.flow import Crowd, Flow, not_the_end
+from skyward.calls.packing import blob_room
+from skyward.calls.task import Task
 from skyward.console import Console, console_for
 from skyward.errors import (
     BroadcastError,
@@ -32,6 +35,10 @@ from skyward.errors import (
 )
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
+from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.node import NodeView
+from skyward.nodes.preparations import Preparations
+from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import (
     Cluster,
     ClusterSpec,
@@ -41,14 +48,8 @@ from skyward.plugins.plugin import (
     entered,
     transformed,
 )
-from skyward.pool.flow import Crowd, Flow, not_the_end
-from skyward.pool.node import NodeView
-from skyward.pool.parcels import blob_room
-from skyward.pool.pool import Pool
-from skyward.pool.preparing import Preparations
-from skyward.pool.spec import PoolSpec
-from skyward.pool.task import Task
-from skyward.providers import Hosting, Provider, Wish
+from skyward.pool import Pool
+from skyward.providers import Provider, Request
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
 
@@ -85,13 +86,16 @@ class Stats:
 class Compute:
     """A set of machines to run functions on.
 
+    `name` is what the pool is called in messages and by `sky ps`. It is only a name: no
+    configuration is looked up by it, and two pools may have the same.
+
     >>> with sky.Compute(nodes=2) as compute:
     ...     result = train(model, x, y) >> compute
     """
 
     def __init__(
         self,
-        provider: Provider | Hosting | None = None,
+        provider: Provider | None = None,
         *,
         nodes: int | tuple[int, int] | Nodes = 1,
         accelerator: Accelerator | None = None,
@@ -105,7 +109,7 @@ class Compute:
         name: str | None = None,
     ) -> None:
         provider = Local() if provider is None else provider
-        _require(provider, (Provider, Hosting), "provider", "sky.Local()")
+        _require(provider, Provider, "provider", "sky.Local()")
         _require(accelerator, Accelerator, "accelerator", "sky.accelerators.A100()", optional=True)
         _require(image, Image, "image", "sky.Image(...)", optional=True)
         _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
@@ -125,10 +129,10 @@ class Compute:
         plugged = composed(plugins)
         check_distributed(plugged, worker, options)
         image = transformed(image or Image(), plugged, cluster)
-        wish = Wish(
+        request = Request(
             accelerator, vcpus, memory_gb, image, tuple(volumes), cluster.spec.nodes.ceiling
         )
-        provider.check(wish)
+        provider.check(request)
         blob_room()
         self._spec = PoolSpec(
             provider=provider,
@@ -136,7 +140,7 @@ class Compute:
             accelerator=accelerator,
             worker=worker,
             options=options,
-            wish=wish,
+            request=request,
             name=self.name,
             preparations=Preparations.of(plugged, cluster),
         )
@@ -154,8 +158,7 @@ class Compute:
         try:
             self._open()
         except SkywardError as problem:
-            # It says what happened; where in a thread of ours it was noticed helps nobody.
-            raise problem.with_traceback(None) from problem.__cause__
+            raise shown_from_outside(problem) from problem.__cause__
         self._token = functions.current.set(self)
         return self
 
@@ -180,7 +183,7 @@ class Compute:
         try:
             await asyncio.shield(opening)
         except SkywardError as problem:
-            raise problem.with_traceback(None) from problem.__cause__
+            raise shown_from_outside(problem) from problem.__cause__
         except asyncio.CancelledError:
             # The thread goes on all the same, and what it opens must not stay.
             with contextlib.suppress(SkywardError):
@@ -207,17 +210,19 @@ class Compute:
         several = spec.worker.per_node != 1
         self._console = console_for(spec.options.console, several_workers=several)
         count = spec.nodes.desired
-        nodes = f"{count} node{'s' if count != 1 else ''}"
         provider = type(spec.provider).__name__.lower()
-        self._console.begin(f"{self.name}: starting {nodes} ({provider})", count)
+        self._console.begin(f"{self.name}: starting {_nodes(count)} ({provider})", count)
         self._pool = Pool(spec, self._console)
         try:
             self._pool.start()
             self._enter_plugins()
             seconds = time.monotonic() - started
-            price = spec.provider.price(spec.wish) if isinstance(spec.provider, Provider) else None
+            price = spec.provider.price(spec.request)
             cost = f", ${price * count:.2f} an hour" if price else ""
-            self._console.ready(f"{self.name}: {nodes} ready in {seconds:.1f} s{cost}")
+            there = self._pool.ready_nodes()
+            ready = _nodes(count) if there == count else f"{there} of {_nodes(count)}"
+            more = "" if there == count else "; it goes on with the others"
+            self._console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
             # What the block prints comes after it, and not into a display that is being redrawn.
             self._console.drain()
             self._was_ready = True
@@ -320,7 +325,7 @@ class Compute:
         pool = self._open_pool
         task = pool.prepare(checked(pending), on=self._index(on), keep=True)
         future: Future[T] = Future()
-        future._bind(lambda: pool.cancel(task), lambda: task.lane is not None)
+        future._bind(lambda: pool.cancel(task), lambda: task.assigned)
         pool.after(task, functools.partial(_settle, pool, task, future))
         try:
             pool.submit(task)
@@ -380,7 +385,7 @@ class Compute:
         try:
             for pending in pendings:
                 task = pool.prepare(checked(pending), keep=True)
-                task.on_done = crowd.left
+                task.when_done(crowd.left)
                 crowd.joined()
                 tasks.append(task)
                 pool.submit(task)
@@ -477,11 +482,12 @@ class Compute:
         return torch.device("sky", self._open_pool.device(node, kind))
 
     def devices(self, kind: str = "auto") -> list[torch.device]:
-        """A torch device on every node.
+        """A torch device on every node that is there.
 
         >>> first, second = compute.devices("cpu")
         """
-        return [self.device(kind, node=node.node) for node in self.nodes]
+        there = [node for node in self.nodes if node.state not in ("starting", "failed")]
+        return [self.device(kind, node=node.node) for node in there]
 
     # Looking and changing.
 
@@ -490,14 +496,22 @@ class Compute:
         """The nodes as they are now: state, address, accelerator, running tasks."""
         return self._open_pool.views()
 
-    def resize(self, count: int) -> None:
-        """Grow or shrink to that many nodes.
+    def resize(self, nodes: int | tuple[int, int] | Nodes) -> None:
+        """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
+
+        Returns when that many nodes, or with bounds `min` of them, are there.
 
         >>> compute.resize(4)
+        >>> compute.resize(sky.Nodes(8, min=4))
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(f"resize({count!r}): give a whole number of nodes, 1 or more")
-        self._open_pool.resize(count)
+        if isinstance(nodes, (tuple, list, Nodes)):
+            self._open_pool.resize(Nodes.of(nodes))
+            return
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ConfigurationError(
+                f"resize({nodes!r}): give a whole number of nodes, 1 or more, (min, max) or Nodes"
+            )
+        self._open_pool.resize(nodes)
 
     def stats(self) -> Stats:
         """What has been done so far.
@@ -554,7 +568,7 @@ class Home:
             notice.cancel()
 
     def _tell_waiting(self, task: Task) -> None:
-        if task.lane is None and not task.done:
+        if not task.assigned and not task.done:
             running = [
                 name
                 for view in self.compute.nodes
@@ -579,6 +593,10 @@ def home_of(device: torch.device) -> Home | None:
             if holder is not None:
                 return Home(compute, *holder)
     return None
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count != 1 else ''}"
 
 
 def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:

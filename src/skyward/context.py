@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import inspect
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from skyward.errors import ConfigurationError
@@ -44,6 +45,11 @@ class InstanceInfo:
     peers: tuple[Peer, ...] = (Peer(0, "127.0.0.1"),)
     job_id: str = "local"
     hostname: str = ""
+    place: int | None = None
+    """Which of the nodes that are there this one is; None for the same as `node`.
+
+    The two differ while a node with a lower number is missing.
+    """
 
     @property
     def total_workers(self) -> int:
@@ -51,9 +57,14 @@ class InstanceInfo:
         return self.total_nodes * self.workers_per_node
 
     @property
+    def node_rank(self) -> int:
+        """This node's rank among those that are there."""
+        return self.node if self.place is None else self.place
+
+    @property
     def global_worker_index(self) -> int:
         """This worker's rank in the whole pool."""
-        return self.node * self.workers_per_node + self.worker
+        return self.node_rank * self.workers_per_node + self.worker
 
     @property
     def is_head(self) -> bool:
@@ -123,11 +134,13 @@ class Route:
     muted: frozenset[str] = frozenset()
     listener: Listener | None = None
     unfinished: dict[str, str] = field(default_factory=dict, compare=False)
-    """Per stream, the line the listener has not been told yet."""
+    """Per stream, the line that the listener has not got yet."""
+    outer: Route | None = None
+    """The route that the listener itself prints to; else it would be called for its own lines."""
 
 
 class Capture(Protocol):
-    """What a worker provides so that routes also hold for C code and threads of the task."""
+    """A worker's output capture, which applies routes to C code and threads of the task too."""
 
     def reroute(self, route: Route) -> None: ...
 
@@ -148,16 +161,18 @@ def install_capture(capture: Capture) -> None:
 def _routed(new: Route) -> Iterator[None]:
     token = route.set(new)
     try:
-        if _capture is not None:
-            _capture.reroute(new)
-            yield
-        else:
-            with _local_streams:
+        with contextlib.ExitStack() as streams:
+            if _capture is not None:
+                _capture.reroute(new)
+            else:
+                streams.enter_context(_local_streams)
+            try:
                 yield
+            finally:
+                for stream in (sys.stdout, sys.stderr):
+                    if isinstance(stream, RoutedStream):
+                        stream.finish()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, RoutedStream):
-                stream.finish()
         old = token.old_value
         route.reset(token)
         if _capture is not None:
@@ -169,17 +184,23 @@ class RoutedStream(io.TextIOBase):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.buffer = _Bytes(self)
+        """For code that writes bytes."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
 
     def write(self, text: str) -> int:
-        way = route.get()
-        if self.name in way.muted:
+        now = route.get()
+        if self.name in now.muted:
             return len(text)
-        if way.listener is None:
+        if now.listener is None:
             return self.pass_on(text)
-        *lines, rest = (way.unfinished.get(self.name, "") + text).split("\n")
-        way.unfinished[self.name] = rest
+        *lines, rest = (now.unfinished.get(self.name, "") + text).split("\n")
+        now.unfinished[self.name] = rest
         for line in lines:
-            self._tell(way.listener, line)
+            self._tell(now, line)
         return len(text)
 
     def pass_on(self, text: str) -> int:
@@ -187,22 +208,44 @@ class RoutedStream(io.TextIOBase):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Hand an unfinished line to the listener that is about to leave."""
-        way = route.get()
-        rest = way.unfinished.pop(self.name, "")
-        if rest and way.listener is not None:
-            self._tell(way.listener, rest)
+        """Give the listener, which is about to be removed, the line without a newline."""
+        now = route.get()
+        rest = now.unfinished.pop(self.name, "")
+        if rest:
+            self._tell(now, rest)
 
-    def _tell(self, listener: Listener, line: str) -> None:
+    def _tell(self, now: Route, line: str) -> None:
+        assert now.listener is not None
         info = instance_info()
-        listener(Output(line, self.name, info.node, info.worker))
+        token = route.set(now.outer or Route())
+        try:
+            now.listener(Output(line, self.name, info.node, info.worker))
+        finally:
+            route.reset(token)
 
     def writable(self) -> bool:
         return True
 
 
+class _Bytes(io.RawIOBase):
+    def __init__(self, stream: RoutedStream) -> None:
+        self._stream = stream
+        # A character may be split between two writes.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(self._decoder.decode(bytes(data)))
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 class _LocalStream(RoutedStream):
-    """Stands before the process's own stream while a local call's output is rerouted."""
+    """Takes the place of the process's own stream while output of this process is rerouted."""
 
     def __init__(self, name: str, behind: Any) -> None:
         super().__init__(name)
@@ -222,28 +265,32 @@ class _LocalStream(RoutedStream):
 
 
 class _LocalStreams:
-    """Puts `_LocalStream`s before sys.stdout and sys.stderr for as long as anyone needs them."""
+    """Replaces sys.stdout and sys.stderr by `_LocalStream`s while at least one route needs them."""
 
     def __init__(self) -> None:
         self._users = 0
         self._lock = threading.Lock()
-        self._stood: list[_LocalStream] = []
+        self._installed: list[_LocalStream] = []
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                self._stood = [_LocalStream(n, getattr(sys, n)) for n in ("stdout", "stderr")]
-                for stream in self._stood:
-                    setattr(sys, stream.name, stream)
+            for name in ("stdout", "stderr"):
+                behind = getattr(sys, name)
+                # Somebody else may have replaced the stream since the first user came.
+                if not isinstance(behind, _LocalStream):
+                    stream = _LocalStream(name, behind)
+                    self._installed.append(stream)
+                    setattr(sys, name, stream)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for stream in self._stood:
+                for stream in reversed(self._installed):
                     if getattr(sys, stream.name) is stream:
                         setattr(sys, stream.name, stream.behind)
+                self._installed.clear()
 
 
 _local_streams = _LocalStreams()
@@ -305,7 +352,7 @@ def _muting(function: F, streams: tuple[str, ...], allowed: Callable[[InstanceIn
 
 
 class _Muted:
-    """A function around which some streams are silent; a class, so that it travels by name."""
+    """A function whose calls print nothing to some streams; a class, so that it travels by name."""
 
     def __init__(
         self,
@@ -333,7 +380,7 @@ class _Muted:
         return self._await(value) if inspect.iscoroutine(value) else value
 
     def _generate(self, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        # Only while it runs: between items it is its consumer's turn to print.
+        # Only while the generator runs: between items the consumer may print.
         try:
             while True:
                 with self._quiet():
@@ -368,30 +415,36 @@ class _Muted:
         if self._allowed(instance_info()):
             yield
             return
-        way = route.get()
-        with _routed(Route(way.muted.union(self._streams), way.listener, way.unfinished)):
+        old = route.get()
+        with _routed(replace(old, muted=old.muted.union(self._streams))):
             yield
 
 
 @contextlib.contextmanager
 def redirect_output(callback: Listener) -> Iterator[None]:
-    """Hand output to a callback, line by line, instead of printing it.
+    """Give output to a callback, line by line, instead of printing it.
 
-    Inside a function it takes that call's output; around calls it takes what the pool forwards.
-    The callback gets an `Output`: a `str` that also knows its stream, node and task.
+    Inside a function the callback gets what that call prints. On the client it gets what the block
+    itself prints, in its own thread or task, and what the pool forwards meanwhile; the latter is
+    called on the console's thread. The callback gets an `Output`: a `str` that also knows its
+    stream, node and task. What the callback prints goes where output went before.
 
     >>> lines = []
     >>> with sky.redirect_output(lines.append):
+    ...     print("here")
     ...     train() >> compute
     """
     if not callable(callback):
         raise ConfigurationError(f"redirect_output({callback!r}): give a function of one line")
+    old = route.get()
+    here = Route(old.muted, callback, outer=old)
     if _capture is not None or inside.get():
-        with _routed(Route(route.get().muted, callback)):
+        with _routed(here):
             yield
         return
     pool_listeners.append(callback)
     try:
-        yield
+        with _routed(here):
+            yield
     finally:
         pool_listeners.remove(callback)

@@ -1,4 +1,4 @@
-"""What to run: functions whose calls are described here and carried out elsewhere."""
+"""Functions: what to run; calling one describes a call, which an operator sends to a `Compute`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import sys
 import threading
 import types
 import typing
-import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import (
     Any,
     Generic,
@@ -26,13 +24,12 @@ from typing import (
 )
 
 import cloudpickle
-import xxhash
 
 from skyward import context
 from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.future import Future
-from skyward.wire import modules, objects
-from skyward.wire.objects import Encoded
+from skyward.objects.code import Code
+from skyward.objects.handles import opened
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +40,7 @@ Ts = TypeVarTuple("Ts")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Target(Protocol):
+class CallTarget(Protocol):
     """Where calls can be sent: a `Compute`."""
 
     def run(self, pending: Pending[T], on: int | Literal["head"] | None = None) -> T: ...
@@ -53,14 +50,14 @@ class Target(Protocol):
     def stream_all(self, pendings: tuple[Pending[Any], ...], *, ordered: bool) -> Iterator[Any]: ...
 
 
-Where = Target | types.ModuleType
+Where = CallTarget | types.ModuleType
 
-current: ContextVar[Target | None] = ContextVar("skyward_compute", default=None)
-active: list[Target] = []
+current: ContextVar[CallTarget | None] = ContextVar("skyward_compute", default=None)
+active: list[CallTarget] = []
 """Every entered Compute of this process, for threads that inherited no context."""
 
 
-def _target(where: Where) -> Target:
+def _target(where: Where) -> CallTarget:
     if not isinstance(where, types.ModuleType):
         if not hasattr(where, "run") or not hasattr(where, "broadcast"):
             raise TypeError(
@@ -121,7 +118,7 @@ class Function(Generic[P, T]):
         """
         token = context.inside.set(True)
         try:
-            return self.body(*_opened(args), **_opened(kwargs))
+            return self.body(*opened(args), **opened(kwargs))
         finally:
             context.inside.reset(token)
 
@@ -134,7 +131,7 @@ class Function(Generic[P, T]):
         return (self.body,)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """For plain pickle: by name where that can be imported, else with the body's code."""
+        """For plain pickle: by name if the name can be imported, else with the body's code."""
         name = getattr(self, "__qualname__", "")
         found: Any = sys.modules.get(self.__module__) if self.__module__ != "__main__" else None
         for part in name.split("."):
@@ -145,7 +142,7 @@ class Function(Generic[P, T]):
         return _unpickled, (body, self.timeout, self.retries, self.name)
 
     def by_value(self) -> tuple[Any, ...]:
-        """For our own pickles, which carry the definitions of what a worker cannot import."""
+        """For Skyward's own pickles, which carry the code of what a worker cannot import."""
         return _rebuild, (self.body, self.timeout, self.retries, self.name)
 
     def __repr__(self) -> str:
@@ -160,7 +157,7 @@ class Function(Generic[P, T]):
         return bound
 
     def code(self) -> Code:
-        """The body as it travels; encoded anew only when something it refers to has changed."""
+        """The body, encoded; again only when something it refers to has changed."""
         with self._lock:
             if self._code is None or not self._code.fresh():
                 self._code = Code.of(self.body)
@@ -168,7 +165,7 @@ class Function(Generic[P, T]):
 
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
-        """The positional parameters, to speak of arguments by name."""
+        """The names of the parameters, for error messages about arguments."""
         try:
             return tuple(inspect.signature(self.body).parameters)
         except (TypeError, ValueError):
@@ -181,7 +178,7 @@ class Function(Generic[P, T]):
         try:
             hints = typing.get_type_hints(body)
         except Exception:
-            # An annotation that cannot be evaluated says nothing about streaming but its text.
+            # Of an annotation that cannot be evaluated, the text still says whether it streams.
             hints = dict(getattr(body, "__annotations__", {}))
         return frozenset(
             name for name, hint in hints.items() if name != "return" and _is_iterator(hint)
@@ -214,31 +211,6 @@ def _is_iterator(hint: Any) -> bool:
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
         return all(map(_is_iterator, kinds))
     return origin in (collections.abc.Iterator, collections.abc.Generator)
-
-
-@dataclass(slots=True, eq=False)
-class Code:
-    """A function's code, encoded and named by its content."""
-
-    key: bytes
-    encoded: Encoded
-    references: modules.References
-
-    @classmethod
-    def of(cls, body: Callable[..., Any]) -> Code:
-        """Encode a function."""
-        references = modules.references(body)
-        encoded = objects.encode(body, own_modules=True, names=references.module_names)
-        digest = xxhash.xxh3_128()
-        for part in (*encoded.pieces, *encoded.buffers):
-            digest.update(part)
-        for handle in encoded.handles:
-            digest.update(handle.key)
-        return cls(digest.digest(), encoded, references)
-
-    def fresh(self) -> bool:
-        """Whether encoding it again would give the same."""
-        return self.references.constant and self.references.fresh()
 
 
 class Pending(Generic[T]):
@@ -404,56 +376,6 @@ def function(
     if body is None:
         return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
     return Function(body)
-
-
-class Handle(Generic[T]):
-    """Frozen data that is sent to each node once; made by `put`."""
-
-    __sky_handle__ = True
-    __slots__ = ("__weakref__", "_value", "encoded", "key")
-
-    def __init__(self, value: T) -> None:
-        self._value = value
-        self.key = uuid.uuid4().bytes
-        self.encoded = objects.encode(value, own_modules=True)
-
-    @property
-    def value(self) -> T:
-        """The data itself."""
-        return self._value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Handle, (self._value,)
-
-    def __repr__(self) -> str:
-        return f"<sky.put {_short(self._value)}>"
-
-
-def put(value: T) -> T:
-    """Declare data frozen: it is sent once per node, and then free to use in any number of calls.
-
-    Pass the handle as you would the data; the function sees the data itself. Neither side may
-    change it.
-
-    >>> images = sky.put(images)
-    >>> [train(images, lr) > compute for lr in rates]
-    """
-    return cast(T, value if isinstance(value, Handle) else Handle(value))
-
-
-def _opened(values: Any) -> Any:
-    """Arguments with every handle replaced by its data; untouched if there is none."""
-    if isinstance(values, Handle):
-        return values.value
-    if type(values) in (list, tuple):
-        opened = [_opened(value) for value in values]
-        changed = any(new is not old for new, old in zip(opened, values, strict=True))
-        return type(values)(opened) if changed else values
-    if type(values) is dict:
-        opened_items = {key: _opened(value) for key, value in values.items()}
-        changed = any(opened_items[key] is not value for key, value in values.items())
-        return opened_items if changed else values
-    return values
 
 
 def _short(value: Any) -> str:

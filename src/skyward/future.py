@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Future(concurrent.futures.Future[T]):
-    """A `concurrent.futures.Future` to be awaited, too; cancelling it cancels the remote work.
+    """A `concurrent.futures.Future` that can be awaited too; cancelling it cancels the remote work.
 
     >>> future = train(x) > compute
     >>> future.result()
@@ -29,7 +29,7 @@ class Future(concurrent.futures.Future[T]):
         return asyncio.wrap_future(self).__await__()
 
     def running(self) -> bool:
-        """Whether a worker has it and it is not done."""
+        """Whether a worker has the call and it is not done."""
         return not self.done() and self._is_running is not None and self._is_running()
 
     def cancel(self) -> bool:
@@ -37,7 +37,7 @@ class Future(concurrent.futures.Future[T]):
         cancelled = super().cancel()
         stop, self._stop = self._stop, None
         if cancelled and stop is not None:
-            # Those in `wait` and `as_completed` only hear of it this way.
+            # Threads in `wait` and `as_completed` are only told of it this way.
             self.set_running_or_notify_cancel()
             stop()
         return cancelled

@@ -227,7 +227,7 @@ def _gathered(data: Any, part: Sequence[int]) -> Any:
         rebuilt = type(data)(plain)
         faithful = type(rebuilt) is type(data) and list(rebuilt) == items
     except Exception:
-        # What a stranger's constructor makes of the items, or raises, is its own affair.
+        # The constructor of an unknown class may raise anything, or return anything.
         return plain
     return rebuilt if faithful else plain
 

@@ -132,6 +132,9 @@ class Image:
 class Nodes:
     """How many nodes: the number to start with and, for an elastic pool, its bounds.
 
+    The pool starts when `min` nodes are ready, and goes on for the others up to `desired`. While
+    tasks wait it grows up to `max`, and it shrinks to `min` when it is idle.
+
     >>> Nodes.of((2, 8))
     Nodes(desired=2, min=2, max=8)
     """

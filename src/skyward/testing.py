@@ -6,8 +6,8 @@ class TestMine(ProviderSuite):
         return Mine(region="here")
 
     @pytest.fixture
-    def wish(self):
-        return plain_wish()
+    def machine_request(self):
+        return plain_request()
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, ClassVar
 
 from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import Machine, Order, Provider, Wish, find_provider
+from skyward.providers import Machine, Order, Provider, Request, find_provider
 from skyward.spec import Image
 
 PATIENCE = 30.0
@@ -55,16 +55,17 @@ while True:
 _ENDED = 'kill -0 "$1" 2>/dev/null && ! grep -q "^State:.Z" "/proc/$1/status" && exit 1; exit 0'
 
 
-def plain_wish() -> Wish:
+def plain_request() -> Request:
     """A machine with nothing special about it."""
-    return Wish(None, None, None, Image(), ())
+    return Request(None, None, None, Image(), ())
 
 
 class ProviderSuite:
-    """What a pool relies on, as tests for pytest; each brings its own event loop.
+    """What a pool relies on, as tests for pytest; none needs an event loop of the caller's.
 
-    A subclass has two fixtures: `provider`, able to make `machines` machines at once, and `wish`,
-    what to ask of each. They need `sh`, `cat` and, to have something to dial, a Python.
+    A subclass has two fixtures: `provider`, able to make `machines` machines at once and one more,
+    which the tests share that only run commands; and `machine_request`, what to ask of each. The
+    machines need `sh`, `cat` and, to have something to dial, a Python.
     """
 
     machines = 2
@@ -79,6 +80,31 @@ class ProviderSuite:
         """
         yield False
 
+    _shared: ClassVar[tuple[asyncio.Runner, Machine] | None] = None
+
+    def _on_a_machine(
+        self,
+        provider: Provider,
+        machine_request: Request,
+        scenario: Callable[[Machine], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Run a scenario that leaves a machine as it was, on a machine made for all such tests."""
+        kind = type(self)
+        if kind._shared is None:
+            runner = asyncio.Runner()
+            kind._shared = runner, runner.run(provider.create(_order(machine_request)))
+        runner, machine = kind._shared
+        runner.run(scenario(machine))
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Destroy the machine that the tests shared, if there is one."""
+        if cls._shared is not None:
+            runner, machine = cls._shared
+            cls._shared = None
+            with runner:
+                runner.run(machine.destroy())
+
     def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
         """`sky down` makes it anew from them."""
         described = json.loads(json.dumps(dict(provider.describe())))
@@ -92,20 +118,22 @@ class ProviderSuite:
         """In the registry, or through an entry point."""
         assert find_provider(provider.name) is type(provider)
 
-    def test_its_price_is_a_number_or_unknown(self, provider: Provider, wish: Wish) -> None:
+    def test_its_price_is_a_number_or_unknown(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """And what it can give is not refused."""
-        provider.check(wish)
-        price = provider.price(wish)
+        provider.check(machine_request)
+        price = provider.price(machine_request)
 
         assert price is None or price >= 0
 
     def test_a_machine_knows_its_node_and_how_it_is_reached(
-        self, provider: Provider, wish: Wish
+        self, provider: Provider, machine_request: Request
     ) -> None:
         """An id to destroy it by, an address for its peers."""
 
         async def scenario() -> None:
-            order = _order(wish)
+            order = _order(machine_request)
             async with _made(provider, order) as machine:
                 assert machine.node == order.node
                 assert machine.id
@@ -115,91 +143,96 @@ class ProviderSuite:
 
         asyncio.run(scenario())
 
-    def test_a_command_returns_its_exit_status(self, provider: Provider, wish: Wish) -> None:
+    def test_a_command_returns_its_exit_status(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """As a shell would."""
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                assert await machine.run(["true"]) == 0
-                assert await machine.run(["sh", "-c", "exit 7"]) == 7
-                assert await machine.run(["sh", "-c", "kill -9 $$"]) == 137
-                assert await machine.run(["no-such-command-here"]) == 127
+        async def scenario(machine: Machine) -> None:
+            assert await machine.run(["true"]) == 0
+            assert await machine.run(["sh", "-c", "exit 7"]) == 7
+            assert await machine.run(["sh", "-c", "kill -9 $$"]) == 137
+            assert await machine.run(["no-such-command-here"]) == 127
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_arguments_arrive_as_they_are(self, provider: Provider, wish: Wish) -> None:
+    def test_arguments_arrive_as_they_are(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """No shell on the way reads them."""
         arguments = ["a b", "'", '"', "$HOME", "`id`", "\\n", "*", "", "~", ";", "ä\n!x", "-n"]
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                said = bytearray()
-                command = ["sh", "-c", 'printf "<%s>" "$@"', "sh", *arguments]
-                assert await machine.run(command, output=said.extend) == 0
-                assert said.decode() == "".join(f"<{each}>" for each in arguments)
+        async def scenario(machine: Machine) -> None:
+            said = bytearray()
+            command = ["sh", "-c", 'printf "<%s>" "$@"', "sh", *arguments]
+            assert await machine.run(command, output=said.extend) == 0
+            assert said.decode() == "".join(f"<{each}>" for each in arguments)
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_both_streams_of_a_command_come_out(self, provider: Provider, wish: Wish) -> None:
+    def test_both_streams_of_a_command_come_out(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """Nothing it says is lost."""
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                said = bytearray()
-                command = ["sh", "-c", "echo out; echo err >&2"]
-                assert await machine.run(command, output=said.extend) == 0
-                assert sorted(said.split()) == [b"err", b"out"]
+        async def scenario(machine: Machine) -> None:
+            said = bytearray()
+            command = ["sh", "-c", "echo out; echo err >&2"]
+            assert await machine.run(command, output=said.extend) == 0
+            assert sorted(said.split()) == [b"err", b"out"]
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_input_and_output_may_be_large_and_binary(self, provider: Provider, wish: Wish) -> None:
+    def test_input_and_output_may_be_large_and_binary(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """A wheel travels this way."""
         data = os.urandom(1 << 20) * 8
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                said = bytearray()
-                assert await machine.run(["cat"], input=data, output=said.extend) == 0
-                assert said == data
-                assert await machine.run(["true"], input=data) == 0
+        async def scenario(machine: Machine) -> None:
+            said = bytearray()
+            assert await machine.run(["cat"], input=data, output=said.extend) == 0
+            assert said == data
+            assert await machine.run(["true"], input=data) == 0
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_cancelling_a_command_ends_it(self, provider: Provider, wish: Wish) -> None:
+    def test_cancelling_a_command_ends_it(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """With what it started."""
         script = "sleep 600 & echo $! $$; wait"
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                said = bytearray()
-                task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
-                await _until(lambda: b"\n" in said)
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                assert task.cancelled()
-                for pid in said.decode().split():
-                    await _until_status(machine, ["sh", "-c", _ENDED, "sh", pid], 0)
-                assert await machine.run(["true"]) == 0
+        async def scenario(machine: Machine) -> None:
+            said = bytearray()
+            task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
+            await _until(lambda: b"\n" in said)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert task.cancelled()
+            for pid in said.decode().split():
+                await _until_status(machine, ["sh", "-c", _ENDED, "sh", pid], 0)
+            assert await machine.run(["true"]) == 0
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_dialling_a_unix_socket(self, provider: Provider, wish: Wish) -> None:
+    def test_dialling_a_unix_socket(self, provider: Provider, machine_request: Request) -> None:
         """Bytes both ways, and the end of each way by itself."""
-        asyncio.run(self._dial(provider, wish, "unix", 1, 8 << 20))
+        self._dial(provider, machine_request, "unix", 1, 8 << 20)
 
-    def test_dialling_a_port(self, provider: Provider, wish: Wish) -> None:
+    def test_dialling_a_port(self, provider: Provider, machine_request: Request) -> None:
         """On the machine's own loopback."""
-        asyncio.run(self._dial(provider, wish, "tcp", 1, 1 << 20))
+        self._dial(provider, machine_request, "tcp", 1, 1 << 20)
 
-    def test_many_dial_at_once(self, provider: Provider, wish: Wish) -> None:
+    def test_many_dial_at_once(self, provider: Provider, machine_request: Request) -> None:
         """Each gets its own bytes."""
-        asyncio.run(self._dial(provider, wish, "unix", 16, 64 << 10))
+        self._dial(provider, machine_request, "unix", 16, 64 << 10)
 
-    async def _dial(
-        self, provider: Provider, wish: Wish, family: str, times: int, size: int
+    def _dial(
+        self, provider: Provider, machine_request: Request, family: str, times: int, size: int
     ) -> None:
-        async with _made(provider, _order(wish)) as machine:
+        async def scenario(machine: Machine) -> None:
             async with self._listening(machine, family) as endpoint:
                 ends = await asyncio.gather(*(machine.dial(endpoint) for _ in range(times)))
                 data = [os.urandom(size) for _ in ends]
@@ -212,27 +245,30 @@ class ProviderSuite:
                 for end in ends:
                     end.close()
 
-    def test_dialling_nobody_says_so(self, provider: Provider, wish: Wish) -> None:
+        self._on_a_machine(provider, machine_request, scenario)
+
+    def test_dialling_nobody_says_so(self, provider: Provider, machine_request: Request) -> None:
         """By an error, or by an end of file; never by silence."""
 
-        async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
-                try:
-                    end = await machine.dial("unix:/nowhere/at/all")
-                except OSError:
-                    return
-                end.settimeout(PATIENCE)
-                with contextlib.suppress(ConnectionError):
-                    assert await asyncio.to_thread(end.recv, 1) == b""
-                end.close()
+        async def scenario(machine: Machine) -> None:
+            try:
+                end = await machine.dial("unix:/nowhere/at/all")
+            except OSError:
+                return
+            end.settimeout(PATIENCE)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.to_thread(end.recv, 1) == b""
+            end.close()
 
-        asyncio.run(scenario())
+        self._on_a_machine(provider, machine_request, scenario)
 
-    def test_destroying_is_final_and_may_be_repeated(self, provider: Provider, wish: Wish) -> None:
+    def test_destroying_is_final_and_may_be_repeated(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """Also with a command still running."""
 
         async def scenario() -> None:
-            order = _order(wish)
+            order = _order(machine_request)
             machine = await provider.create(order)
             said = bytearray()
             script = "echo on; sleep 600"
@@ -252,12 +288,13 @@ class ProviderSuite:
         asyncio.run(scenario())
 
     def test_a_machine_out_of_reach_is_not_taken_for_gone(
-        self, provider: Provider, wish: Wish
+        self, provider: Provider, machine_request: Request
     ) -> None:
         """Its node may come back, with all that runs on it."""
+        self.teardown_class()  # the connection to the shared machine would be cut as well
 
         async def scenario() -> None:
-            async with _made(provider, _order(wish)) as machine:
+            async with _made(provider, _order(machine_request)) as machine:
                 with self.out_of_reach() as cut:
                     if cut:
                         with contextlib.suppress(PoolStartError):
@@ -267,13 +304,13 @@ class ProviderSuite:
         asyncio.run(scenario())
 
     def test_machines_of_a_pool_are_made_and_destroyed_side_by_side(
-        self, provider: Provider, wish: Wish
+        self, provider: Provider, machine_request: Request
     ) -> None:
         """And only those of the pool are found."""
 
         async def scenario() -> None:
-            pool = _order(wish).pool
-            orders = [Order(pool, node, wish) for node in range(self.machines)]
+            pool = _order(machine_request).pool
+            orders = [Order(pool, node, machine_request) for node in range(self.machines)]
             made = await asyncio.gather(*(provider.create(order) for order in orders))
             try:
                 assert [machine.node for machine in made] == list(range(self.machines))
@@ -289,10 +326,10 @@ class ProviderSuite:
         asyncio.run(scenario())
 
     def test_what_a_killed_client_made_is_found_and_destroyed(
-        self, provider: Provider, wish: Wish
+        self, provider: Provider, machine_request: Request
     ) -> None:
         """By a provider made anew from its description, in another process."""
-        order = _order(wish)
+        order = _order(machine_request)
         client = multiprocessing.get_context("spawn").Process(
             target=_create_and_die, args=(provider, order)
         )
@@ -312,13 +349,13 @@ class ProviderSuite:
         asyncio.run(scenario())
 
     def test_a_create_that_is_cancelled_leaves_nothing_unknown(
-        self, provider: Provider, wish: Wish
+        self, provider: Provider, machine_request: Request
     ) -> None:
         """At whatever moment: what there is can be found, and destroyed."""
 
         async def scenario() -> None:
             for seconds in (0.0, 0.05, 0.2):
-                order = _order(wish)
+                order = _order(machine_request)
                 task = asyncio.create_task(provider.create(order))
                 await asyncio.wait({task}, timeout=seconds)
                 task.cancel()
@@ -346,8 +383,8 @@ class ProviderSuite:
             await asyncio.wait({task})
 
 
-def _order(wish: Wish) -> Order:
-    return Order(f"suite-{uuid.uuid4().hex[:8]}", 0, wish)
+def _order(machine_request: Request) -> Order:
+    return Order(f"suite-{uuid.uuid4().hex[:8]}", 0, machine_request)
 
 
 def _again(provider: Provider) -> Provider:

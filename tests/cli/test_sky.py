@@ -12,7 +12,9 @@ import click
 import pytest
 
 import skyward as sky
+from skyward import checks
 from skyward.cli import main as entry
+from skyward.cli.commands import OPTIONS
 
 HEAVY = ("torch", "numpy", "rich", "fsspec", "asyncio", "msgspec", "cryptography", "psutil")
 
@@ -126,3 +128,20 @@ def test_a_reader_that_leaves_early_is_no_error_message(start, store: sky.ModelS
 
     assert process.stderr.read() == b""
     assert process.wait(60) == 141
+
+
+def test_the_librarys_messages_name_options_on_the_command_line_only() -> None:
+    def named() -> list[str]:
+        return [
+            checks.argument("token"),
+            checks.argument("host", "::"),
+            checks.argument("insecure", True),
+            checks.argument("gc", python="gc()"),
+            checks.argument("other", 1),
+        ]
+
+    in_python = ["token=...", "host='::'", "insecure=True", "gc()", "other=1"]
+    assert named() == in_python
+    with checks.naming_options(OPTIONS):
+        assert named() == ["--token", "--host ::", "--insecure", "`sky models gc`", "other=1"]
+    assert named() == in_python

@@ -12,6 +12,7 @@ import skyward as sky
 
 torch = pytest.importorskip("torch")
 
+from ..conftest import has_compiler  # noqa: E402
 from .tally import Tally  # noqa: E402
 
 
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the cores before the first test: that may take longer than a test may."""
-    if _ours(session.items):
+    if _ours(session.items) and has_compiler():
         from skyward.device import build
 
         build.library("client")

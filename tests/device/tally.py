@@ -17,11 +17,19 @@ class Tally:
     def __init__(self) -> None:
         self.counts: collections.Counter[tuple[torch.dtype, str]] = collections.Counter()
         self.operations: set[str] = set()
+        self.tested: set[str] = set()
+        """Names of tests, which tell apart the variants of an operation."""
+        self.passed: set[tuple[str, torch.dtype]] = set()
+        self.excluded: set[tuple[str, torch.dtype]] = set()
 
     def add(self, operation: str, dtype: torch.dtype, kind: str) -> None:
         """One more sample."""
         self.operations.add(operation)
         self.counts[dtype, kind] += 1
+        if kind == "passed":
+            self.passed.add((operation, dtype))
+        elif kind == "excluded":
+            self.excluded.add((operation, dtype))
 
     def share(self) -> float:
         """The share of all samples that passed."""

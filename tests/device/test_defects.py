@@ -19,7 +19,7 @@ import skyward as sky
 
 def device_processes(compute: sky.Compute) -> list[psutil.Process]:
     """The processes behind a pool's devices."""
-    agents = [psutil.Process(node.machine._process.pid) for node in compute._open_pool.nodes]
+    agents = [psutil.Process(node.host.agent_pid) for node in compute._open_pool.nodes]
     return [
         child
         for agent in agents

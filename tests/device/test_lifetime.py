@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
 
 import skyward as sky
 
+from ..memory import in_use
 from .test_defects import device_processes
 
 MEBIBYTE = 1 << 20
@@ -19,42 +22,56 @@ MEBIBYTE = 1 << 20
 LARGE = 64 * MEBIBYTE // 4
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A device that no other test uses, and the process behind it."""
+
+    device: torch.device
+    process: psutil.Process
+
+    def held(self) -> int:
+        """Bytes that the worker says its tensors take."""
+        gc.collect()
+        return torch.sky.memory_allocated(self.device)
+
+    def in_use(self) -> float:
+        """MiB that the worker's process has allocated, for tensors and all else."""
+        gc.collect()
+        torch.sky.synchronize(self.device)
+        return in_use(self.process) / MEBIBYTE
+
+
 @pytest.fixture(scope="module")
-def alone(sharing) -> Iterator[tuple[torch.device, Callable[[], float]]]:
-    """A device that nobody else uses, and its process's memory in MiB."""
+def alone(sharing) -> Iterator[Alone]:
     with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
         device = compute.device("cpu")
         (process,) = device_processes(compute)
-
-        def resident() -> float:
-            gc.collect()
-            torch.sky.synchronize(device)
-            return process.memory_info().rss / MEBIBYTE
-
         torch.ones(LARGE, device=device).sum().item()
-        yield device, resident
+        yield Alone(device, process)
 
 
-def test_the_workers_memory_returns_to_its_baseline(alone) -> None:
-    device, resident = alone
-    before = resident()
+def test_the_workers_memory_returns_to_its_baseline(alone: Alone) -> None:
+    held, before = alone.held(), alone.in_use()
     for _ in range(3):
-        held = [torch.ones(LARGE, device=device) for _ in range(4)]
-        assert resident() > before + 200
-        del held
-        assert resident() < before + 32
+        tensors = [torch.ones(LARGE, device=alone.device) for _ in range(4)]
+        assert alone.held() == held + 4 * 4 * LARGE
+        assert alone.in_use() > before + 200
+        del tensors
+        assert alone.held() == held
+        assert alone.in_use() < before + 32
 
 
-def test_a_view_keeps_the_memory_and_nothing_else_does(alone) -> None:
-    device, resident = alone
-    before = resident()
-    base = torch.ones(2 * LARGE, device=device)
+def test_a_view_keeps_the_memory_and_nothing_else_does(alone: Alone) -> None:
+    held, before = alone.held(), alone.in_use()
+    base = torch.ones(2 * LARGE, device=alone.device)
     view = base[5:9]
     del base
-    assert resident() > before + 100
+    assert alone.held() == held + 2 * 4 * LARGE
+    assert alone.in_use() > before + 100
     assert view.sum().item() == 4.0
     del view
-    assert resident() < before + 32
+    assert alone.held() == held
+    assert alone.in_use() < before + 32
 
 
 def test_a_loop_uses_the_same_slots_again(device: torch.device) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -18,14 +22,15 @@ from torch import nn
 import skyward as sky
 from skyward.device import pump
 from skyward.device.core import core
-from skyward.device.route import GREETING, Dial
 from skyward.errors import ProtocolError
-from skyward.pool import fleet
-from skyward.wire import backlog
-from skyward.wire.backlog import Backlog
+from skyward.nodes import fleet
 from skyward.wire.channel import Channel
+from skyward.wire.dial import Dialer
 from skyward.wire.identity import GREETING_SECONDS
-from skyward.wire.messages import Hello
+from skyward.wire.link import backlog
+from skyward.wire.link.backlog import Backlog
+from skyward.wire.link.pair import Pair
+from skyward.wire.messages import Hello, Welcome
 
 from .proxy import Proxy
 from .test_defects import device_processes
@@ -44,18 +49,20 @@ def pool(**options: float) -> sky.Compute:
 def proxies() -> Iterator[list[Proxy]]:
     """One in front of each device, the latest last; the pools' own connections have none."""
     made: list[Proxy] = []
-    connect = fleet.connect
+    reach = fleet.reach
 
-    def redirected(endpoint: str, hello: Hello, *rest: object) -> object:
+    def redirected(
+        endpoint: str, hello: Hello, *rest: Any, **options: Any
+    ) -> tuple[Channel, Welcome]:
         if hello.role not in pump.BACKLOGS:
-            return connect(endpoint, hello, *rest)
+            return reach(endpoint, hello, *rest, **options)
         if endpoint not in [proxy.server for proxy in made]:
             made.append(Proxy(endpoint))
         proxy = next(proxy for proxy in made if proxy.server == endpoint)
-        return connect(proxy.endpoint, hello, *rest)
+        return reach(proxy.endpoint, hello, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "connect", redirected)
+        patch.setattr(fleet, "reach", redirected)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield made
     for proxy in made:
@@ -136,6 +143,27 @@ def test_large_copies_go_on_where_they_were_cut(
     assert torch.equal(cutting(there.cpu), host)
 
 
+def test_large_copies_in_both_directions_at_once_do_not_wait_for_each_other(
+    remote: torch.device,
+) -> None:
+    # Each is more than a link sends ahead: the worker takes in one while it sends the other.
+    size = 2 * pump.BACKLOGS["device-bulk"]
+    first, second = (torch.randint(256, (size,), dtype=torch.uint8) for _ in range(2))
+    there = first.to(remote)
+    torch.sky.synchronize(remote)
+    with ThreadPoolExecutor(1) as threads:
+
+        def exchange() -> tuple[torch.Tensor, torch.Tensor]:
+            down = there.to("cpu", non_blocking=True)
+            up = second.to(remote, non_blocking=True)
+            torch.sky.synchronize(remote)
+            return down, up
+
+        down, up = threads.submit(exchange).result(120)
+    assert torch.equal(down, first)
+    assert torch.equal(up.cpu(), second)
+
+
 def test_a_link_that_falls_silent_is_made_anew(
     remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:
@@ -179,26 +207,22 @@ def test_a_stranger_with_the_pools_credentials_is_turned_away(
     remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.ones(4, device=remote)
-    connects: list[Callable[[], Channel]] = []
-    plain = Dial.open
+    dialers: list[Dialer] = []
+    plain = Dialer._connect
 
-    def overheard(dial: Dial, received: int) -> tuple[Channel, int]:
-        connects.append(dial._connect)
-        return plain(dial, received)
+    def overheard(dialer: Dialer, received: int, seconds: float) -> tuple[Pair, Welcome]:
+        dialers.append(dialer)
+        return plain(dialer, received, seconds)
 
-    monkeypatch.setattr(Dial, "open", overheard)
+    monkeypatch.setattr(Dialer, "_connect", overheard)
     proxy.cut()
     assert x.sum().item() == 4.0
-    stranger = connects[0]()
-    sender, receiver = stranger.detach()
-    receiver.settimeout(GREETING_SECONDS)
-    sender.sendall(GREETING.pack(b"another's token!", 0))
-    try:
-        assert receiver.recv(1) == b""
-    except ConnectionError:
-        pass
-    finally:
-        stranger.close()
+    stranger = copy.copy(dialers[0])
+    stranger._gone = "turned away"
+    stranger._hello = msgspec.structs.replace(stranger._hello, session="another", attempt=0)
+    with contextlib.closing(stranger.open()[0]) as channel, pytest.raises(EOFError):
+        # Its connection is closed, and no other one is made for a session that has ended.
+        channel.receive()
     assert (x + 1).sum().item() == 8.0
 
 
@@ -230,7 +254,7 @@ def test_a_killed_node_is_noticed_within_seconds(proxies: list[Proxy], nothing_l
         device = compute.device("cpu")
         x = torch.ones(4, device=device)
         torch.sky.synchronize(device)
-        psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
+        psutil.Process(compute._open_pool.nodes[0].host.agent_pid).kill()
         use_until_gone(x)
 
 
@@ -240,7 +264,7 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
     with pool() as compute, ThreadPoolExecutor(1) as threads:
         opening = threads.submit(compute.device, "cpu")
         eventually(lambda: compute._open_pool._fleet._devices._waiting)
-        psutil.Process(compute._open_pool.nodes[0].machine._process.pid).kill()
+        psutil.Process(compute._open_pool.nodes[0].host.agent_pid).kill()
         with pytest.raises(sky.SkywardError, match="node 0 was lost: its agent is gone"):
             opening.result(20)
 
@@ -290,13 +314,13 @@ def test_a_process_whose_client_stays_away_ends(
     with pool(orphan_timeout=PATIENCE) as compute:
         torch.sky.synchronize(compute.device("cpu"))
         (process,) = device_processes(compute)
-        waiting, plain = threading.Event(), Dial.open
+        waiting, plain = threading.Event(), Dialer._connect
 
-        def late(dial: Dial, received: int) -> tuple[Channel, int]:
+        def late(dialer: Dialer, received: int, seconds: float) -> tuple[Pair, Welcome]:
             waiting.wait()
-            return plain(dial, received)
+            return plain(dialer, received, seconds)
 
-        monkeypatch.setattr(Dial, "open", late)
+        monkeypatch.setattr(Dialer, "_connect", late)
         proxies[-1].cut()
         eventually(lambda: not process.is_running(), 30, "its end")
         waiting.set()
@@ -328,9 +352,9 @@ def test_a_backlog_gives_back_what_was_not_acknowledged(seed: int) -> None:
     stream = choose.randbytes(5000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backlog, "CHUNK", 64)
-        kept, taken, acknowledged, arrived = Backlog(1000), 0, 0, b""
+        kept, taken, acknowledged, arrived = Backlog(), 0, 0, b""
         while len(arrived) < len(stream):
-            if kept.has_room and taken < len(stream):
+            if kept.held < 1000 and taken < len(stream):
                 room = kept.room()[: len(stream) - taken]
                 count = choose.randint(1, len(room))
                 room[:count] = stream[taken : taken + count]
@@ -355,7 +379,7 @@ def test_a_backlog_gives_back_what_was_not_acknowledged(seed: int) -> None:
 
 
 def test_a_count_that_cannot_be_is_refused() -> None:
-    kept = Backlog(64)
+    kept = Backlog()
     kept.filled(len(kept.room()[:10]))
     kept.sent(10)
     kept.acknowledge(5)

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import skyward as sky
-from skyward.wire import references
+from skyward.objects import references
 
+from ..memory import in_use
 from .test_defects import device_processes
 
 LARGE = 64 << 20
@@ -449,17 +450,18 @@ def test_descriptors_and_memory_come_back(alone, eventually) -> None:
 def test_large_memory_comes_back(alone, eventually) -> None:
     compute, device, process = alone
 
-    def resident() -> int:
+    def allocated() -> int:
         torch.sky.synchronize(device)
-        return process.memory_info().rss
+        return in_use(process)
 
     total(torch.ones(1 << 20, device=device)) >> compute
-    before = resident()
+    held, before = torch.sky.memory_allocated(device), allocated()
     x = torch.ones(LARGE, device=device)
     assert total(x) >> compute == LARGE
-    assert resident() < before + 1.25 * 4 * LARGE  # moved, not doubled
+    assert allocated() < before + 1.25 * 4 * LARGE  # moved, not doubled
     del x
-    eventually(lambda: resident() < before + (32 << 20), 30, "the memory's return")
+    eventually(lambda: torch.sky.memory_allocated(device) <= held, 30, "the tensor's end")
+    eventually(lambda: allocated() < before + (32 << 20), 30, "the memory's return")
 
 
 def test_a_killed_executor_does_no_harm(alone) -> None:
@@ -627,8 +629,8 @@ def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
 def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
     alone, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:
+    from skyward.calls.packing import Packer
     from skyward.device.core import Core
-    from skyward.pool.parcels import Packer
 
     compute, device, _ = alone
     real, parcel = Core.export, Packer.parcel

@@ -472,7 +472,7 @@ def test_a_node_that_keeps_dying_is_given_up_and_calls_are_told(
 def test_a_node_that_served_long_enough_is_replaced_any_number_of_times(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("skyward.pool.fleet.STEADY_SECONDS", 0.0)
+    monkeypatch.setattr("skyward.nodes.node.STEADY_SECONDS", 0.0)
     with sky.Compute(options=sky.Options(console=False)) as compute:
         for _ in range(4):
             lose_node(compute, eventually)

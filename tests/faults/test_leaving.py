@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.pool.fleet import Fleet
-from skyward.pool.host import RemoteHost
-from skyward.pool.journal import Journal
-from skyward.pool.node import Node
+from skyward.nodes.fleet import Fleet
+from skyward.nodes.host import Host
+from skyward.nodes.journal import Journal
+from skyward.nodes.node import Node
 from skyward.providers import Order
-from skyward.testing import plain_wish
+from skyward.testing import plain_request
 
 QUIET = sky.Options(console=False)
 
@@ -31,23 +31,23 @@ def fleet() -> Iterator[Fleet]:
 def retired(tmp_path: Path) -> Node:
     """A node that was lost, and is given up by a resize while it is out of reach."""
     provider: Any = sky.Local()
-    order = Order("pool", 1, plain_wish())
+    order = Order("pool", 1, plain_request())
     journal = Journal(tmp_path / "journal.sqlite")
-    node = Node(1, RemoteHost(provider, order, journal, lambda _: None, lambda _: None))
-    node.lost_since = time.monotonic()
-    node.state = "draining"
+    node = Node(1, Host(provider, order, journal, lambda _: None, lambda _: None))
+    assert node.lose("its agent is gone")
+    assert node.drain()
     return node
 
 
 def test_a_node_that_is_being_retired_is_not_started_anew(fleet: Fleet, retired: Node) -> None:
-    machine = retired.machine
-    fleet._start_anew(retired)
-    assert retired.machine is machine
+    host = retired.host
+    fleet._startup.start_again(retired)
+    assert retired.host is host
     assert retired.state == "draining"
 
 
 def test_a_node_that_is_being_retired_is_not_waited_for(fleet: Fleet, retired: Node) -> None:
-    assert not fleet._wait_for(retired, sky.UnreachableError("no answer"))
+    assert not fleet._startup.await_return(retired, sky.UnreachableError("no answer"))
     assert retired.state == "draining"
 
 
@@ -57,11 +57,11 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through() -> None:
 
     def remove() -> None:
         # Longer than all else takes that is done on leaving.
-        time.sleep(2.0)
+        time.sleep(1.0)
         removed.set()
 
     with sky.Compute(options=QUIET) as compute:
         node = compute._open_pool.nodes[0]
-        node.ending = threading.Thread(target=remove, daemon=True)
-        node.ending.start()
+        node._removal = threading.Thread(target=remove, daemon=True)
+        node._removal.start()
     assert removed.is_set()

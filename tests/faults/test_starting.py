@@ -2,67 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import pytest
 
 import skyward as sky
-from skyward.providers import Wish
-from skyward.wire.identity import direct
-from skyward.worker.config import AgentConfig
+from skyward.providers import Machine, Order
 
 QUIET = sky.Options(console=False)
 SOON = 15.0
 """Seconds rather than the minute an agent may take to start."""
 
 
-class Broken:
-    """A machine whose provider fails in some way of its own."""
+@dataclass(frozen=True)
+class Flaky(sky.Local):
+    """A provider whose first node is sound, and whose others cannot be made."""
 
-    endpoint = ""
-    address = "127.0.0.1"
-    hostname = "here"
-    accelerators = 0
-    accelerator = None
+    problem: Exception = field(default_factory=Exception)
+    machines: list[Machine] = field(default_factory=list, compare=False)
+    asked: list[int] = field(default_factory=list, compare=False)
 
-    def __init__(self, problem: Exception) -> None:
-        self.problem = problem
-        self.stops = 0
-
-    def start(self, config: AgentConfig) -> None:
-        raise self.problem
-
-    def looks_dead(self) -> bool:
-        return True
-
-    def stop(self, seconds: float) -> None:
-        self.stops += 1
-
-
-@dataclass
-class Flaky:
-    """A provider whose first node is sound and whose others are not."""
-
-    problem: Exception
-    encrypted: bool = False
-    last: Any = None
-
-    def check(self, wish: Wish) -> None:
-        pass
-
-    def machine(self, node: int, pool: str, wish: Wish) -> Any:
-        if node == 0:
-            return sky.Local().machine(node, pool, wish)
-        self.last = Broken(self.problem)
-        return self.last
+    async def create(self, order: Order) -> Any:
+        """Make a machine, or fail."""
+        self.asked.append(order.node)
+        if order.node:
+            raise self.problem
+        self.machines.append(await super().create(order))
+        return self.machines[-1]
 
 
 @pytest.mark.parametrize(
@@ -81,65 +56,63 @@ class Flaky:
 def test_whatever_a_provider_raises_ends_the_start_and_the_other_nodes(
     problem: Exception, kind: type[Exception], words: str
 ) -> None:
-    provider = Flaky(problem)
+    provider = Flaky(problem=problem)
     began = time.monotonic()
     with pytest.raises(kind) as caught:
-        sky.Compute(provider, nodes=2, options=QUIET).__enter__()  # type: ignore[arg-type]
+        sky.Compute(provider, nodes=2, options=QUIET).__enter__()
     assert time.monotonic() - began < SOON
     assert words in str(caught.value)
     assert str(problem) in str(caught.value)
-    assert provider.last.stops
+    assert not any(asyncio.run(machine.alive()) for machine in provider.machines)
 
 
-class Slow(Broken):
-    """A machine that takes its time, until it is stopped."""
+@dataclass(frozen=True)
+class Mixed(sky.Local):
+    """A provider whose first node takes for ever, and whose second cannot be had."""
 
-    def __init__(self) -> None:
-        super().__init__(sky.PoolStartError("it was stopped"))
-        self.stopped = threading.Event()
-
-    def start(self, config: AgentConfig) -> None:
-        self.stopped.wait()
-        super().start(config)
-
-    def stop(self, seconds: float) -> None:
-        super().stop(seconds)
-        self.stopped.set()
-
-
-@dataclass
-class Mixed(Flaky):
-    """A provider whose first node takes long, and whose second cannot be had."""
-
-    def machine(self, node: int, pool: str, wish: Wish) -> Any:
-        return Slow() if node == 0 else Broken(self.problem)
+    async def create(self, order: Order) -> Any:
+        """Wait until it is cancelled, or fail."""
+        if order.node == 0:
+            await asyncio.Event().wait()
+        raise sky.PoolStartError("there is no such machine")
 
 
 def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
-    provider = Mixed(sky.PoolStartError("there is no such machine"))
+    began = time.monotonic()
     with pytest.raises(sky.PoolStartError, match="there is no such machine"):
-        sky.Compute(provider, nodes=2, options=QUIET).__enter__()  # type: ignore[arg-type]
+        sky.Compute(Mixed(), nodes=2, options=QUIET).__enter__()
+    assert time.monotonic() - began < SOON
 
 
-@dataclass
-class Walled:
-    """A provider of a machine on which one port can be reached: the agent's."""
+class BehindAWall:
+    """A machine of this host on which one port can be reached: the agent's."""
 
-    encrypted: bool = True
+    direct = None
 
-    def check(self, wish: Wish) -> None:
-        pass
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._open = ""
 
-    def machine(self, node: int, pool: str, wish: Wish) -> Any:
-        machine: Any = sky.Local(transport="tcp").machine(node, pool, wish)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
 
-        def dial(endpoint: str, seconds: float) -> Any:
-            if endpoint != machine.endpoint:
-                raise ConnectionRefusedError("refused by a firewall")
-            return direct(endpoint, seconds)
+    async def dial(self, endpoint: str) -> Any:
+        """Connect to the agent, which is the first to be asked for."""
+        self._open = self._open or endpoint
+        if endpoint != self._open:
+            raise ConnectionRefusedError("refused by a firewall")
+        return await self._machine.dial(endpoint)
 
-        machine.route, machine.dial = str, dial
-        return machine
+
+@dataclass(frozen=True)
+class Walled(sky.Local):
+    """A provider of such machines."""
+
+    transport: Literal["auto", "unix", "tcp"] = "tcp"
+
+    async def create(self, order: Order) -> Any:
+        """Make a machine behind a wall."""
+        return BehindAWall(await super().create(order))
 
 
 def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> None:
@@ -148,12 +121,12 @@ def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> No
         "if a firewall is in between"
     )
     with pytest.raises(sky.PoolStartError, match=words):
-        sky.Compute(Walled(), options=QUIET).__enter__()  # type: ignore[arg-type]
+        sky.Compute(Walled(), options=QUIET).__enter__()
 
 
 def test_a_failing_new_node_leaves_the_pool_as_it_was() -> None:
-    provider = Flaky(RuntimeError("quota exceeded"))
-    with sky.Compute(provider, options=QUIET) as compute:  # type: ignore[arg-type]
+    provider = Flaky(problem=RuntimeError("quota exceeded"))
+    with sky.Compute(provider, options=QUIET) as compute:
         with pytest.raises(sky.PoolStartError, match="quota exceeded"):
             compute.resize(2)
         assert [node.state for node in compute.nodes] == ["ready"]
@@ -166,8 +139,8 @@ def test_a_task_on_a_node_that_is_lost_while_it_first_starts_hears_of_no_other_l
         future = sky.function(time.sleep)(60) > compute
         fleet = compute._open_pool._fleet
         node = fleet.nodes[0]
-        node.state = "starting"
-        fleet._loop.soon(lambda: fleet._node_lost(node, "its agent is gone"))
+        node._state, node.joined = "starting", False
+        fleet._loop.call_soon(lambda: fleet._losses.lose(node, "its agent is gone"))
         with pytest.raises(sky.NodeLostError) as caught:
             future.result(SOON)
     assert str(caught.value).endswith(

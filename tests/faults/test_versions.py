@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
 import sys
-import tempfile
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 import skyward as sky
-from skyward.providers import Wish
-from skyward.wire.channel import Channel
+from skyward.providers import Machine, Order
+from skyward.providers.local.machine import LocalMachine
 from skyward.wire.identity import check_compatible, my_versions
-from skyward.wire.listener import Listener
-from skyward.wire.messages import Hello
-from skyward.worker.config import AgentConfig
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -68,70 +63,43 @@ def test_an_end_that_says_nothing_of_its_versions_is_refused() -> None:
         check_compatible(my_versions(), {}, "node 0")
 
 
-class FromTheFuture:
-    """A machine whose agent shakes hands like any other, but runs another Python."""
-
-    hostname = "here"
-    accelerators = 0
-    accelerator = None
-    address = "127.0.0.1"
-    endpoint = ""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        self._folder = tempfile.mkdtemp(prefix="skyf-", dir="/tmp")
-        self._listener: Listener | None = None
-        self.channels: list[Channel] = []
-
-    def start(self, config: AgentConfig) -> None:
-        where = f"unix:{Path(self._folder, 'agent.sock')}"
-        self._listener = Listener(where, config.pool, None, self._accept)
-        self._listener._versions = {**my_versions(), "python": "3.99.0"}
-        self.endpoint = self._listener.endpoint
-
-    def _accept(self, channel: Channel, hello: Hello) -> None:
-        self.channels.append(channel)
-
-    def looks_dead(self) -> bool:
-        return False
-
-    def stop(self, seconds: float) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        for channel in self.channels:
-            channel.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self.stopped.set()
+AGENT = """
+import skyward.wire.listener as listener
+mine = listener.my_versions()
+listener.my_versions = lambda: {**mine, "python": "3.99.0"}
+from skyward.worker.agent import main
+main()
+"""
 
 
-@dataclass
-class Future:
-    """A provider of such machines; with `healthy`, only its second one is like that."""
+@dataclass(frozen=True)
+class Future(sky.Local):
+    """A provider of nodes whose agents say that they run another Python; the first may be sound."""
 
-    made: list[FromTheFuture] = field(default_factory=list)
+    python: str = ""
     healthy: bool = False
-    encrypted: bool = False
+    machines: list[Machine] = field(default_factory=list, compare=False)
 
-    def check(self, wish: Wish) -> None:
-        pass
-
-    def machine(self, node: int, pool: str, wish: Wish) -> object:
-        if self.healthy and node == 0:
-            return sky.Local().machine(node, pool, wish)
-        machine = FromTheFuture()
-        self.made.append(machine)
+    async def create(self, order: Order) -> LocalMachine:
+        """Make a machine with a Python that is not what it seems."""
+        machine = await super().create(order)
+        if order.node or not self.healthy:
+            machine.python = self.python
+        self.machines.append(machine)
         return machine
 
 
 @pytest.mark.parametrize("healthy", [False, True], ids=["alone", "beside-a-healthy-node"])
-def test_a_pool_does_not_start_on_another_python_and_takes_everything_down(healthy: bool) -> None:
-    provider = Future(healthy=healthy)
-    compute = sky.Compute(
-        provider,  # type: ignore[arg-type]
-        nodes=2 if healthy else 1,
-        options=sky.Options(console=False),
-    )
+def test_a_pool_does_not_start_on_another_python_and_takes_everything_down(
+    healthy: bool, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -P -c '{AGENT}'\n")
+    python.chmod(0o755)
+    provider = Future(python=str(python), healthy=healthy)
+    compute = sky.Compute(provider, nodes=2 if healthy else 1, options=sky.Options(console=False))
     with pytest.raises(sky.VersionMismatchError, match=r"runs Python 3\.99\.0") as caught:
         compute.__enter__()
     assert f"node {int(healthy)} " in str(caught.value)
-    assert all(machine.stopped.is_set() for machine in provider.made)
+    assert provider.machines
+    assert not any(asyncio.run(machine.alive()) for machine in provider.machines)

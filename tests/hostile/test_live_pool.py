@@ -23,6 +23,8 @@ from skyward.wire.frames import header
 from skyward.wire.identity import Authority, Credentials, connect
 from skyward.wire.messages import STREAMED, Buffer, Hello, Payload, Result
 
+from ..memory import in_use
+
 MIB = 1 << 20
 Eventually = Callable[..., None]
 
@@ -55,7 +57,7 @@ class Siege:
         self.addresses = [
             channel._receiver.getpeername() for channel in (node.control, lane.channel)
         ]
-        self.processes = [psutil.Process(node.machine._process.pid), psutil.Process(lane.pid)]  # type: ignore[attr-defined,union-attr]
+        self.processes = [psutil.Process(node.host.agent_pid), psutil.Process(lane.pid)]  # type: ignore[attr-defined,union-attr]
 
     def knock(self, address: Any) -> socket.socket:
         """A connection nobody has asked for."""
@@ -211,7 +213,7 @@ def test_a_long_attack_costs_neither_memory_nor_descriptors_nor_threads(
 
     def sizes() -> list[tuple[int, int, int]]:
         return [
-            (process.memory_info().rss, process.num_fds(), process.num_threads())
+            (in_use(process), process.num_fds(), process.num_threads())
             for process in siege.processes
         ]
 
@@ -268,7 +270,7 @@ def test_a_function_that_scribbles_on_the_wire_costs_its_worker_only(
 
 def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowd at a new executor's door may keep its own client out."""
-    from skyward.pool import contact
+    from skyward.nodes import contact
 
     kept_out = []
 

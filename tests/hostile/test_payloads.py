@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyward.calls.connection import Connection
 from skyward.errors import ProtocolError
-from skyward.pool.lane import Lane
+from skyward.objects.memory import GRANULE, Segment
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import header
-from skyward.wire.memory import GRANULE, Segment
 from skyward.wire.messages import INLINE, KNOWN, SEGMENT, STREAMED, Buffer, Item, Payload
 from skyward.worker.inbox import Inbox
 
@@ -34,7 +34,7 @@ class Desk:
         self.sender.settimeout(5)
         self.channel = Channel(receiver)
         self._inbox = Inbox(64 * MIB)
-        self._lane = Lane(node=0, worker=0, slot=0, capacity=1, window=1, channel=self.channel)
+        self._connection = Connection(self.channel, lambda: None)
         self._side = side
 
     def deliver(self, payload: Any, body: bytes = b"", descriptors: tuple[int, ...] = ()) -> Any:
@@ -46,14 +46,14 @@ class Desk:
         frame = self.channel.receive()
         item = messages.decode_as(Item, frame.kind, frame.meta)
         if self._side == "lane":
-            return self._lane.take(frame, item.payload)
+            return self._connection.take(frame, item.payload)
         pieces, missing = self._inbox.take(self.channel, frame, item.payload)
         return pieces if pieces is not None else missing
 
     def close(self) -> None:
         self.channel.close()
         self.sender.close()
-        self._lane.mapped.close()
+        self._connection.close()
         self._inbox._mapped.close()
         self._inbox._cache.close()
 

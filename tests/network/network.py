@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import skyward as sky
-from skyward.providers import Wish
+from skyward.providers import Machine, Order
 from skyward.wire.identity import direct
 
 from ..device.proxy import Proxy
+
+OUTAGE_SECONDS = 30.0 if os.environ.get("SKYWARD_TEST_ALL") else 12.0
+"""How long a network is away: three times the silence after which a node is `reconnecting`."""
+DIAL_SECONDS = 30.0
 
 
 class Network(Proxy):
@@ -35,26 +41,33 @@ class Network(Proxy):
         return thread
 
 
+class Beyond:
+    """A machine of this host that only its network leads to."""
+
+    direct = None
+
+    def __init__(self, machine: Machine, network: Network) -> None:
+        self._machine, self._network = machine, network
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect through the network."""
+        return await asyncio.to_thread(self._network.dial, endpoint, DIAL_SECONDS)
+
+
 @dataclass(frozen=True)
-class Remote:
+class Remote(sky.Local):
     """A provider: processes on this machine, each reached over a network of its own."""
 
+    transport: Literal["auto", "unix", "tcp"] = "tcp"
     networks: dict[int, Network] = field(default_factory=dict, compare=False)
-    local: sky.Local = field(default_factory=lambda: sky.Local(transport="tcp"))
 
-    @property
-    def encrypted(self) -> bool:
-        return True
-
-    def check(self, wish: Wish) -> None:
-        self.local.check(wish)
-
-    def machine(self, node: int, pool: str, wish: Wish) -> Any:
-        network = self.networks.setdefault(node, Network())
-        machine = self.local.machine(node, pool, wish)
-        machine.dial = network.dial  # type: ignore[attr-defined]
-        machine.route = str  # type: ignore[attr-defined]
-        return machine
+    async def create(self, order: Order) -> Any:
+        """Make a machine, and its network the first time."""
+        network = self.networks.setdefault(order.node, Network())
+        return Beyond(await super().create(order), network)
 
     def close(self) -> None:
         for network in self.networks.values():

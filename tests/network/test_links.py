@@ -14,14 +14,16 @@ import msgspec
 import pytest
 
 from skyward.errors import AuthenticationError
-from skyward.wire import messages, records
+from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.dial import WIDE, Dialer
+from skyward.wire.dial import CONNECTIONS, Dialer
 from skyward.wire.identity import Authority, SessionUnknownError, connect_pair, direct, node_name
+from skyward.wire.link import pair as pairs
+from skyward.wire.link.outgoing import LINK_WINDOW
+from skyward.wire.link.pair import Pair
+from skyward.wire.link.records import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello, Item, Payload, Ping
-from skyward.wire.outgoing import LINK_WINDOW
-from skyward.wire.records import ASIDE, IS_COUNT, RECORD, RECORD_MAX, Pair
 
 from .network import Network
 
@@ -92,7 +94,7 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
 def test_so_do_large_ones_over_several_connections(
     ends: Ends, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "FAR_SECONDS", 0.0)
+    monkeypatch.setattr(pairs, "FAR_SECONDS", 0.0)
     choose = random.Random(seed)
     sizes = [10, 40_000, 8 * MIB, 9 * MIB + 1, 20 * MIB]
     bodies = [choose.randbytes(choose.choice(sizes)) for _ in range(16)]
@@ -113,26 +115,26 @@ def test_a_large_write_to_a_place_far_away_has_more_connections_made(
         return number, end
 
     monkeypatch.setattr(Pair, "roomiest", noted)
-    monkeypatch.setattr(records, "FAR_SECONDS", 99.0)
-    client, worker = ends.client._link, ends.worker._link
+    monkeypatch.setattr(pairs, "FAR_SECONDS", 99.0)
+    client, worker = ends.client.link, ends.worker.link
     assert client is not None
     assert worker is not None
     _exchange(ends, [bytes(9 * MIB)])
-    assert not client.first.is_wide
-    monkeypatch.setattr(records, "FAR_SECONDS", 0.0)
-    client.first.widened = False
+    assert not client.first.is_striped
+    monkeypatch.setattr(pairs, "FAR_SECONDS", 0.0)
+    client.first.stripes_asked = False
     _exchange(ends, [bytes(9 * MIB)])
-    pairs = client.first, worker.first
-    eventually(lambda: all(len(pair._out) == len(pair._in) == WIDE for pair in pairs))
+    both = client.first, worker.first
+    eventually(lambda: all(len(pair._out) == len(pair._in) == CONNECTIONS for pair in both))
     chosen.clear()
     _exchange(ends, [secrets.token_bytes(64 * MIB)])
-    for pair in pairs:
-        assert {number for who, number in chosen if who is pair} == set(range(WIDE))
+    for pair in both:
+        assert {number for who, number in chosen if who is pair} == set(range(CONNECTIONS))
 
 
 def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:
-    assert ends.client._link is not None
-    pair = ends.client._link.first
+    assert ends.client.link is not None
+    pair = ends.client.link.first
     pair.close()
     with pytest.raises(ConnectionError):
         pair.roomiest()
@@ -140,18 +142,18 @@ def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) ->
 
 def test_a_connection_too_many_is_refused_before_it_is_used(ends: Ends) -> None:
     with pytest.raises(SessionUnknownError):
-        ends.knock(ends.hello(aside=1))
-    hello = ends.hello(aside=1)
+        ends.knock(ends.hello(stripe=1))
+    hello = ends.hello(stripe=1)
     hello.attempt = 1
     ends.knock(hello)
 
 
 def _exchange(ends: Ends, bodies: list[bytes]) -> None:
     """Send these both ways at once, and see that they come as they are."""
-    for link in (ends.client._link, ends.worker._link):
+    for link in (ends.client.link, ends.worker.link):
         assert link is not None
         # A new thread may have the number of one that has read before.
-        link.ways.reader = 0
+        link.connections.reader = 0
 
     def send(channel: Channel) -> None:
         for number, body in enumerate(bodies):
@@ -249,7 +251,7 @@ def test_no_more_than_a_window_is_kept_of_what_was_sent(ends: Ends) -> None:
     # Somebody has to listen for the counts.
     threading.Thread(target=lambda: _until_the_end(ends.client), daemon=True).start()
     ends.client.send(Item(1, 0, Payload(0)), [body])
-    link = ends.client._link
+    link = ends.client.link
     assert link is not None
     assert link.outgoing._backlog.held <= LINK_WINDOW
     receiving.join(60)
@@ -276,7 +278,7 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
     with pytest.raises((SessionUnknownError, EOFError, OSError)):
         stale = ends.hello()
         stale.attempt = 1
-        ends.worker._link.ways._attempt = 2  # type: ignore[union-attr]
+        ends.worker.link.connections._attempt = 2  # type: ignore[union-attr]
         ends.knock(stale)
     ends.client.send(Ping(1))
     assert ends.worker.receive().kind == Ping.KIND
@@ -287,20 +289,20 @@ def test_a_late_attempt_does_not_disturb_its_successor(ends: Ends) -> None:
     [
         RECORD.pack(0),
         RECORD.pack(RECORD_MAX + 1),
-        RECORD.pack(10 | 3 << ASIDE),
+        RECORD.pack(10 | 3 << STRIPE_BIT),
         RECORD.pack(IS_COUNT | 10 * MIB),
     ],
     ids=[
         "an empty part",
         "too large a part",
-        "a part that comes elsewhere",
+        "a part that a stripe carries",
         "a count of what was never sent",
     ],
 )
 def test_an_impossible_record_ends_the_link(ends: Ends, record: bytes) -> None:
-    link = ends.worker._link
+    link = ends.worker.link
     assert link is not None
-    link.ways.writing.sender.sendall(record)
+    link.connections.writing.sender.sendall(record)
     with pytest.raises(EOFError, match=r"a record of|a frame begins|the other end has"):
         ends.client.receive()
     with pytest.raises(OSError):

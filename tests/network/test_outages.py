@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.pool import contact
+from skyward.nodes import contact
+
+from .network import OUTAGE_SECONDS
 
 MIB = 1 << 20
 Eventually = Callable[..., None]
@@ -331,7 +333,7 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
         future = lasts(str(tmp_path), 600) > far.pool
         eventually((tmp_path / "begun").exists)
         # Nobody else may end the agent.
-        machine = far.pool._open_pool.nodes[0].machine
+        machine = far.pool._open_pool.nodes[0].host
         machine.stop, stop = lambda seconds: None, machine.stop
         started = time.monotonic()
         with contextlib.ExitStack() as stack, far.frozen():
@@ -340,7 +342,8 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
                 sky.NodeLostError, match=r"lasts lost node 0: .*no contact for 3 s \(orphan_timeout"
             ):
                 future.result(30)
-            assert 2 < time.monotonic() - started < 25
+            # The agent hears the last of the client up to a second before the client gives up.
+            assert 1 < time.monotonic() - started < 25
             eventually(lambda: not executor.is_running(), 30, "the end of the executor")
             eventually(
                 lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE,
@@ -357,7 +360,7 @@ def test_a_dead_agent_is_not_waited_for(
     with far_pool() as far:
         future = lasts(str(tmp_path), 600) > far.pool
         eventually((tmp_path / "begun").exists)
-        psutil.Process(far.pool._open_pool.nodes[0].machine._process.pid).kill()
+        psutil.Process(far.pool._open_pool.nodes[0].host.agent_pid).kill()
         with pytest.raises(sky.NodeLostError, match="its agent is gone"):
             future.result(10)
 
@@ -377,11 +380,11 @@ def test_a_dead_executor_is_reported_as_ever(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_thirty_seconds_without_a_network_cost_nothing_but_time(
+def test_a_network_that_is_away_during_everything_costs_only_time(
     far_pool: Any, tmp_path: Path, nothing_left: None
 ) -> None:
-    """Slow: half a minute without a network, during everything that can be going on at a time."""
-    values = np.random.default_rng(1).integers(0, 255, 1 << 30, np.uint8)
+    """Slow: the network is away during everything that can be going on at a time."""
+    values = np.frombuffer(np.random.default_rng(1).bytes(MIB) * 512, np.uint8)
     worker = sky.Worker(concurrency=6)
     with far_pool(nodes=2, worker=worker) as far:
         outcome: dict[str, Any] = {}
@@ -396,11 +399,11 @@ def test_thirty_seconds_without_a_network_cost_nothing_but_time(
             run("stream", lambda: list(counting(str(tmp_path / "out"), 400, 0.02) >> far.pool)),
             run("fed", lambda: summed(slowly(400, 0.02)) >> far.pool),
             run("up", lambda: total(values) >> far.pool),
-            run("down", lambda: (ones(1 << 30) >> far.pool).sum()),
+            run("down", lambda: (ones(512 * MIB) >> far.pool).sum()),
             run("broadcast", lambda: total(values[: 64 * MIB]) @ far.pool),
         ]
-        time.sleep(1.0)
-        frozen = [network.freeze(30) for network in far.networks.values()]
+        time.sleep(0.5)
+        frozen = [network.freeze(OUTAGE_SECONDS) for network in far.networks.values()]
         for thread in (*frozen, *threads):
             thread.join()
     assert outcome["task"] == 1
@@ -408,5 +411,5 @@ def test_thirty_seconds_without_a_network_cost_nothing_but_time(
     assert outcome["stream"] == list(range(400))
     assert outcome["fed"] == sum(range(400))
     assert outcome["up"] == int(values.sum())
-    assert outcome["down"] == 1 << 30
+    assert outcome["down"] == 512 * MIB
     assert outcome["broadcast"] == [int(values[: 64 * MIB].sum())] * 2

@@ -119,13 +119,13 @@ def test_without_a_cluster_every_node_is_sent_its_own(far_pool: Any, values: Any
     with far_pool(nodes=2, cluster=False) as far, sent(far.pool) as mib:
         assert total(values) @ far.pool == [int(values.sum())] * 2
         assert 48 <= mib() < 49
-        assert not any(lane.peer and lane.relays for lane in lanes(far.pool))
+        assert not any(lane.holdings.can_fetch for lane in lanes(far.pool))
 
 
 def test_peers_that_cannot_reach_each_other_are_sent_it(far_pool: Any, values: Any) -> None:
     with far_pool(nodes=3) as far, sent(far.pool) as mib:
         for lane in lanes(far.pool):
-            lane.peer = "tcp:127.0.0.1:1"
+            lane.neighbor.address = "tcp:127.0.0.1:1"
         assert total(values) @ far.pool == [int(values.sum())] * 3
         assert 72 <= mib() < 73
 

@@ -116,4 +116,6 @@ def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_the_image_gets_accelerate() -> None:
-    assert sky.Compute(plugins=[sky.plugins.accelerate()])._spec.wish.image.pip == ("accelerate",)
+    assert sky.Compute(plugins=[sky.plugins.accelerate()])._spec.request.image.pip == (
+        "accelerate",
+    )

@@ -12,8 +12,7 @@ import pytest
 
 from skyward.context import InstanceInfo, Peer
 from skyward.errors import SkywardError
-from skyward.plugins import arrival
-from skyward.worker import rendezvous
+from skyward.plugins import arrival, rendezvous
 
 
 @pytest.fixture

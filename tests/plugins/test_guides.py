@@ -114,7 +114,7 @@ def test_with_torchvision_and_torchaudio(monkeypatch: pytest.MonkeyPatch) -> Non
         nodes=2,
         plugins=[sky.plugins.torch(vision="latest", audio="latest")],
     )
-    image = compute._spec.wish.image
+    image = compute._spec.request.image
 
     assert image.pip == ("torch", "torchvision", "torchaudio")
     assert [index.packages for index in image.pip_indexes] == [image.pip]
@@ -125,21 +125,21 @@ def test_pinned_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
     pinned = sky.plugins.torch(version="2.3.0", vision="0.18.0", cuda="cu124")
     compute = sky.Compute(accelerator=sky.accelerators.A100(), nodes=2, plugins=[pinned])
-    image = compute._spec.wish.image
+    image = compute._spec.request.image
 
     assert image.pip == ("torch==2.3.0", "torchvision==0.18.0")
     assert image.pip_indexes[0].url.endswith("/cu124")
 
 
 def test_without_an_accelerator_the_wheels_are_for_the_cpu(compute: sky.Compute) -> None:
-    image = compute._spec.wish.image
+    image = compute._spec.request.image
 
     assert image.pip_indexes[0].url.endswith("/cpu")
 
 
 def test_with_hugging_face() -> None:
     plugins = [sky.plugins.torch(), sky.plugins.huggingface(token="hf_xxx")]
-    image = sky.Compute(nodes=2, plugins=plugins)._spec.wish.image
+    image = sky.Compute(nodes=2, plugins=plugins)._spec.request.image
 
     assert {"torch", "transformers", "datasets", "tokenizers"} <= set(image.pip)
     assert image.pip_indexes[0].packages == ("torch",)

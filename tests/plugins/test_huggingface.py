@@ -122,7 +122,7 @@ def test_the_token_is_in_no_image_command_line_environment_or_file(pool: sky.Com
     files = [path for path in Path(os.environ["XDG_RUNTIME_DIR"]).rglob("*") if path.is_file()]
 
     assert TOKEN not in repr(pool._spec)
-    assert all(TOKEN not in value for value in pool._spec.wish.image.env.values())
+    assert all(TOKEN not in value for value in pool._spec.request.image.env.values())
     assert "HF_TOKEN" not in os.environ
     assert len(processes) >= 4
     for process in processes:
@@ -286,6 +286,6 @@ def test_what_are_no_models_is_refused(models: Any) -> None:
 
 
 def test_the_image_gets_its_libraries() -> None:
-    pip = sky.Compute(plugins=[sky.plugins.huggingface()])._spec.wish.image.pip
+    pip = sky.Compute(plugins=[sky.plugins.huggingface()])._spec.request.image.pip
 
     assert {"transformers", "datasets", "tokenizers"} <= set(pip)

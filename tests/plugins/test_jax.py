@@ -144,9 +144,9 @@ def test_the_image_gets_jax_with_cuda_where_there_is_cuda(monkeypatch: pytest.Mo
     cuda = sky.Compute(plugins=[sky.plugins.jax()], accelerator=a100)
     newer = sky.Compute(plugins=[sky.plugins.jax(cuda="cuda13")], accelerator=a100)
 
-    assert plain._spec.wish.image.pip == ("jax",)
-    assert cuda._spec.wish.image.pip == ("jax[cuda12]",)
-    assert newer._spec.wish.image.pip == ("jax[cuda13]",)
+    assert plain._spec.request.image.pip == ("jax",)
+    assert cuda._spec.request.image.pip == ("jax[cuda12]",)
+    assert newer._spec.request.image.pip == ("jax[cuda13]",)
 
 
 def test_a_word_that_is_no_extra_is_refused() -> None:

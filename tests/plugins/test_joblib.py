@@ -337,4 +337,4 @@ def test_a_client_without_joblib_is_told_what_to_install(monkeypatch: pytest.Mon
 def test_the_image_gets_joblib() -> None:
     compute = sky.Compute(plugins=[sky.plugins.joblib()])
 
-    assert compute._spec.wish.image.pip == ("joblib",)
+    assert compute._spec.request.image.pip == ("joblib",)

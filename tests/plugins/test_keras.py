@@ -134,14 +134,14 @@ def test_a_backend_that_is_not_installed_is_named() -> None:
     if importlib.util.find_spec("tensorflow") is not None:
         pytest.skip("tensorflow is installed")
 
-    with pytest.raises(sky.SkywardError, match="lacks tensorflow"):
+    with pytest.raises(sky.SkywardError, match="tensorflow is not installed"):
         with sky.Compute(plugins=[sky.plugins.keras("tensorflow")], options=QUIET):
             pass
 
 
 def test_the_image_gets_keras_and_its_backend_once() -> None:
     def pip(*plugins: sky.Plugin) -> tuple[str, ...]:
-        return tuple(sky.Compute(plugins=list(plugins))._spec.wish.image.pip)
+        return tuple(sky.Compute(plugins=list(plugins))._spec.request.image.pip)
 
     assert pip(sky.plugins.keras()) == ("keras", "jax")
     assert pip(sky.plugins.jax(), sky.plugins.keras()) == ("jax", "keras")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -150,6 +151,96 @@ def test_around_app_is_entered_once_on_a_node_with_several_workers(tmp_path: Pat
         pid() @ compute
         assert log.read_text() == "entered\n"
     assert log.read_text() == "entered\nleft\n"
+
+
+@sky.function
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_what_around_app_changes_in_the_environment_reaches_tasks() -> None:
+    def around(info: sky.InstanceInfo) -> Iterator[None]:
+        # The image's environment is there, and the plugin has the last word.
+        os.environ["SKY_TEST_SEEN"] = os.environ["SKY_TEST_IMAGE"]
+        os.environ["SKY_TEST_IMAGE"] = "plugin"
+        del os.environ["SKY_TEST_REMOVED"]
+        os.environ["PYTHONHASHSEED"] = "7"
+        yield
+
+    @sky.function
+    def die() -> None:
+        os._exit(3)
+
+    @sky.function
+    def seen() -> list[Any]:
+        names = ("SKY_TEST_SEEN", "SKY_TEST_IMAGE", "SKY_TEST_REMOVED")
+        return [*map(os.environ.get, names), hash("a word")]
+
+    plugin = sky.Plugin.create("app").with_around_app(around)
+    image = sky.Image(env={"SKY_TEST_IMAGE": "image", "SKY_TEST_REMOVED": "image"})
+    with sky.Compute(plugins=[plugin], image=image, options=QUIET) as compute:
+        first = seen() >> compute
+        with pytest.raises(sky.WorkerDiedError):
+            die() >> compute
+        again = seen() >> compute
+
+    assert first[:3] == ["image", "plugin", None]
+    assert again == first, "a replaced worker, with the same hash seed, sees the same"
+
+
+def test_without_hooks_on_nodes_the_images_environment_reaches_tasks() -> None:
+    with sky.Compute(image=sky.Image(env={"SKY_TEST_IMAGE": "image"}), options=QUIET) as compute:
+        assert variable("SKY_TEST_IMAGE") >> compute == "image"
+
+
+DAEMONS = {
+    "in the background": "sleep 1000 & echo $! > {file}",
+    "in a session of its own": "setsid sh -c 'echo $$ > {file}; exec sleep 1000' &",
+    "forked twice": (
+        "{python} -c 'import os, time; os.fork() and os._exit(0); os.setsid(); "
+        "os.fork() and os._exit(0); "
+        'open("{file}", "w").write(str(os.getpid())); time.sleep(1000)\''
+    ),
+    "deaf to SIGTERM": (
+        "setsid sh -c 'trap \"\" TERM; echo $$ > {file}; while :; do sleep 1; done' &"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAEMONS)
+def test_a_daemon_of_a_bootstrap_command_lives_as_long_as_the_pool(
+    how: str, tmp_path: Path, eventually: Callable[..., None], nothing_left: None
+) -> None:
+    file = tmp_path / "pid"
+    plugin = sky.Plugin.create("server").with_bootstrap(
+        DAEMONS[how].format(file=file, python=sys.executable)
+    )
+    with sky.Compute(plugins=[plugin], options=QUIET) as compute:
+        eventually(lambda: file.exists() and file.read_text())
+        daemon = psutil.Process(int(file.read_text()))
+        assert pid() >> compute != daemon.pid
+        assert daemon.is_running()
+
+    assert not daemon.is_running()
+
+
+def test_a_daemon_ends_also_when_the_agent_is_killed(
+    tmp_path: Path, eventually: Callable[..., None], nothing_left: None
+) -> None:
+    file = tmp_path / "pid"
+    plugin = sky.Plugin.create("server").with_bootstrap(
+        DAEMONS["in a session of its own"].format(file=file)
+    )
+
+    @sky.function
+    def agent() -> int:
+        return os.getppid()
+
+    with sky.Compute(plugins=[plugin], options=QUIET) as compute:
+        eventually(lambda: file.exists() and file.read_text())
+        daemon = psutil.Process(int(file.read_text()))
+        os.kill(agent() >> compute, signal.SIGKILL)
+        eventually(lambda: not daemon.is_running(), what="the daemon's end")
 
 
 def test_around_client_is_entered_while_the_pool_is_open() -> None:

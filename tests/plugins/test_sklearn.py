@@ -98,4 +98,4 @@ def test_a_failing_fit_is_reported_as_scikit_learn_does(pool: sky.Compute) -> No
 def test_the_image_gets_scikit_learn() -> None:
     compute = sky.Compute(plugins=[sky.plugins.sklearn()])
 
-    assert compute._spec.wish.image.pip == ("scikit-learn", "joblib")
+    assert compute._spec.request.image.pip == ("scikit-learn", "joblib")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyward.pool.journal import Journal
+from skyward.nodes.journal import Journal
 
 from . import podman
 from .ssh_hosts import TESTBED, Sshd, free_port
@@ -58,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[None]:
     """A Podman of the testbed's, at `DOCKER_HOST`, for one file at a time."""
+    podman.skip_if_absent()
     with Path(tempfile.gettempdir(), "skyward-podman.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         variables = podman.start()

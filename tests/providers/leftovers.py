@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from skyward.pool.journal import Journal
+from skyward.nodes.journal import Journal
 
 from .ssh_hosts import MARKERS
 

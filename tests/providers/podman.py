@@ -19,12 +19,16 @@ IMAGE = "localhost/hostbind:1"
 SOURCE = str(Path(sky.__file__).parents[1])
 
 
-def start() -> dict[str, str]:
-    """Bring Podman up, and return the variables that lead to it; skips where that cannot be."""
+def skip_if_absent() -> None:
+    """Skip where there can be no Podman of the testbed's."""
     if not (TESTBED / "podman-up").exists():
         pytest.skip("no testbed here; name its folder with SKYWARD_TESTBED")
     if os.geteuid() != 0:
         pytest.skip("the testbed's Podman needs root")
+
+
+def start() -> dict[str, str]:
+    """Bring Podman up, and return the variables that lead to it; skips where it does not start."""
     done = subprocess.run([str(TESTBED / "podman-up")], capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         pytest.skip(f"Podman does not start here: {done.stderr.strip()[-300:]}")
@@ -39,13 +43,12 @@ def stop() -> None:
 def mounts() -> list[sky.Volume]:
     """What makes this machine's Python run in a container that has nothing."""
     listed = subprocess.run(
-        [str(TESTBED / "hostbind-mounts"), "podman", sys.prefix],
+        [str(TESTBED / "hostbind-mounts"), "list", sys.prefix],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    found = [each.split(":") for each in re.findall(r"-v (\S+)", listed)]
-    folders = [sky.Volume(source, target, read_only=True) for source, target, *_ in found]
+    folders = [sky.Volume(each, read_only=True) for each in listed.splitlines()]
     return [*folders, sky.Volume(SOURCE, read_only=True)]
 
 

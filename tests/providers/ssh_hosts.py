@@ -18,9 +18,9 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.ssh import link
+from skyward.providers.ssh import connections
 from skyward.providers.ssh.machine import SSHMachine
-from skyward.testing import plain_wish
+from skyward.testing import plain_request
 
 from ..conftest import wait_until
 
@@ -127,7 +127,9 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def made(provider: sky.SSH, node: int = 0, pool: str = "") -> AsyncIterator[SSHMachine]:
-    machine = await provider.create(Order(pool or f"t-{os.urandom(4).hex()}", node, plain_wish()))
+    machine = await provider.create(
+        Order(pool or f"t-{os.urandom(4).hex()}", node, plain_request())
+    )
     try:
         yield machine
     finally:
@@ -158,9 +160,9 @@ def refusal(provider: sky.SSH, kind: type[sky.SkywardError] = sky.UnreachableErr
 
     async def attempt() -> str:
         with pytest.raises(kind) as caught:
-            await provider.create(Order("t-refused", 0, plain_wish()))
+            await provider.create(Order("t-refused", 0, plain_request()))
         assert isinstance(caught.value, sky.PoolStartError)
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
         return str(caught.value)
 
     return asyncio.run(attempt())

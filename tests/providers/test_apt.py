@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from skyward.bootstrap import preparation
+from skyward.bootstrap.preparation import Environment
 from skyward.errors import ImageError
-from skyward.providers import bootstrap
-from skyward.providers.bootstrap import Prepared
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import NODE, POOL, Service
 from skyward.spec import Image
@@ -39,11 +39,11 @@ class Debian:
         self.machine = machine
         self.phases: list[str] = []
 
-    def prepared(self, image: Image) -> Prepared:
+    def prepared(self, image: Image) -> Environment:
         self.phases.clear()
         pool = NAME.split("-")[1]
         return asyncio.run(
-            bootstrap.prepare(self.machine, pool, 0, image, self.phases.append, print)
+            preparation.prepare(self.machine, pool, 0, image, self.phases.append, print)
         )
 
     def says(self, *command: str) -> str:

@@ -12,16 +12,18 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from skyward.bootstrap import diagnosis, preparation
+from skyward.bootstrap.preparation import Environment
+from skyward.bootstrap.recipe import Recipe
+from skyward.bootstrap.wheel import own_wheel
 from skyward.errors import ImageError, PoolStartError
-from skyward.providers import Order, Wish, blame, bootstrap
-from skyward.providers.bootstrap import Prepared
-from skyward.providers.local import LocalMachine
-from skyward.providers.recipe import Recipe
-from skyward.providers.wheel import own_wheel
+from skyward.providers import Order, Request
+from skyward.providers.local.machine import LocalMachine
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -38,8 +40,8 @@ POOL = f"boot{os.getpid()}"
 class Bare(LocalMachine):
     """This machine with another home and no other variables; it keeps a list of what ran."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, **equipment: Any) -> None:
+        super().__init__(folder, **equipment)
         self.python = None
         self.commands: list[Sequence[str]] = []
         self.environment: dict[str, str] = {}
@@ -76,26 +78,26 @@ class Lab:
         }
 
     def machine(self, node: int = 0) -> Bare:
-        wish = Wish(None, None, None, Image(), ())
-        machine = Bare.made(Order(POOL, node, wish))
+        request = Request(None, None, None, Image(), ())
+        machine = Bare.made(Order(POOL, node, request))
         assert isinstance(machine, Bare)
         machine.environment = self.environment
         self.made.append((machine, node))
         return machine
 
-    async def prepare(self, machine: Bare, image: Image) -> Prepared:
-        return await bootstrap.prepare(
+    async def prepare(self, machine: Bare, image: Image) -> Environment:
+        return await preparation.prepare(
             machine, POOL, machine.node, image, self.phases.append, self.notes.append
         )
 
-    def prepared(self, image: Image, node: int = 0) -> tuple[Bare, Prepared]:
+    def prepared(self, image: Image, node: int = 0) -> tuple[Bare, Environment]:
         machine = self.machine(node)
         return machine, asyncio.run(self.prepare(machine, image))
 
     def close(self) -> None:
         async def clean() -> None:
             for machine, node in self.made:
-                await bootstrap.remove(machine, POOL, node)
+                await preparation.remove(machine, POOL, node)
                 await machine.destroy()
 
         asyncio.run(clean())
@@ -108,7 +110,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(shelf: Path) -> tuple[Lab, Prepared]:
+def first(shelf: Path) -> tuple[Lab, Environment]:
     """A home in which one image has been built."""
     lab = Lab(shelf / "first")
     try:
@@ -123,7 +125,7 @@ def first(shelf: Path) -> tuple[Lab, Prepared]:
 
 
 @pytest.fixture
-def built(first: tuple[Lab, Prepared]) -> Iterator[Lab]:
+def built(first: tuple[Lab, Environment]) -> Iterator[Lab]:
     lab = first[0]
     lab.phases, lab.notes = [], []
     yield lab
@@ -131,7 +133,9 @@ def built(first: tuple[Lab, Prepared]) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def lab(first: tuple[Lab, Prepared], shelf: Path, request: pytest.FixtureRequest) -> Iterator[Lab]:
+def lab(
+    first: tuple[Lab, Environment], shelf: Path, request: pytest.FixtureRequest
+) -> Iterator[Lab]:
     """A home with uv and nothing else."""
     made = Lab(shelf / request.node.name[:60].replace("[", "-").replace("]", ""))
     (made.cache / "uv").mkdir(parents=True)
@@ -148,7 +152,7 @@ def said_by(lab: Lab, python: str, code: str) -> str:
 
 
 def test_a_machine_with_python_gets_uv_skyward_and_the_packages(
-    first: tuple[Lab, Prepared],
+    first: tuple[Lab, Environment],
 ) -> None:
     lab, prepared = first
     assert not prepared.cached
@@ -288,7 +292,7 @@ def test_two_nodes_on_one_machine_build_once(lab: Lab) -> None:
     image = Image(pip=["iniconfig==2.0.0"])
     machines = [lab.machine(0), lab.machine(1)]
 
-    async def both() -> list[Prepared]:
+    async def both() -> list[Environment]:
         return await asyncio.gather(*(lab.prepare(machine, image) for machine in machines))
 
     one, other = asyncio.run(both())
@@ -444,7 +448,7 @@ def test_an_agent_lives_on_by_itself_until_it_is_removed(built: Lab) -> None:
     name = node_name(POOL, 0)
     told = config(0, authority.issue(name), "127.0.0.1")
     machine.commands.clear()
-    announced = asyncio.run(bootstrap.launch(machine, prepared, told))
+    announced = asyncio.run(preparation.launch(machine, prepared, told))
     assert len(machine.commands) == 1
     direct, private = announced.endpoints
     assert direct.startswith("tcp:127.0.0.1:")
@@ -468,11 +472,11 @@ def test_an_agent_lives_on_by_itself_until_it_is_removed(built: Lab) -> None:
     agent = psutil.Process(announced.pid)
     assert agent.ppid() != os.getpid()
     assert os.getsid(agent.pid) == agent.pid
-    asyncio.run(bootstrap.remove(machine, POOL, 0))
+    asyncio.run(preparation.remove(machine, POOL, 0))
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
     assert not executor.is_running() or executor.status() == psutil.STATUS_ZOMBIE
     assert not Path(prepared.folder).exists()
-    asyncio.run(bootstrap.remove(machine, POOL, 0))
+    asyncio.run(preparation.remove(machine, POOL, 0))
 
 
 def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
@@ -480,7 +484,7 @@ def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         Path(prepared.folder, "agent.pid").write_text(f"{bystander.pid} 1\n")
-        asyncio.run(bootstrap.remove(machine, POOL, 0))
+        asyncio.run(preparation.remove(machine, POOL, 0))
         assert bystander.poll() is None
         assert not Path(prepared.folder).exists()
     finally:
@@ -489,7 +493,9 @@ def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_that_does_not_end_is_killed_with_its_children(built: Lab) -> None:
+def test_an_agent_that_does_not_end_is_killed_with_its_children(
+    built: Lab, eventually: Callable[..., None]
+) -> None:
     """Slow: it gets five seconds to end by itself."""
     machine, prepared = built.prepared(Image(pip=["iniconfig"]))
     code = (
@@ -505,9 +511,13 @@ def test_an_agent_that_does_not_end_is_killed_with_its_children(built: Lab) -> N
         child = psutil.Process(int(said.readline()))
     mark = f"{stubborn.pid} {start_mark(stubborn.pid)}\n"
     Path(prepared.folder, "agent.pid").write_text(mark)
-    asyncio.run(bootstrap.remove(machine, POOL, 0))
+    asyncio.run(preparation.remove(machine, POOL, 0))
     assert stubborn.wait(30) == -signal.SIGKILL
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    eventually(
+        lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE,
+        10,
+        "the end of the child",
+    )
     assert not Path(prepared.folder).exists()
 
 
@@ -515,7 +525,7 @@ def test_an_agent_that_cannot_start_says_why(built: Lab) -> None:
     machine, prepared = built.prepared(Image(pip=["iniconfig"]))
     Path(prepared.folder, "agent.sock").touch()
     with pytest.raises(PoolStartError, match=r"(?s)did not start.*Address already in use"):
-        asyncio.run(bootstrap.launch(machine, prepared, config(0)))
+        asyncio.run(preparation.launch(machine, prepared, config(0)))
 
 
 def test_the_output_of_a_failure_shows_no_secrets() -> None:
@@ -525,7 +535,7 @@ def test_the_output_of_a_failure_shows_no_secrets() -> None:
         pip_indexes=[PipIndex("https://me:s3cret@example.org/simple", packages=["b"])],
     )
     lines = ["error: hunter22 at https://me:s3cret@example.org/simple", "s3cret"]
-    message = str(blame.failure(3, "packages", "installing packages", image, "3.11", lines))
+    message = str(diagnosis.failure(3, "packages", "installing packages", image, "3.11", lines))
     assert "hunter22" not in message
     assert "s3cret" not in message
     assert "https://***@example.org/simple" in message
@@ -534,10 +544,10 @@ def test_the_output_of_a_failure_shows_no_secrets() -> None:
 def test_a_failure_for_want_of_rights_or_room_says_so() -> None:
     image = Image(apt=["ffmpeg"], pip=["torch"])
     lines = ["installing system packages takes root, or sudo without a password"]
-    message = str(blame.failure(0, "apt", "installing ffmpeg with apt", image, "3.11", lines))
+    message = str(diagnosis.failure(0, "root", "installing ffmpeg with apt", image, "3.11", lines))
     assert "log in there as root" in message
     lines = ["error: failed to write: No space left on device (os error 28)"]
-    message = str(blame.failure(0, "packages", "installing packages", image, "3.11", lines))
+    message = str(diagnosis.failure(0, "packages", "installing packages", image, "3.11", lines))
     assert "make room on the machine" in message
 
 

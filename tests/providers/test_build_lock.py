@@ -12,15 +12,15 @@ LOOKS = 150
 
 def answers(folder: Path, script: str) -> list[str]:
     """What a waiter's script says, given `is_stale` as it is in a build, and `look_until_stale`."""
-    build = resources.files("skyward.providers").joinpath("sh/build.sh").read_text()
+    build = resources.files("skyward.bootstrap").joinpath("sh/build.sh").read_text()
     start, end = build.index("silence=0"), build.index('mkdir -p "$cache/envs"')
-    ground = (
+    paths = (
         f"lock={folder}/lock; place=here\n"
         "start_of() { [ $1 = 1 ] && echo 100; }\n"
         "say() { if is_stale $1; then echo stale; else echo alive; fi; }\n"
         "look_until_stale() { looks=1; until is_stale $1; do looks=$((looks + 1)); done; }\n"
     )
-    command = ["sh", "-c", ground + build[start:end] + script]
+    command = ["sh", "-c", paths + build[start:end] + script]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.split()
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.providers import Order, Provider, Wish
-from skyward.testing import ProviderSuite, plain_wish
+from skyward.providers import Order, Provider, Request
+from skyward.testing import ProviderSuite, plain_request
 
 from . import podman
 from .ssh_hosts import Sshd
@@ -30,9 +30,9 @@ class TestLocal(ProviderSuite):
         return sky.Local()
 
     @pytest.fixture
-    def wish(self) -> Wish:
+    def machine_request(self) -> Request:
         """What any machine has."""
-        return plain_wish()
+        return plain_request()
 
 
 class TestSSH(ProviderSuite):
@@ -56,9 +56,9 @@ class TestSSH(ProviderSuite):
             self.sshd.up()
 
     @pytest.fixture
-    def wish(self) -> Wish:
+    def machine_request(self) -> Request:
         """What any machine has."""
-        return plain_wish()
+        return plain_request()
 
 
 class TestContainer(ProviderSuite):
@@ -80,9 +80,9 @@ class TestContainer(ProviderSuite):
             away.rename(socket)
 
     @pytest.fixture
-    def wish(self) -> Wish:
+    def machine_request(self) -> Request:
         """What any machine has."""
-        return plain_wish()
+        return plain_request()
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +113,18 @@ class TestTheOneInTheDocumentation(ProviderSuite):
         return made
 
     @pytest.fixture
-    def wish(self) -> Wish:
+    def machine_request(self) -> Request:
         """What any machine has."""
-        return plain_wish()
+        return plain_request()
 
-    def test_a_machine_that_cannot_be_made_says_so(self, provider: Provider, wish: Wish) -> None:
+    def test_a_machine_that_cannot_be_made_says_so(
+        self, provider: Provider, machine_request: Request
+    ) -> None:
         """And is not half made."""
 
         async def scenario() -> None:
             provider = importlib.import_module("folders").Folders("/nowhere/at/all")
             with pytest.raises(sky.PoolStartError, match=r"node 0: .*No such file"):
-                await provider.create(Order("t-nowhere", 0, wish))
+                await provider.create(Order("t-nowhere", 0, machine_request))
 
         asyncio.run(scenario())

@@ -31,12 +31,13 @@ def test_a_model_is_trained_in_a_container_that_had_nothing() -> None:
         SKYWARD_CONTAINER_IMAGE=podman.IMAGE,
         SKYWARD_CONTAINER_MOUNTS=",".join(mounts),
         SKYWARD_TORCH_INDEX=index,
+        SKYWARD_EXAMPLE_QUICK="1",
     )
 
     assert re.search(r"Model: 235,146 parameters", shown)
     assert re.search(r"node 0: installing packages", shown)
-    assert re.search(r"\[node 0\] epoch +1/15: loss=", shown)
-    assert re.search(r"Round trip: \d+\.\d% -> 9[2-9]\.\d% \(MNISTClassifier\)", shown)
+    assert re.search(r"\[node 0\] epoch +1/4: loss=", shown)
+    assert re.search(r"Round trip: \d+\.\d% -> (8[89]|9\d)\.\d% \(MNISTClassifier\)", shown)
 
 
 @pytest.mark.slow

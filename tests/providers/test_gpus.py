@@ -1,28 +1,33 @@
-"""What a wish for GPUs becomes: requests to Docker and Podman, and errors that name it."""
+"""What a request for GPUs becomes for Docker and Podman, and errors that name it."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward as sky
-from skyward.accelerators import Accelerator
-from skyward.providers import Order, Wish
-from skyward.providers.bootstrap import Prepared, check_accelerators
+from skyward.accelerators import Accelerator, Card
+from skyward.bootstrap import preparation
+from skyward.bootstrap.preparation import Environment, check_accelerators
+from skyward.providers import Order, Request
+from skyward.providers.local import cards
 from skyward.spec import Image
 
 from .docker_service import DOCKER, Service, podman, serving
 from .ssh_hosts import Sshd
 
+SCRIPTS = Path(preparation.__file__).parent / "sh"
+
 
 def create(folder: Path, accelerator: Accelerator | None, node: int = 0) -> None:
     """Start a container at the service in a folder."""
     provider = sky.Container("python:3", host=f"unix://{folder}/docker.sock")
-    wish = Wish(accelerator, None, None, Image(), ())
-    asyncio.run(provider.create(Order("p", node, wish)))
+    request = Request(accelerator, None, None, Image(), ())
+    asyncio.run(provider.create(Order("p", node, request)))
 
 
 def requests(service: Service) -> list[dict[str, Any]]:
@@ -48,7 +53,7 @@ def test_podman_is_asked_for_devices_by_their_cdi_names(tmp_path: Path) -> None:
     assert request["DeviceIDs"] == ["nvidia.com/gpu=0", "nvidia.com/gpu=1"]
 
 
-def test_without_a_wish_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_without_an_accelerator_nothing_is_asked_for(tmp_path: Path) -> None:
     with serving(tmp_path, podman("4.3.1")) as service:
         create(tmp_path, None)
     assert requests(service) == []
@@ -64,7 +69,7 @@ def test_gpu_code_can_be_tried_where_there_is_none(
 
 
 @pytest.mark.parametrize("version", ["3.4.4", "4.3.1", "5.3.2"])
-def test_a_podman_that_would_ignore_the_wish_is_refused(tmp_path: Path, version: str) -> None:
+def test_a_podman_that_would_ignore_the_request_is_refused(tmp_path: Path, version: str) -> None:
     with serving(tmp_path, podman(version)) as service:
         with pytest.raises(sky.ConfigurationError) as caught:
             create(tmp_path, sky.accelerators.H100())
@@ -117,17 +122,140 @@ def test_what_no_container_can_have_is_refused_at_once() -> None:
         sky.Compute(sky.Container(), accelerator=sky.accelerators.MI300X())
 
 
-@pytest.mark.parametrize(("count", "has"), [(0, "no GPU"), (1, "1 x NVIDIA L4")])
+L4, L40S, T4 = Card("NVIDIA L4", 23034), Card("NVIDIA L40S", 46068), Card("Tesla T4")
+
+
+def machine_with(*cards: Card) -> Environment:
+    return Environment("python", "/tmp/x", cards, "gpu1", True)
+
+
+@pytest.mark.parametrize(
+    ("has_cards", "has"),
+    [
+        ((), "no GPU"),
+        ((L4,), r"1 x NVIDIA L4 \(23034 MiB\)"),
+        ((L40S, L40S), "2 x NVIDIA L40S"),
+        ((L4, T4), r"1 x NVIDIA L4 \(23034 MiB\), 1 x Tesla T4;"),
+    ],
+)
 def test_a_machine_with_fewer_than_asked_for_is_no_node(
-    count: int, has: str, monkeypatch: pytest.MonkeyPatch
+    has_cards: tuple[Card, ...], has: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
-    prepared = Prepared("python", "/tmp/x", count, "NVIDIA L4", "gpu1", True)
+    environment, wanted = machine_with(*has_cards), sky.accelerators.L4(count=2)
     with pytest.raises(sky.PoolStartError, match=rf"accelerator=L4-24GB:2: node 0, .* has {has}"):
-        check_accelerators(prepared, 0, sky.accelerators.L4(count=2))
-    check_accelerators(prepared, 0, None)
+        check_accelerators(environment, 0, wanted)
+    check_accelerators(environment, 0, None)
+    check_accelerators(environment, 0, sky.accelerators.MI300X())
     monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
-    check_accelerators(prepared, 0, sky.accelerators.L4(count=2))
+    check_accelerators(environment, 0, wanted)
+
+
+def test_a_mixed_machine_serves_with_the_cards_that_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
+    mixed = machine_with(T4, L4, L4)
+    check_accelerators(mixed, 0, sky.accelerators.L4(count=2))
+    check_accelerators(mixed, 0, sky.accelerators.T4())
+    with pytest.raises(sky.PoolStartError, match="has 1 x Tesla T4, 2 x NVIDIA L4"):
+        check_accelerators(mixed, 0, sky.accelerators.L4(count=3))
+
+
+class Driver:
+    """What NVIDIA's driver shows in /proc and /dev, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "dev").mkdir()
+
+    def add(self, number: int, model: str, *, device: bool = True) -> None:
+        gpu = self._folder / "gpus" / f"0000:0{number}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(
+            f"Model: \t\t {model}\nIRQ:   \t\t 41\nDevice Minor: \t {number}\n"
+        )
+        if device:
+            (self._folder / "dev" / f"nvidia{number}").touch()
+
+    def program(self, text: str) -> None:
+        """What `nvidia-smi` does."""
+        program = self._folder / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+
+    def told(self) -> list[str]:
+        """What the script tells of the cards."""
+        text = (SCRIPTS / "cards.sh").read_text()
+        text = text.replace("/proc/driver/nvidia/gpus", f"{self._folder}/gpus")
+        text = text.replace("/dev/nvidia", f"{self._folder}/dev/nvidia")
+        words = 'tell() { echo "$*"; }\nhave() { command -v "$1" >/dev/null 2>&1; }\nset -u\n'
+        environment = {"PATH": f"{self._folder}/bin:/usr/bin:/bin"}
+        done = subprocess.run(
+            ["sh", "-s"], input=words + text, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    return Driver(tmp_path)
+
+
+def test_a_machine_without_a_driver_tells_of_no_card(driver: Driver) -> None:
+    assert driver.told() == []
+
+
+def test_every_card_of_a_machine_is_told(driver: Driver) -> None:
+    driver.add(0, "Tesla V100-SXM2-16GB")
+    driver.add(1, "NVIDIA A100-SXM4-40GB")
+    driver.program("exit 1")
+    assert driver.told() == ["card ?, Tesla V100-SXM2-16GB", "card ?, NVIDIA A100-SXM4-40GB"]
+
+
+def test_the_memory_is_measured_where_a_name_does_not_say_it(driver: Driver) -> None:
+    driver.add(0, "NVIDIA H200")
+    driver.add(1, "NVIDIA A100-SXM4-40GB")
+    query = "--query-gpu=memory.total,name --format=csv,noheader,nounits"
+    driver.program(
+        f'[ "$*" = "{query}" ] && printf "143771, NVIDIA H200\\n40960, NVIDIA A100-SXM4-40GB\\n"'
+    )
+    assert driver.told() == ["card 143771, NVIDIA H200", "card 40960, NVIDIA A100-SXM4-40GB"]
+
+
+def test_a_driver_that_measures_nothing_still_tells_the_models(driver: Driver) -> None:
+    driver.add(0, "NVIDIA H200")
+    driver.program("echo Failed to initialize NVML; exit 9")
+    assert driver.told() == ["card ?, NVIDIA H200"]
+
+
+def test_a_container_tells_of_the_cards_whose_devices_it_has(driver: Driver) -> None:
+    driver.add(0, "Tesla V100-SXM2-16GB", device=False)
+    driver.add(1, "NVIDIA A100-SXM4-40GB")
+    driver.program("exit 1")
+    assert driver.told() == ["card ?, NVIDIA A100-SXM4-40GB"]
+
+
+def test_this_machine_is_asked_for_its_own_cards(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
+    monkeypatch.setattr(cards, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    driver.add(0, "NVIDIA GeForce RTX 4090")
+    driver.add(1, "NVIDIA A100-SXM4-40GB")
+    driver.program('printf "24564, NVIDIA GeForce RTX 4090\\n40960, NVIDIA A100-SXM4-40GB\\n"')
+    sky.Compute(accelerator=sky.accelerators.RTX_4090())
+    sky.Compute(accelerator=sky.accelerators.A100(memory="40GB"))
+    for wanted in (
+        sky.accelerators.A10(),
+        sky.accelerators.A100(),
+        sky.accelerators.RTX_4090(count=2),
+        sky.accelerators.Custom("RTX 4090", "48GB"),
+    ):
+        has = r"has 1 x NVIDIA GeForce RTX 4090 \(24564 MiB\), 1 x NVIDIA A100-SXM4-40GB; choose"
+        with pytest.raises(sky.ConfigurationError, match=rf"accelerator={wanted}: .*{has}"):
+            sky.Compute(accelerator=wanted)
 
 
 def test_a_host_without_gpus_is_no_node(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,14 +270,12 @@ def test_a_host_without_gpus_is_no_node(sshd: Sshd, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("engine")
 def test_a_real_podman_is_known_by_its_version(tmp_path: Path) -> None:
-    import subprocess
-
     said = subprocess.run(
         ["podman", "version", "-f", "{{.Version}}"], capture_output=True, text=True, check=True
     ).stdout.split()[0]
     if tuple(map(int, said.split(".")[:2])) >= (5, 4):
         pytest.skip("this one gives GPUs where it has them")
     provider = sky.Container("localhost/hostbind:1")
-    wish = Wish(sky.accelerators.T4(), None, None, Image(), ())
+    request = Request(sky.accelerators.T4(), None, None, Image(), ())
     with pytest.raises(sky.ConfigurationError, match=f"accelerator=T4-16GB: Podman {said} gives"):
-        asyncio.run(provider.create(Order("p", 0, wish)))
+        asyncio.run(provider.create(Order("p", 0, request)))

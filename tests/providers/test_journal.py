@@ -17,11 +17,11 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.pool.cleaning import clean
-from skyward.pool.journal import Journal
-from skyward.providers import Order, Wish
+from skyward.nodes.cleaning import clean
+from skyward.nodes.journal import Journal
+from skyward.providers import Order, Request
 
-WISH = Wish(None, None, None, sky.Image(), ())
+WISH = Request(None, None, None, sky.Image(), ())
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_pool_with_machines_left_stays_on_record(journal: Journal) -> None:
 
 def test_a_process_number_used_again_is_not_the_client(journal: Journal) -> None:
     script = (
-        "from skyward.pool.journal import Journal; import os, signal\n"
+        "from skyward.nodes.journal import Journal; import os, signal\n"
         "Journal().open_pool('p', 'n', 'local', {}, None)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

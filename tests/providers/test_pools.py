@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.pool.journal import Journal
+from skyward.nodes.journal import Journal
 
 from .leftovers import (
     PHASES,
@@ -326,7 +326,7 @@ def test_what_needs_a_host_that_does_not_come_back_says_why(
     nodes: int,
 ) -> None:
     """The only host, or one of two in a broadcast."""
-    monkeypatch.setattr("skyward.pool.node.RETURN_SECONDS", 4.0)
+    monkeypatch.setattr("skyward.nodes.node.RETURN_SECONDS", 4.0)
     why = (
         rf"doubled has nowhere to run: node {nodes - 1} was lost and did not come back: "
         r"SSH host 127\.0\.0\.\d:\d+: connection refused; is sshd running there, and is this its "

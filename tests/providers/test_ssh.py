@@ -16,13 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from asyncssh.constants import MSG_IGNORE
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.ssh import link
-from skyward.providers.ssh.machine import _Session
-from skyward.testing import plain_wish
+from skyward.providers.ssh import connections
+from skyward.providers.ssh.commands import CommandSession
+from skyward.testing import plain_request
 
 from .ssh_hosts import LISTENER, Sshd, another, made, said, serving
 
@@ -38,27 +37,6 @@ def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
             assert await machine.run(["sh", "-c", "exit 3"], input=data) == 3
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("spared", [True, False])
-def test_a_packet_goes_out_without_an_empty_one_before_it(
-    sshd: Sshd, monkeypatch: pytest.MonkeyPatch, spared: bool
-) -> None:
-    """And with one if nothing is done about it, by which one knows that it is still needed."""
-    if not spared:
-        monkeypatch.setattr(link, "_spare_empty_packets", lambda connection: None)
-
-    async def scenario() -> set[int]:
-        kinds: set[int] = set()
-        async with made(sshd.provider()) as machine, machine._link() as kept:
-            connection, over = await kept.connection()
-            sent: Any = lambda kind, *_: kinds.add(kind)
-            connection.log_sent_packet = sent  # type: ignore[method-assign]
-            await connection.run("true")
-            over()
-        return kinds
-
-    assert (MSG_IGNORE in asyncio.run(scenario())) is not spared
 
 
 def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(sshd: Sshd) -> None:
@@ -109,7 +87,7 @@ def test_an_output_callback_that_raises_ends_the_command(
 def test_what_the_login_shell_says_is_not_the_commands_output() -> None:
     async def scenario() -> None:
         out = bytearray()
-        session = _Session(out.extend, announced=True)
+        session = CommandSession(out.extend, announced=True)
         for data in (b"Welcome!\nskyward is", b" fun", b"\nskywa", b"rd 4711\nhel", b"lo"):
             session.data_received(data)
         assert session.leader == "4711"
@@ -161,10 +139,10 @@ def test_machines_on_one_host_share_one_connection(sshd: Sshd) -> None:
         ):
             ways = [await said(each, "sh", "-c", "echo $SSH_CONNECTION") for each in (one, two)]
             assert ways[0] == ways[1] != await said(other, "sh", "-c", "echo $SSH_CONNECTION")
-            assert link.open_links() == 2
+            assert connections.hosts_held() == 2
             await one.destroy()
             assert await two.alive()
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -173,7 +151,7 @@ def test_more_nodes_than_hosts_are_refused() -> None:
     provider = sky.SSH(["gpu1", "gpu2"])
 
     with pytest.raises(sky.PoolStartError, match=r"SSH has 2 hosts \(gpu1, gpu2\)"):
-        asyncio.run(provider.create(Order("t-many", 2, plain_wish())))
+        asyncio.run(provider.create(Order("t-many", 2, plain_request())))
 
 
 def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
@@ -206,7 +184,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
 
             sshd.up()
             assert await machine.alive()
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
 
     try:
         asyncio.run(scenario())
@@ -244,7 +222,7 @@ def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
                     # It may have been told to go, and has gone since another was resumed.
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.resume()
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -271,7 +249,7 @@ def test_connecting_goes_on_when_those_who_asked_give_up(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits less than it takes; together they get there."""
-    connected, attempts = link._connected, []
+    connected, attempts = connections._connected, []
 
     async def slowly(destination: Any) -> Any:
         attempts.append(destination)
@@ -280,9 +258,9 @@ def test_connecting_goes_on_when_those_who_asked_give_up(
 
     async def scenario() -> None:
         async with made(sshd.provider()) as machine:
-            monkeypatch.setattr(link, "_connected", slowly)
+            monkeypatch.setattr(connections, "_connected", slowly)
             assert machine._kept is not None
-            machine._kept.doubt()
+            machine._kept.retire()
             impatient = 0
             while True:
                 try:
@@ -294,7 +272,7 @@ def test_connecting_goes_on_when_those_who_asked_give_up(
                     break
             assert impatient >= 2
             assert len(attempts) == 1
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -444,7 +422,7 @@ def test_destroying_a_machine_ends_its_bridges(sshd: Sshd) -> None:
             end.settimeout(10)
             with end, contextlib.suppress(ConnectionError):
                 assert await asyncio.to_thread(end.recv, 1) == b""
-            assert link.open_links() == 0
+            assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 

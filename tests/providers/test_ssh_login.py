@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.pool.journal import Journal
+from skyward.nodes.journal import Journal
 from skyward.providers import Order
-from skyward.testing import plain_wish
+from skyward.testing import plain_request
 
 from .ssh_hosts import Sshd, another, created, refusal
 
@@ -159,7 +159,7 @@ def test_the_agent_opens_a_key_with_a_passphrase(sshd: Sshd, locked_key: Path, a
 
 def test_a_key_that_is_not_there_is_named(sshd: Sshd) -> None:
     with pytest.raises(sky.ConfigurationError, match=r"/nowhere/key.*name the private key's file"):
-        asyncio.run(sshd.provider(key="/nowhere/key").create(Order("t", 0, plain_wish())))
+        asyncio.run(sshd.provider(key="/nowhere/key").create(Order("t", 0, plain_request())))
 
 
 def test_a_refused_port_is_named(sshd: Sshd) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.providers.ssh import link
-from skyward.providers.ssh.hosts import Place
-from skyward.testing import plain_wish
+from skyward.providers.ssh import connections
+from skyward.providers.ssh.hosts import HostAddress
+from skyward.testing import plain_request
 
 from .ssh_hosts import Sshd, made, refusal, said, serving
+
+PACKAGE = Path(sky.__file__).parent
+"""Compared as a whole: a clone's own folder is called `skyward` as well."""
 
 
 @pytest.fixture
@@ -58,8 +61,8 @@ def test_a_jump_host_of_the_configuration_is_used(config: str, sshd: Sshd) -> No
             came_from = (await said(machine, "sh", "-c", "echo $SSH_CONNECTION")).split()
             assert came_from[2] == "127.0.0.1"
             assert machine.direct is None
-            assert link.open_links() == 2
-        assert link.open_links() == 0
+            assert connections.hosts_held() == 2
+        assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -74,7 +77,7 @@ def test_a_jump_host_carries_commands_and_bridges(sshd: Sshd) -> None:
                 end.sendall(b"jump")
                 assert await asyncio.to_thread(end.recv, 9) == b"pmuj"
             assert await task == 0
-        assert link.open_links() == 0
+        assert connections.hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -93,18 +96,18 @@ def test_a_jump_host_is_verified_too(sshd: Sshd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "address"),
     [
-        ("gpu1", Place("gpu1")),
-        ("me@gpu1", Place("gpu1", "me")),
-        ("gpu1.example.org:2222", Place("gpu1.example.org", None, 2222)),
-        ("me@10.0.0.1:22", Place("10.0.0.1", "me", 22)),
-        ("[::1]", Place("::1")),
-        ("me@[fe80::1%eth0]:2222", Place("fe80::1%eth0", "me", 2222)),
+        ("gpu1", HostAddress("gpu1")),
+        ("me@gpu1", HostAddress("gpu1", "me")),
+        ("gpu1.example.org:2222", HostAddress("gpu1.example.org", None, 2222)),
+        ("me@10.0.0.1:22", HostAddress("10.0.0.1", "me", 22)),
+        ("[::1]", HostAddress("::1")),
+        ("me@[fe80::1%eth0]:2222", HostAddress("fe80::1%eth0", "me", 2222)),
     ],
 )
-def test_a_host_is_read_as_ssh_reads_it(text: str, place: Place) -> None:
-    assert Place.of(text) == place
+def test_a_host_is_read_as_ssh_reads_it(text: str, address: HostAddress) -> None:
+    assert HostAddress.of(text) == address
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_it_is_a_value_that_its_description_makes_anew() -> None:
 
     assert again == provider
     assert hash(again) == hash(provider)
-    assert provider.price(plain_wish()) is None
+    assert provider.price(plain_request()) is None
 
 
 def test_addresses_say_how_the_nodes_reach_each_other(sshd: Sshd) -> None:
@@ -157,10 +160,10 @@ def test_addresses_say_how_the_nodes_reach_each_other(sshd: Sshd) -> None:
 
 
 def test_a_volume_cannot_be_mounted_elsewhere() -> None:
-    wish = dataclasses.replace(plain_wish(), volumes=(sky.Volume("/data", "/other"),))
+    request = dataclasses.replace(plain_request(), volumes=(sky.Volume("/data", "/other"),))
 
     with pytest.raises(sky.ConfigurationError, match="leave target out"):
-        sky.SSH(["gpu1"]).check(wish)
+        sky.SSH(["gpu1"]).check(request)
 
 
 @pytest.mark.parametrize("nodes", [3, (1, 3)])
@@ -185,7 +188,7 @@ def test_a_start_that_fails_shows_where_it_was_asked_for_and_nothing_of_the_insi
         asyncio.run(enter())
 
     for each in (caught, caught_async):
-        inside = [entry for entry in each.traceback if "skyward" in Path(entry.path).parts]
+        inside = [entry for entry in each.traceback if PACKAGE in Path(entry.path).parents]
         assert len(inside) == 1
         assert each.value.__cause__ is None
         assert each.value.__suppress_context__

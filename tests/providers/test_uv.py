@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from skyward.bootstrap import uv
 from skyward.errors import ImageError
-from skyward.providers import uv
 
 MINE = (platform.system(), platform.machine())
 

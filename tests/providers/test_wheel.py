@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import skyward
+from skyward.bootstrap import wheel
 from skyward.errors import ImageError
-from skyward.providers import wheel
 
 
 def members(made: wheel.Wheel) -> dict[str, bytes]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skytorch import kubeconfig
-from skytorch.client import Compute
-from skytorch.resources import Resources
+from skytorch.client import Compute, kubeconfig
+from skytorch.client.resources import Resources
 
 
 async def late(event: object) -> None: ...

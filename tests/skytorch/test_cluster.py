@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import os
 import subprocess
 import sys
 import threading
 from importlib.resources import files
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 import skyward as sky
 from skytorch import client
 from skytorch.client import Cluster, Compute, compute
-from skytorch.events import Event
+from skytorch.client.event import Event
 
 
 def process() -> int:
@@ -24,8 +26,38 @@ def process() -> int:
 
 
 def test_the_client_exports_exactly_this() -> None:
-    assert client.__all__ == ["Cluster", "Compute", "compute", "init", "log_event"]
+    assert client.__all__ == [
+        "Cluster",
+        "Compute",
+        "StateDict",
+        "compute",
+        "default_namespace",
+        "init",
+        "log_event",
+    ]
     assert all(getattr(client, name).__doc__ for name in client.__all__)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("compute", "Compute"),
+        ("cluster", "Cluster"),
+        ("decorator", "compute"),
+        ("event", "log_event"),
+        ("init", "init"),
+        ("init", "default_namespace"),
+        ("state_dict", "StateDict"),
+    ],
+)
+def test_the_submodules_have_skytorchs_names(module: str, name: str) -> None:
+    code = (
+        f"from skytorch.client.{module} import {name} as deep\n"
+        f"from skytorch.client import {name} as shallow\n"
+        "raise SystemExit(deep is not shallow)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_the_package_declares_its_types() -> None:
@@ -46,7 +78,32 @@ def test_a_cluster_yields_its_computes_in_order_each_a_machine_of_its_own(
     async def main() -> None:
         async with Cluster(Compute(name="trainer"), Compute(name="judge")) as (trainer, judge):
             assert (trainer.name, judge.name) == ("trainer", "judge")
+            assert trainer.is_ready()
+            assert judge.is_ready()
             assert await trainer.execute(process) != await judge.execute(process)
+
+    asyncio.run(main())
+
+
+def test_a_cluster_is_a_sequence_of_its_computes() -> None:
+    one, two = Compute(name="one"), Compute(name="two")
+    cluster = Cluster(one, two)
+
+    assert len(cluster) == 2
+    assert list(cluster) == [one, two]
+    assert (cluster[0], cluster[-1], cluster[:1]) == (one, two, (one,))
+    assert not cluster.is_ready()
+    with pytest.raises(IndexError):
+        cluster[2]
+
+
+def test_a_cluster_is_made_ready_and_deleted_without_a_block(nothing_left: None) -> None:
+    async def main() -> None:
+        cluster = Cluster(Compute(name="one"), Compute(name="two"))
+        assert await cluster.ready(timeout=120) is cluster
+        assert cluster.is_ready()
+        await cluster.delete()
+        assert not cluster.is_ready()
 
     asyncio.run(main())
 
@@ -131,6 +188,60 @@ def test_the_decorator_injects_a_node_and_takes_it_down(nothing_left: None) -> N
     assert (train.__name__, train.__doc__) == ("train", "Train.")
 
 
+async def after(x: int, node: Compute) -> tuple[int, str]:
+    return x, node.name
+
+
+async def keyword_only(x: int, *, node: Compute) -> tuple[int, str]:
+    return x, node.name
+
+
+async def positional_only(x: int, y: int = 4, node: Compute | None = None, /) -> tuple[int, str]:
+    assert node is not None
+    return x + y - 4, node.name
+
+
+async def between(x: int, node: Compute, *more: int, **rest: int) -> tuple[int, str]:
+    assert (more, rest) == ((), {})
+    return x, node.name
+
+
+async def without_annotation(node, x):  # type: ignore[no-untyped-def]
+    return x, node.name
+
+
+async def unannotated_after(x, node: client.Compute):  # type: ignore[no-untyped-def]
+    return x, node.name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [after, keyword_only, positional_only, between, without_annotation, unannotated_after],
+    ids=lambda body: body.__name__,
+)
+def test_the_decorator_gives_the_node_to_the_parameter_annotated_compute(
+    body: Any, nothing_left: None
+) -> None:
+    assert asyncio.run(compute(name="here")(body)(3)) == (3, "here")
+
+
+def test_the_annotation_may_name_what_only_a_type_checker_imports(nothing_left: None) -> None:
+    async def train(x: int, node: nowhere.Compute) -> tuple[int, str]:  # type: ignore[name-defined]  # noqa: F821
+        return x, node.name
+
+    assert asyncio.run(compute(name="here")(train)(3)) == (3, "here")
+
+
+def test_the_caller_sees_and_passes_only_the_other_parameters() -> None:
+    decorated = compute(name="here")(after)
+
+    assert list(inspect.signature(decorated).parameters) == ["x"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
+        asyncio.run(decorated(3, node=None))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        asyncio.run(decorated())
+
+
 def test_the_node_is_taken_down_also_when_the_function_raises(nothing_left: None) -> None:
     seen: list[Compute] = []
 
@@ -154,4 +265,9 @@ def test_the_decorator_refuses_what_it_cannot_wrap() -> None:
     async def alone() -> None: ...
 
     with pytest.raises(sky.ConfigurationError, match=r"write `async def alone\(node: Compute\)`"):
-        compute(name="a")(alone)  # type: ignore[arg-type]
+        compute(name="a")(alone)
+
+    async def number(x: int) -> None: ...
+
+    with pytest.raises(sky.ConfigurationError, match=r"no parameter is annotated Compute"):
+        compute(name="a")(number)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 import torch
 
 import skyward as sky
-from skytorch.client import Compute, init
+from skytorch.client import Compute, default_namespace, init
+from skytorch.client.event import Event
 
 
 def process() -> int:
@@ -45,6 +47,45 @@ def test_ready_twice_starts_once(nothing_left: None) -> None:
     first, second = asyncio.run(main())
 
     assert first == second
+
+
+def test_ready_suspend_and_resume_return_the_compute(nothing_left: None) -> None:
+    async def main() -> None:
+        node = Compute(name="chained")
+        assert not node.is_ready()
+        assert await node.ready(timeout=120) is node
+        assert node.is_ready()
+        assert await node.suspend() is node
+        assert not node.is_ready()
+        assert await node.resume() is node
+        assert node.is_ready()
+        await node.delete()
+        assert not node.is_ready()
+
+    asyncio.run(main())
+
+
+def test_ready_gives_up_after_its_timeout_and_can_be_called_again(nothing_left: None) -> None:
+    heard: list[Event] = []
+
+    async def main() -> None:
+        node = Compute(name="hasty", on_events=heard.append)
+        with pytest.raises(TimeoutError, match=r"ready\(timeout=0\.001\): .*'hasty' did not start"):
+            await node.ready(timeout=0.001)
+        assert not node.is_ready()
+        assert (await node.ready()).is_ready()
+        await node.delete()
+
+    asyncio.run(main())
+
+    reasons = [(event.reason, event.type) for event in heard]
+    assert reasons[:2] == [("Starting", "Normal"), ("Failed", "Warning")]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, True, "1"])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"ready\(timeout=.*give seconds, more than 0"):
+        asyncio.run(Compute(name="hasty").ready(timeout))
 
 
 def test_a_suspended_compute_refuses_its_device_until_it_is_resumed(nothing_left: None) -> None:
@@ -111,3 +152,19 @@ def test_env_reaches_functions_and_defaults_are_replaced_as_a_whole(nothing_left
             ]
 
     assert asyncio.run(main()) == ["1", "init", None, "own"]
+
+
+def test_init_takes_a_namespace() -> None:
+    assert default_namespace() == Compute(name="node").namespace == "default"
+    init(namespace="research")
+    assert default_namespace() == Compute(name="node").namespace == "research"
+    with pytest.raises(sky.ConfigurationError, match=r"namespace='My Space'\): a namespace has"):
+        init(namespace="My Space")
+    assert default_namespace() == "research"
+
+
+def test_a_client_config_asks_for_a_cluster_which_is_refused() -> None:
+    init(client_config=object())
+
+    with pytest.raises(sky.ConfigurationError, match=r"call init\(\) without client_config"):
+        Compute(name="node")

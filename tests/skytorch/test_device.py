@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,10 +36,37 @@ def test_the_device_is_the_same_whatever_name_it_is_asked_by(
     assert node.device(best) == node.device("auto") == node.device()
 
 
-def test_asking_for_what_no_device_is_called_names_what_there_is(
-    node: Compute, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_has_a_type_and_an_index(node: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKYWARD_DEVICE")
 
-    with pytest.raises(sky.ConfigurationError, match="has no 'tpu', it has cpu"):
-        node.device("tpu")
+    assert node.device("cpu", 0) == node.device("cpu:0") == node.device(type="cpu", index=0)
+    with pytest.raises(sky.ConfigurationError, match="has no 'cuda:97'"):
+        node.device("cuda", 97)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tpu",), r"device\('tpu'\): there is no such device; ask for 'auto', 'cpu', 'cuda'"),
+        (("cuda:x",), r"device\('cuda:x'\): there is no such device"),
+        (("cuda:",), r"device\('cuda:'\): there is no such device"),
+        (("cuda:-1",), r"device\('cuda:-1'\): there is no such device"),
+        (("cuda:0:1",), r"device\('cuda:0:1'\): there is no such device"),
+        (("",), r"device\(''\): there is no such device"),
+        ((3,), r"device\(3\): there is no such device"),
+        (
+            ("cuda:1", 1),
+            r"the index is there twice; write device\('cuda', 1\)",
+        ),
+        (("cuda", -1), r"device\('cuda', -1\): an index is a whole number, 0 or more"),
+        (("cuda", "1"), r"device\('cuda', '1'\): an index is a whole number"),
+        (("cpu", 1), r"device\('cpu', 1\): only 'cuda' devices are numbered"),
+        (("auto", 0), r"device\('auto', 0\): only 'cuda' devices are numbered"),
+    ],
+)
+def test_an_impossible_device_is_refused_without_asking_a_node(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    # This compute has no node that could be asked.
+    with pytest.raises(sky.ConfigurationError, match=message):
+        Compute(name="new").device(*arguments)

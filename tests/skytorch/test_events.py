@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
 import skyward as sky
 from skytorch.client import Compute, compute, log_event
-from skytorch.events import Event
-from skytorch.metrics import Metrics
+from skytorch.client.event import Event
+from skytorch.client.metrics import Metrics
 
 
 def test_a_life_is_told_in_order(nothing_left: None) -> None:
@@ -28,6 +29,11 @@ def test_a_life_is_told_in_order(nothing_left: None) -> None:
     reasons = ["Starting", "Ready", "Suspended", "Starting", "Ready", "Deleted"]
     assert [event.reason for event in heard] == reasons
     assert {event.compute for event in heard} == {"short"}
+    assert {event.type for event in heard} == {"Normal"}
+    assert [event.timestamp for event in heard] == sorted(event.timestamp for event in heard)
+    age = datetime.now(UTC) - heard[0].timestamp
+    assert timedelta() <= age < timedelta(minutes=5)
+    assert heard[0].timestamp == heard[0].first_timestamp == heard[0].last_timestamp
 
 
 def test_a_listener_that_fails_is_noticed(nothing_left: None) -> None:
@@ -61,6 +67,15 @@ def test_log_event_is_itself_a_listener_that_writes_to_the_log(
         "logged: Logged: here, step=1",
         "logged: Logged: there",
         "logged: Deleted: it is gone",
+    ]
+
+
+def test_a_warning_is_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "skytorch"):
+        log_event(Event("Failed", "no room", compute="node", type="Warning"))
+
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "node: Failed: no room")
     ]
 
 

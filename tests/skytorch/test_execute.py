@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from torch import nn
 
 import skyward as sky
 from skytorch.client import Compute
-from skytorch.placement import StateDict
+from skytorch.client.state_dict import StateDict
 
 
 class Net(nn.Module):
@@ -172,6 +174,108 @@ def test_a_state_dict_that_does_not_fit_names_everything_and_changes_nothing(
     assert "Net has no norm.extra" in message
     assert "norm.weight is (3,) here and (8,) in Net" in message
     assert torch.equal(model.embed.weight, before)
+
+
+class Rotary(nn.Module):
+    """As language models have it: a buffer that the state dict leaves out."""
+
+    frequencies: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("frequencies", torch.zeros(2), persistent=False)
+
+
+def seeded_rotary() -> Rotary:
+    rotary = Rotary()
+    with torch.no_grad():
+        rotary.scale.fill_(3.0)
+        rotary.frequencies.fill_(5.0)
+    return rotary
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_returned_module_loads_into_a_model_with_its_non_persistent_buffers(
+    node: Compute, where: str
+) -> None:
+    remote = run(node, seeded_rotary)
+    with torch.device(where):
+        model = Rotary()
+
+    assert remote.load_into(model) is model
+
+    assert model.scale.cpu().tolist() == [3.0, 3.0]
+    assert model.frequencies.cpu().tolist() == [5.0, 5.0]
+    assert list(model.state_dict()) == ["scale"]
+
+
+def test_a_copy_of_a_returned_module_loads_its_own_tensors(node: Compute) -> None:
+    remote = run(node, seeded_rotary)
+    twin = copy.deepcopy(remote)
+    with torch.no_grad():
+        twin.scale.fill_(9.0)
+
+    assert twin.load_into(Rotary()).scale.tolist() == [9.0, 9.0]
+    assert remote.load_into(Rotary()).scale.tolist() == [3.0, 3.0]
+
+
+def test_a_modules_own_load_into_stays(node: Compute) -> None:
+    class Loader(nn.Linear):
+        def load_into(self, model: nn.Module) -> str:
+            return "my own"
+
+    assert run(node, Loader, 1, 1).load_into(nn.Linear(1, 1)) == "my own"
+
+
+def test_a_state_dict_may_carry_non_persistent_buffers(node: Compute) -> None:
+    def everything() -> dict[str, torch.Tensor]:
+        rotary = seeded_rotary()
+        return {**rotary.state_dict(), "frequencies": rotary.frequencies}
+
+    model = run(node, everything).load_into(Rotary())
+
+    assert model.frequencies.tolist() == [5.0, 5.0]
+
+
+def test_a_state_dict_without_them_leaves_those_with_memory_and_refuses_those_without(
+    node: Compute,
+) -> None:
+    weights = run(node, lambda: seeded_rotary().state_dict())
+
+    assert weights.load_into(Rotary()).frequencies.tolist() == [0.0, 0.0]
+    with (
+        torch.device("meta"),
+        pytest.raises(sky.ConfigurationError, match=r"frequencies.*return the module itself"),
+    ):
+        weights.load_into(Rotary())
+
+
+def test_on_log_gets_what_the_function_prints_and_the_console_does_not(
+    node: Compute, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def talk() -> int:
+        print("loading")
+        print("careful", file=sys.stderr)
+        print("no newline", end="")
+        return 3
+
+    heard: list[tuple[str, str]] = []
+
+    assert run(node, talk, on_log=lambda stream, text: heard.append((stream, text))) == 3
+
+    assert sorted(heard) == [
+        ("stderr", "careful\n"),
+        ("stdout", "loading\n"),
+        ("stdout", "no newline\n"),
+    ]
+    said = capfd.readouterr()
+    assert "loading" not in said.out + said.err
+
+
+def test_on_log_must_be_a_plain_function(node: Compute) -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"execute\(on_log=3\): give a plain function"):
+        run(node, abs, 1, on_log=3)
 
 
 def test_load_into_wants_a_module(node: Compute) -> None:

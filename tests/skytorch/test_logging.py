@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skytorch.client import Compute, log_event
-from skytorch.events import Event
+from skytorch.client.event import Event
 
 events: list[Event] = []
 

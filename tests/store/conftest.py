@@ -116,12 +116,11 @@ class Server:
 
 SERVE = """
 import sys, json
-from skyward.store import callers
-from skyward.store.server import serve
+from skyward.store.server import serving
 options = json.loads(sys.argv[1])
 for name, value in options.pop("constants", {}).items():
-    setattr(callers, name, value)
-serve(started=lambda address: print(address, flush=True), **options)
+    setattr(serving, name, value)
+serving.serve(started=lambda address: print(address, flush=True), **options)
 """
 
 

@@ -288,7 +288,7 @@ def test_a_hostile_safetensors_file_is_refused(
 def test_a_flipped_byte_is_refused_or_read_and_nothing_else(
     tmp_path: Path, at: int, byte: int
 ) -> None:
-    from skyward.store import safetensors as ours
+    from skyward.store.exchange import safetensors as ours
 
     file = tmp_path / "m.safetensors"
     safetensors.save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, file)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store import local
+from skyward.store.places import local
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import torch
 import xxhash
 
 import skyward as sky
-from skyward.store import manifest, objects, saving, tree
-from skyward.wire import memory
+from skyward.objects import memory
+from skyward.store import saving
+from skyward.store.format import manifest, safetensors, tree
 
 PAGE = Path(__file__).parents[2] / "docs" / "store.md"
 
@@ -22,7 +23,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert {name: int(value) for name, value in written.items()} == {
         "FORMAT": manifest.FORMAT,
         "MANIFEST_LIMIT": manifest.MANIFEST_LIMIT,
-        "HEADER_LIMIT": objects.HEADER_LIMIT,
+        "HEADER_LIMIT": safetensors.HEADER_LIMIT,
         "SIZE_LIMIT": manifest.SIZE_LIMIT,
         "RANK_LIMIT": manifest.RANK_LIMIT,
         "DEPTH_LIMIT": tree.DEPTH_LIMIT,

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store import download, local
-from skyward.store.download import Download
-from skyward.store.mapping import mapped
-from skyward.wire import memory
+from skyward.objects import memory
+from skyward.store.places import local
+from skyward.store.places.mapping import mapped
+from skyward.store.server import download
+from skyward.store.server.download import Download
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc/self")
 

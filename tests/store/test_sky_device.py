@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import skyward as sky
-from skyward.store import placing
-from skyward.store.files import open_files
+from skyward.store.on_node import loading
+from skyward.store.places.opening import open_files
 
 # Tests read values all the time; the advice against it is not for them.
 pytestmark = pytest.mark.filterwarnings("ignore:this loop waits:UserWarning")
@@ -491,7 +491,7 @@ def _kill_after_export(compute: sky.Compute) -> None:
 
     from skyward.device.core import Core
 
-    agent = psutil.Process(compute._open_pool.nodes[0].machine._process.pid)
+    agent = psutil.Process(compute._open_pool.nodes[0].host.agent_pid)
     (process,) = [
         child
         for child in agent.children()
@@ -531,7 +531,7 @@ def test_a_store_travels_as_its_address(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_token_is_shown_nowhere() -> None:
-    from skyward.store.files import Address
+    from skyward.store.places.opening import Address
 
     address = Address("https://user:hidden@host/models", "hidden", durable=False)
     assert "hidden" not in repr(address)
@@ -568,8 +568,8 @@ def test_on_a_gpu_the_node_loads_and_saves_too(store, compute) -> None:
 
 
 @sky.function
-def loads_kept() -> list[placing.Order]:
-    return list(placing._loads._loadings)
+def loads_kept() -> list[loading.LoadRequest]:
+    return list(loading._loads._open)
 
 
 def test_a_node_keeps_nothing_of_a_load_that_is_over(
@@ -589,8 +589,8 @@ def test_a_load_whose_client_is_gone_is_forgotten_after_a_while(
 ) -> None:
     store.save_model({"x": 1}, "m")
     manifest = store._manifest("m", 1)
-    order = placing.Order("id", store._address, "m", 1, placing._identity(manifest))
-    kept = placing.Opened(seconds=0.2)
+    order = loading.LoadRequest("id", store._address, "m", 1, loading._identity(manifest))
+    kept = loading.OpenLoads(seconds=0.2)
 
     first = kept.get(order)
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import skyward as sky
+from skyward.objects import memory
 from skyward.store.catalog import Catalog
-from skyward.store.layout import Span
-from skyward.store.local import LocalFiles
+from skyward.store.format.layout import Span
+from skyward.store.places.local import LocalFiles
 from skyward.store.saving import Saving
-from skyward.wire import memory
 
 
 def objects(folder: Path) -> set[str]:
@@ -242,13 +242,13 @@ def test_a_change_during_the_save_is_noticed(
 ) -> None:
     value = {"x": torch.zeros(1000)}
 
-    placed = Saving._placed
+    stored = Saving._stored
 
-    def meddled(saving: Saving, spans: list[Span], lease: str) -> object:
+    def meddled(saving: Saving, spans: list[Span]) -> object:
         value["x"].add_(1)
-        return placed(saving, spans, lease)
+        return stored(saving, spans)
 
-    monkeypatch.setattr(Saving, "_placed", meddled)
+    monkeypatch.setattr(Saving, "_stored", meddled)
     with pytest.raises(sky.StoreError, match=r"x changed while it was being saved"):
         store.save_model(value, "m")
     assert store.list() == ()

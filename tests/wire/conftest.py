@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 
-from skyward.wire import blobs, messages, objects
+from skyward.objects import encoding, payloads
+from skyward.wire import messages
 from skyward.wire.messages import Buffer, Define
 
 # A busy machine is slow, and that is no failure.
@@ -21,11 +22,11 @@ class Trip(Protocol):
 
 
 def _trip(value: Any, *, own_modules: bool = False) -> Any:
-    packed = blobs.pack(objects.encode(value, own_modules=own_modules), None)
+    packed = payloads.pack(encoding.encode(value, own_modules=own_modules), None)
     meta = messages.encode(Define(b"key", packed.payload, False))
     arrived = messages.decode_as(Define, Define.KIND, meta)
     body = bytearray().join(packed.body)
-    return objects.decode(*blobs.unpack(arrived.payload, body, _nowhere))
+    return encoding.decode(*payloads.unpack(arrived.payload, body, _nowhere))
 
 
 def _nowhere(ref: Buffer) -> memoryview:
@@ -39,11 +40,11 @@ def trip() -> Trip:
 
 
 @pytest.fixture(scope="session")
-def loaded() -> Callable[[objects.Encoded], Any]:
+def loaded() -> Callable[[encoding.Encoded], Any]:
     """What an `Encoded` stands for."""
 
-    def load(encoded: objects.Encoded) -> Any:
+    def load(encoded: encoding.Encoded) -> Any:
         buffers = [memoryview(bytearray(buffer)) for buffer in encoded.buffers]
-        return objects.decode(b"".join(encoded.pieces), buffers, encoded.storages)
+        return encoding.decode(b"".join(encoded.pieces), buffers, encoded.storages)
 
     return load

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from skyward.wire import objects
+from skyward.objects import encoding, payloads
 
 Trip = Callable[..., Any]
 
@@ -89,7 +89,7 @@ def test_an_array_met_twice_is_one_array(trip: Trip) -> None:
 
 def test_contents_are_referred_to_and_not_copied() -> None:
     array = np.zeros(100_000)
-    encoded = objects.encode({"x": array})
+    encoded = encoding.encode({"x": array})
     assert encoded.pickle_length < 1000
     (buffer,) = encoded.buffers
     array[7] = 1.5
@@ -99,9 +99,8 @@ def test_contents_are_referred_to_and_not_copied() -> None:
 @given(lengths=st.lists(st.integers(0, 300), max_size=8))
 @settings(max_examples=30)
 def test_arrays_are_aligned_in_the_body(lengths: list[int]) -> None:
-    from skyward.wire import blobs
 
     arrays = [np.arange(length, dtype=np.uint8) for length in lengths]
-    packed = blobs.pack(objects.encode(arrays), None)
+    packed = payloads.pack(encoding.encode(arrays), None)
     assert all(ref.offset % 64 == 0 for ref in packed.payload.buffers)
     assert packed.payload.inline == sum(map(len, packed.body))

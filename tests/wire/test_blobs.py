@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyward.errors import ProtocolError
-from skyward.wire import memory
-from skyward.wire.blobs import SEGMENTS_MAX, Blob, BlobStore, Mapped, Sources
-from skyward.wire.memory import CHUNK, GRANULE, Arena, Segment
+from skyward.objects import memory
+from skyward.objects.blobs import SEGMENTS_MAX, Blob, BlobStore, Mapped, Sources
+from skyward.objects.memory import CHUNK, GRANULE, Arena, Segment
 
 MIB = 1 << 20
 
@@ -51,7 +51,7 @@ def test_digests_follow_their_definition_alone_or_together(sizes: list[int], see
     assert memory.digests([memoryview(c) for c in contents]) == [as_defined(c) for c in contents]
 
 
-def test_a_digest_is_what_it_was_yesterday() -> None:
+def test_digests_are_the_same_in_every_version() -> None:
     assert digest(b"").hex() == "2c0a8a99dc147d5445c3b49d035665b2"
     assert digest(b"skyward").hex() == "fa5ee21fe98aa1d51e9d0acba5f09425"
 
@@ -74,7 +74,7 @@ def test_zeros_of_different_lengths_differ() -> None:
 
 
 class Storing(RuleBasedStateMachine):
-    """A store with many users: whoever holds a pin reads what was placed, whatever happens."""
+    """A store with many users: who holds a pin always reads what was placed."""
 
     CAP = 4 * MIB
 

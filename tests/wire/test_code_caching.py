@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.functions import Code, Function
+from skyward.functions import Function
+from skyward.objects.code import Code
 
 Change = Callable[[], object]
 Case = Callable[[pytest.MonkeyPatch], tuple[Callable[..., Any], Change]]

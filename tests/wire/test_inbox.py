@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward.wire import memory, messages
+from skyward.objects import memory
+from skyward.objects.memory import Segment
+from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.memory import Segment
 from skyward.wire.messages import (
     KNOWN,
     SEGMENT,

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyward.pool.lane import Lane
-from skyward.pool.relays import Relays
-from skyward.pool.task import Definition, Parcel, Task
-from skyward.wire import memory
+from skyward.calls.lane import Lane
+from skyward.calls.parcels import NamedParcel, Parcel
+from skyward.calls.relays import Neighbor, Relays
+from skyward.calls.scheduler import Load
+from skyward.calls.task import Task
+from skyward.objects import memory
+from skyward.objects.encoding import encode
 from skyward.wire.messages import KNOWN, STREAMED, Define, Fetch, Message, Run
-from skyward.wire.objects import encode
 
 MIB = 1 << 20
 
@@ -50,26 +52,28 @@ class Wire:
         return [ref.where for run in runs for ref in run.payload.buffers]
 
 
-def lane(wire: Wire, **details: Any) -> Lane:
-    return Lane(node=0, worker=0, slot=0, capacity=4, window=4, channel=wire, **details)  # type: ignore[arg-type]
+def lane(wire: Wire, relays: Relays | None = None) -> Lane:
+    neighbor = Neighbor("tcp:127.0.0.1:1")
+    store: Any = None  # for memory shared with an executor, which a network does not have
+    return Lane(Load(0, 0, 0, 4), wire, store, neighbor=neighbor, relays=relays)  # type: ignore[arg-type]
 
 
 def task(number: int, values: Any) -> Task:
     encoded = encode((values,))
     parcel = Parcel(encoded, digests=memory.digests(encoded.buffers), large=list(encoded.buffers))
-    return Task(number, "f", Definition(b"k", Parcel(encode(1)), False), parcel, [], [])
+    return Task(number, "f", NamedParcel(b"k", Parcel(encode(1)), False), parcel, [], [])
 
 
 def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> None:
-    """They are the caller's again, and may be others by then."""
+    """The bytes are the caller's memory, which the caller may have changed by then."""
     wire = Wire()
     wire.go_on.clear()
-    place, call = lane(wire), task(1, np.zeros(2 * MIB, np.uint8))
+    executor, call = lane(wire), task(1, np.zeros(2 * MIB, np.uint8))
     failures: list[BaseException] = []
 
     def send() -> None:
         try:
-            place.send(call)
+            executor.send(call)
         except OSError as problem:
             failures.append(problem)
 
@@ -77,7 +81,7 @@ def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> No
     sending.start()
     assert wire.at_define.wait(30)
     call.done = True
-    place.stop(call)
+    executor.stop(call)
     wire.go_on.set()
     sending.join(30)
     assert wire.aborted
@@ -87,40 +91,40 @@ def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> No
 
 def test_what_several_tasks_lack_is_sent_again_once() -> None:
     wire = Wire()
-    place = lane(wire)
+    executor = lane(wire)
     values = np.zeros(2 * MIB, np.uint8)
     tasks = [task(number, values) for number in range(3)]
     for each in tasks:
-        place.send(each)
+        executor.send(each)
     assert wire.places() == [STREAMED, KNOWN, KNOWN]
     lacking = tasks[0].parcel.digests
     for each in tasks:
-        place.resend(each, lacking, [])
+        executor.resend(each, lacking, [])
     assert wire.places()[3:] == [STREAMED, KNOWN, KNOWN]
     # And again, if the executor has lost it in the meantime.
-    place.resend(tasks[1], lacking, [])
+    executor.resend(tasks[1], lacking, [])
     assert wire.places()[6:] == [STREAMED]
 
 
-def test_so_is_a_definition() -> None:
+def test_code_that_several_tasks_lack_is_sent_again_once() -> None:
     wire = Wire()
-    place = lane(wire)
+    executor = lane(wire)
     tasks = [task(number, 1.5) for number in range(3)]
     for each in tasks:
-        place.send(each)
+        executor.send(each)
     for each in tasks:
-        place.resend(each, [], [b"k"])
+        executor.resend(each, [], [b"k"])
     defined = [message for message, _ in wire.sent if isinstance(message, Define)]
     assert len(defined) == 2
 
 
-def test_who_is_cut_off_is_not_asked_to_pass_anything_on() -> None:
+def test_an_executor_out_of_reach_is_not_asked_to_pass_buffers_on() -> None:
     relays = Relays()
     wires = [Wire(), Wire(), Wire()]
-    lanes = [lane(wire, relays=relays, peer="tcp:127.0.0.1:1") for wire in wires]
+    lanes = [lane(wire, relays) for wire in wires]
     values = np.zeros(2 * MIB, np.uint8)
     lanes[0].send(task(1, values))
-    lanes[0].paused = True
+    lanes[0].disconnected()
     lanes[1].send(task(2, values))
     assert not any(isinstance(message, Fetch) for message, _ in wires[1].sent)
     lanes[2].send(task(3, values))
@@ -128,7 +132,7 @@ def test_who_is_cut_off_is_not_asked_to_pass_anything_on() -> None:
 
 
 def test_nothing_is_sent_to_an_executor_that_is_gone() -> None:
-    place = lane(Wire())
-    place.close()
+    executor = lane(Wire())
+    executor.close()
     with pytest.raises(BrokenPipeError):
-        place.send(task(1, 1))
+        executor.send(task(1, 1))

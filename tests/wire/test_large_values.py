@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.wire import memory
+from skyward.objects import memory
 from skyward.wire.frames import DESCRIPTOR_LIMIT
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyward.errors import AuthenticationError
-from skyward.pool.executors import _among
+from skyward.nodes.executors import _among
 from skyward.wire.channel import Channel
 from skyward.wire.identity import CLIENT, Authority, Credentials, connect
 from skyward.wire.listener import Listener

@@ -20,7 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward.wire import blobs, objects
+from skyward.objects import blobs, encoding, payloads
+from skyward.wire.messages import Buffer
 
 Trip = Callable[..., Any]
 
@@ -55,7 +56,7 @@ def test_plain_data_arrives_equal(trip: Trip, value: Any) -> None:
 def test_a_call_travels_as_its_arguments(
     trip: Trip, args: list[Any], kwargs: dict[str, Any]
 ) -> None:
-    call = objects.Call("f", ("a", "b"), tuple(args), kwargs)
+    call = encoding.Arguments("f", ("a", "b"), tuple(args), kwargs)
     assert trip(call) == (tuple(args), kwargs)
 
 
@@ -71,17 +72,17 @@ def test_an_object_that_contains_itself(trip: Trip) -> None:
 def test_large_bytes_are_kept_as_they_are_and_not_copied(trip: Trip, size: int) -> None:
     large = os.urandom(size)
     for value in (large, [large], {"deep": ([large],)}):
-        assert any(piece is large for piece in objects.encode(value).pieces)
+        assert any(piece is large for piece in encoding.encode(value).pieces)
         assert trip(value) == value
-    call = objects.Call("f", ("a",), (large,), {})
-    assert any(piece is large for piece in objects.encode(call).pieces)
+    call = encoding.Arguments("f", ("a",), (large,), {})
+    assert any(piece is large for piece in encoding.encode(call).pieces)
 
 
 def test_a_large_bytearray_is_sent_as_it_was_when_encoded() -> None:
     data = bytearray(200_000)
-    encoded = objects.encode([data])
+    encoded = encoding.encode([data])
     data[:] = b"x" * 300_000
-    (got,) = objects.decode(b"".join(encoded.pieces))
+    (got,) = encoding.decode(b"".join(encoded.pieces))
     assert got == bytes(200_000)
 
 
@@ -129,8 +130,8 @@ def test_types_of_the_standard_library_and_of_users(trip: Trip) -> None:
 def test_an_exception_keeps_its_type_arguments_and_chain(trip: Trip) -> None:
     problem = KeyError("missing", 7)
     problem.extra = [1, 2]  # type: ignore[attr-defined]
-    cause = objects.PortableException(ValueError("the cause"), {}, False)
-    got = trip(objects.PortableException(problem, {"__cause__": cause}, True)).rebuild()
+    cause = encoding.PortableException(ValueError("the cause"), {}, False)
+    got = trip(encoding.PortableException(problem, {"__cause__": cause}, True)).rebuild()
     assert (type(got), got.args, got.extra) == (KeyError, ("missing", 7), [1, 2])
     assert repr(got.__cause__) == "ValueError('the cause')"
 
@@ -149,8 +150,8 @@ def test_functions_classes_and_closures_arrive_working(trip: Trip) -> None:
 
 def test_torch_is_not_imported_to_send_plain_data() -> None:
     code = (
-        "import sys; from skyward.wire import objects, blobs;"
-        "objects.decode(b''.join(objects.encode({'a': [1, b'x']}).pieces));"
+        "import sys; from skyward.objects import encoding, blobs;"
+        "encoding.decode(b''.join(encoding.encode({'a': [1, b'x']}).pieces));"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -162,15 +163,17 @@ def test_large_buffers_are_placed_elsewhere_and_found_again(sizes: list[int]) ->
     arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
     elsewhere: list[bytearray] = []
 
-    def large(buffers: list[memoryview]) -> list[blobs.Buffer]:
+    def large(buffers: list[memoryview]) -> list[Buffer]:
         elsewhere.extend(map(bytearray, buffers))
-        return [blobs.Buffer(len(b), 3, b"%d" % i) for i, b in enumerate(buffers)]
+        return [Buffer(len(b), 3, b"%d" % i) for i, b in enumerate(buffers)]
 
-    packed = blobs.pack(objects.encode(arrays), large)
+    packed = payloads.pack(encoding.encode(arrays), large)
     assert [len(one) for one in elsewhere] == [s for s in sizes if s >= blobs.BLOB_MIN]
     body = bytearray().join(packed.body)
-    pieces = blobs.unpack(packed.payload, body, lambda ref: memoryview(elsewhere[int(ref.digest)]))
-    got = objects.decode(*pieces)
+    pieces = payloads.unpack(
+        packed.payload, body, lambda ref: memoryview(elsewhere[int(ref.digest)])
+    )
+    got = encoding.decode(*pieces)
     assert all(np.array_equal(a, b) for a, b in zip(got, arrays, strict=True))
 
 
@@ -182,18 +185,18 @@ def test_what_cannot_travel_is_named_with_the_path_to_it() -> None:
     with pytest.raises(
         SerializationError, match=r"\['a'\]\[1\].*cannot be sent: <unlocked _thread"
     ):
-        objects.encode({"a": [1, threading.Lock()]})
-    call = objects.Call("train", ("data",), ({"x": threading.Lock()},), {})
+        encoding.encode({"a": [1, threading.Lock()]})
+    call = encoding.Arguments("train", ("data",), ({"x": threading.Lock()},), {})
     with pytest.raises(SerializationError, match=r"argument 'data' of train at \['x'\]"):
-        objects.encode(call)
+        encoding.encode(call)
 
 
-def test_what_was_encoded_is_kept_by_nobody() -> None:
+def test_encoding_keeps_no_reference_to_the_object() -> None:
     tensor = torch.ones(3)
     gone = weakref.ref(tensor)
     gc.disable()
     try:
-        objects.encode([tensor, np.ones(3)])
+        encoding.encode([tensor, np.ones(3)])
         del tensor
         assert gone() is None
     finally:

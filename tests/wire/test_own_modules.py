@@ -19,7 +19,7 @@ import pytest
 
 import skyward as sky
 from skyward.functions import Function
-from skyward.wire import modules, objects
+from skyward.objects import encoding, modules
 
 FILES = {
     "skyown/__init__.py": """
@@ -206,7 +206,7 @@ def test_an_edited_and_reloaded_module_is_seen(
 
 def test_only_the_users_files_count_as_theirs(script: ModuleType) -> None:
     assert all(map(modules.is_own, ("skyown", "skyown.deep.inner", "skyscript", __name__)))
-    for name in ("json", "numpy", "pytest", "skyward", "skyward.wire.objects", "cloudpickle"):
+    for name in ("json", "numpy", "pytest", "skyward", "skyward.objects.encoding", "cloudpickle"):
         assert not modules.is_own(name)
     assert not modules.is_own("skyown.not_imported")
     assert not modules.is_own(None)
@@ -218,7 +218,7 @@ def test_installed_code_travels_by_name(trip: Callable[..., Any]) -> None:
 
 
 def test_no_registry_is_touched_and_threads_do_not_disturb_each_other(
-    script: ModuleType, loaded: Callable[[objects.Encoded], Any]
+    script: ModuleType, loaded: Callable[[encoding.Encoded], Any]
 ) -> None:
     start = threading.Barrier(8)
 
@@ -227,7 +227,7 @@ def test_no_registry_is_touched_and_threads_do_not_disturb_each_other(
         sizes = []
         for turn in range(20):
             by_value = (turn + number) % 2 == 0
-            encoded = objects.encode(script.scaled, own_modules=by_value)
+            encoded = encoding.encode(script.scaled, own_modules=by_value)
             sizes.append((encoded.pickle_length > 200) == by_value)
             assert cloudpickle.list_registry_pickle_by_value() == set()
             assert loaded(encoded)(1) == 6

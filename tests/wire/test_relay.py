@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from skyward.errors import BlobStoreFullError
-from skyward.wire import memory
-from skyward.wire.blobs import BlobStore
+from skyward.objects import memory
+from skyward.objects.blobs import BlobStore
 from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER, Authority, node_name
 from skyward.wire.listener import Listener
@@ -148,12 +148,12 @@ def test_a_peer_that_waits_is_not_taken_for_dead(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(relay, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 1.5)
     first, second, _ = peers
     data = content(MIB)
     arrival = first.expect(data)
     second.fetch(first, data)
-    time.sleep(4.5)
+    time.sleep(2.0)
     assert not second.settled.is_set()
     assert len(first.served) == 1
     first.receive(arrival, data, len(data))
@@ -165,7 +165,7 @@ def test_what_nobody_has_heard_of_is_given_up(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(relay, "UNKNOWN_SECONDS", 2.0)
+    monkeypatch.setattr(relay, "UNKNOWN_SECONDS", 0.5)
     first, second, _ = peers
     data = content(MIB)
     second.fetch(first, data)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from skyward.wire import objects
+from skyward.objects import encoding
 
 Trip = Callable[..., Any]
 
@@ -96,7 +96,7 @@ def test_zero_dimensions_zero_sizes_and_single_values(trip: Trip) -> None:
 
 def test_an_expanded_tensor_stays_expanded_and_travels_once(trip: Trip) -> None:
     tensor = torch.tensor([[1.0], [2.0]]).expand(2, 100_000)
-    assert objects.encode(tensor).size < 2000
+    assert encoding.encode(tensor).size < 2000
     got = trip(tensor)
     assert_same(got, tensor)
     assert got.stride() == (1, 0)
@@ -170,10 +170,10 @@ def test_only_the_covered_part_of_a_storage_travels(trip: Trip) -> None:
     big = torch.arange(1_000_000, dtype=torch.float32)
     rows = big.view(1000, 1000)
     for view in (big[500_000:500_100], big[-1], rows[3], rows[990:, :5]):
-        assert objects.encode(view).size < 50_000
+        assert encoding.encode(view).size < 50_000
         assert_same(trip(view), view)
     together = [big[1000:1100], big[3000:3100]]
-    assert objects.encode(together).size < 10_000
+    assert encoding.encode(together).size < 10_000
     assert [t.tolist() for t in trip(together)] == [t.tolist() for t in together]
 
 
@@ -260,7 +260,7 @@ def test_a_tensor_can_be_sent_twice_and_copied_afterwards(trip: Trip) -> None:
 
 def test_contents_are_referred_to_and_not_copied() -> None:
     tensor = torch.zeros(100_000)
-    encoded = objects.encode({"x": tensor})
+    encoded = encoding.encode({"x": tensor})
     assert encoded.pickle_length < 1000
     (buffer,) = encoded.buffers
     tensor[7] = 1.0
@@ -273,6 +273,6 @@ def test_a_pickle_of_ours_cannot_be_loaded_by_accident() -> None:
 
     from skyward.errors import SerializationError
 
-    encoded = objects.encode(torch.zeros(3))
+    encoded = encoding.encode(torch.zeros(3))
     with pytest.raises(SerializationError, match="outside of a Skyward payload"):
         pickle.loads(b"".join(encoded.pieces))

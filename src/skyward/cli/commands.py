@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -22,17 +21,18 @@ ALONE = object()
 """The root context's object where the process is ours, and so are its signals."""
 
 _KEY = "skyward."
-_SPELLINGS = {
-    r"^ModelStore\('([^']*)'(, token=\.\.\.)?\): ": r"--store \1: ",
-    r"\btoken=\.\.\.": "--token",
-    r"\binsecure=True \(--insecure\)": "--insecure",
-    r"^host='([^']*)'": r"--host \1",
-    r"(?<=^--host )(\S*), port=(\d+)": r"\1 --port \2",
-    r"^certificate='([^']*)', key='([^']*)'": r"--cert \1 --key \2",
-    r"write a \.pt file: (?=\S+\.pt$)": "write a .pt file: -o ",
-    r"\bcall gc\(\)": "call `sky models gc`",
+OPTIONS = {
+    "store": "--store",
+    "token": "--token",
+    "host": "--host",
+    "port": "--port",
+    "certificate": "--cert",
+    "key": "--key",
+    "insecure": "--insecure",
+    "output": "-o",
+    "gc": "`sky models gc`",
 }
-"""Where the library names its parameters, a command has options."""
+"""What the library's arguments are called here; its messages name these."""
 
 
 def remember(context: click.Context, option: click.Parameter, value: object) -> None:
@@ -66,7 +66,7 @@ class Command(click.Command):
         self.params += _common()
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Commands under one name, with the same options; these may stand before or after theirs."""
 
     command_class = Command
@@ -104,15 +104,8 @@ def _message(problem: BaseException) -> str | None:
     if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
         return "this needs torch; install skyward[torch]"
     if isinstance(problem, SkywardError):
-        return _respelt(str(problem))
+        return str(problem)
     if isinstance(problem, OSError):
         where = f"{problem.filename}: " if problem.filename else ""
         return f"{where}{problem.strerror or problem}"
     return None
-
-
-def _respelt(message: str) -> str:
-    """A message of the library in the words of the command line."""
-    for pattern, words in _SPELLINGS.items():
-        message = re.sub(pattern, words, message)
-    return message

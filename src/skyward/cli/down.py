@@ -12,7 +12,7 @@ from skyward.cli.commands import Command
 from skyward.errors import PoolError
 
 if TYPE_CHECKING:
-    from skyward.pool.journal import PoolRecord
+    from skyward.nodes.journal import PoolRecord
 
 
 @click.command(cls=Command)
@@ -30,8 +30,8 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
         raise click.UsageError("give a name or --all, not both")
     if forget and name is None:
         raise click.UsageError("--forget: give the name of the pool that is to be forgotten")
-    from skyward.pool.cleaning import clean, matching
-    from skyward.pool.journal import Journal
+    from skyward.nodes.cleaning import clean, matching
+    from skyward.nodes.journal import Journal
 
     journal = Journal()
     pools = journal.pools()

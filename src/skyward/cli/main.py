@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import click
 
-from skyward import __version__
-from skyward.cli.commands import ALONE, INTERRUPTED, UNREAD, Group, reported
+from skyward import __version__, checks
+from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGroup, reported
 
 COMMANDS = {
     "ps": "List the pools that have machines.",
@@ -21,7 +21,7 @@ COMMANDS = {
 """Each is `skyward.cli.<name>:<name>`; its line is here so that `--help` imports none of them."""
 
 
-class _Sky(Group):
+class _Sky(CommandGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -39,7 +39,8 @@ class _Sky(Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with checks.naming_options(OPTIONS):
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit):
             raise
         except (Exception, KeyboardInterrupt) as problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyward.cli import output
-from skyward.cli.commands import Command, Group, ignore_interrupts, remembered, shared
+from skyward.cli.commands import Command, CommandGroup, ignore_interrupts, remembered, shared
+from skyward.cli.model_server import serve
 from skyward.console.measures import size
 from skyward.errors import (
     ConfigurationError,
@@ -48,7 +48,7 @@ class _StoreCommand(Command):
         self.params[-2:-2] = _store_options()
 
 
-class _Models(Group):
+class _Models(CommandGroup):
     command_class = _StoreCommand
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -76,12 +76,6 @@ def _seconds(context: click.Context, option: click.Parameter, value: str) -> flo
     if match is None:
         raise click.BadParameter(f"{value!r} is no duration; write 90s, 30m, 24h or 7d")
     return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def _existing_folder(context: click.Context, option: click.Parameter, value: Path) -> Path:
-    if not value.is_dir():
-        raise click.BadParameter(f"'{value}' does not exist; create it, or correct the path")
-    return value
 
 
 def _name(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -343,57 +337,7 @@ def gc(older_than: float) -> None:
     click.echo(f"freed {size(freed)}")
 
 
-@models.command(cls=Command)
-@click.argument(
-    "directory", type=click.Path(file_okay=False, path_type=Path), callback=_existing_folder
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8470, show_default=True)
-@click.option("--token", help="What clients must send to be let in. [SKYWARD_STORE_TOKEN]")
-@click.option("--read-only", is_flag=True, help="Refuse every change.")
-@click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --key.")
-@click.option("--key", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --cert.")
-@click.option("--insecure", is_flag=True, help="Let a trusted network in without a token.")
-def serve(
-    directory: Path,
-    host: str,
-    port: int,
-    token: str | None,
-    read_only: bool,
-    cert: str | None,
-    key: str | None,
-    insecure: bool,
-) -> None:
-    """Serve the store in DIRECTORY over HTTP, until interrupted."""
-    if (cert is None) != (key is None):
-        raise click.UsageError("TLS needs both --cert and --key")
-    server = importlib.import_module("skyward.store.server")
-    token = token if token is not None else remembered("token")
-    is_open = token is None and "SKYWARD_STORE_TOKEN" not in os.environ
-
-    def started(url: str) -> None:
-        if output.wants_json():
-            # On one line, so that a program can read it while the server runs.
-            about = {"directory": str(directory), "url": url, "read_only": read_only}
-            click.echo(json.dumps(about))
-        else:
-            where = f" and on every address of this machine ({host or 'all'})"
-            where = where if server.is_everywhere(host) else ""
-            access = ", without a token" if is_open else ""
-            click.echo(f"serving {directory} at {url}{where}{access}, until interrupted")
-        sys.stdout.flush()
-
-    server.serve(
-        directory,
-        host=host,
-        port=port,
-        token=token,
-        read_only=read_only,
-        certificate=cert,
-        key=key,
-        insecure=insecure,
-        started=started,
-    )
+models.add_command(serve)
 
 
 def _extent(version: ModelVersion) -> str:

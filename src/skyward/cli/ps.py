@@ -12,7 +12,7 @@ from skyward.cli import output
 from skyward.cli.commands import Command
 
 if TYPE_CHECKING:
-    from skyward.pool.journal import PoolRecord
+    from skyward.nodes.journal import PoolRecord
 
 _STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from another host"}
 
@@ -24,7 +24,7 @@ def ps() -> None:
     A pool whose process has ended is left behind; `sky down` removes it. Pools of plain workers on
     this machine end with their process and are not listed.
     """
-    from skyward.pool.journal import Journal
+    from skyward.nodes.journal import Journal
 
     pools = Journal().pools()
     if output.wants_json():

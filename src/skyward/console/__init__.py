@@ -14,14 +14,14 @@ from skyward import context
 from skyward.context import Output
 
 STUCK_SECONDS = 5.0
-"""After so long without showing anything, nobody waits for the console any more."""
+"""After so long without showing anything, `drain` and `close` stop waiting for the console."""
 
 _on_terminal: set[Console] = set()
-"""Those that draw on this process's terminal."""
+"""The consoles that draw on this process's terminal."""
 
 
 class Face(Protocol):
-    """How things are shown; called on the console's own thread only."""
+    """How events are shown; called on the console's own thread only."""
 
     def begin(self, title: str, nodes: int) -> None: ...
     def phase(self, node: int, phase: str, seconds: float) -> None: ...
@@ -62,7 +62,7 @@ class Console:
         self._events.put(("ready", (text,)))
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Show a warning or a remark as one line."""
         self._events.put(("note", (text,)))
 
     def output(
@@ -86,7 +86,7 @@ class Console:
         _on_terminal.discard(self)
 
     def _while_moving(self, wait: Callable[[float], bool]) -> None:
-        """Wait, but not for a terminal that has stopped or a listener that waits for us."""
+        """Wait, but not for a stopped terminal, nor for a listener that waits for this thread."""
         before = -1
         while not wait(STUCK_SECONDS) and self._shown != before:
             before = self._shown
@@ -102,7 +102,7 @@ class Console:
             try:
                 self._show(kind, details)
             except Exception as problem:
-                # A closed terminal or a failing listener; said once where it can be.
+                # A closed terminal or a failing listener; reported once, if stderr works.
                 if repr(problem) != self._said:
                     self._said = repr(problem)
                     text = f"skyward: output could not be shown: {problem!r}"

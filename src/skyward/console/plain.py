@@ -1,4 +1,4 @@
-"""Plain lines, for logs and pipes; and almost nothing, on request."""
+"""Plain lines, for logs and pipes; or only what tasks print, with `console=False`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAR_SECONDS = 10.0
 
 
 def write_line(stream: TextIO, line: str) -> None:
-    """Write a line whatever characters the stream has."""
+    """Write a line, with a replacement for characters that the stream cannot encode."""
     try:
         stream.write(line + "\n")
     except UnicodeEncodeError:
@@ -39,7 +39,7 @@ class Quiet:
         write_line(sys.stderr if line.stream == "stderr" else sys.stdout, f"[{label}] {line}")
 
     def bar(self, label: str, state: Output) -> None:
-        """Nothing: its last state arrives as a line."""
+        """Nothing: the last state of a bar arrives as a line."""
 
     def note(self, text: str) -> None:
         """A warning."""
@@ -53,7 +53,7 @@ class Quiet:
 
 
 class Plain(Quiet):
-    """One line an event."""
+    """Writes one line per event."""
 
     def __init__(self) -> None:
         self._bars: dict[str, float] = {}
@@ -63,15 +63,15 @@ class Plain(Quiet):
         self._say(title)
 
     def phase(self, node: int, phase: str, seconds: float) -> None:
-        """Say where each node is."""
+        """Say which phase a node has entered."""
         self._say(f"node {node}: {phase} ({seconds:.1f} s)")
 
     def ready(self, text: str) -> None:
-        """Say that it can be used."""
+        """Say that the pool can be used."""
         self._say(text)
 
     def bar(self, label: str, state: Output) -> None:
-        """Now and then, the state of a progress bar."""
+        """Write the state of a progress bar, at most one line per interval."""
         now = time.monotonic()
         key = f"{label} {state.stream} {state.task}"
         if now - self._bars.setdefault(key, now) >= BAR_SECONDS and state.strip():

@@ -36,7 +36,7 @@ class Terminal:
         self._show()
 
     def phase(self, node: int, phase: str, seconds: float) -> None:
-        """Update a node's row; after the start, say it as a line."""
+        """Update a node's row; after the start, write a line."""
         self._phases[node] = (phase, seconds)
         if self._live is None:
             self._console.print(f"[dim]skyward[/] node {node}: {phase}")
@@ -107,7 +107,7 @@ class Terminal:
         else:
             view = Group(*self._bars.values())
         if self._live is None:
-            # Redirecting would replace the user's sys.stdout; their prints go on as they are.
+            # rich would replace the user's sys.stdout; the user's prints stay as they are.
             self._live = Live(
                 view,
                 console=self._console,

@@ -1,4 +1,4 @@
-"""Transfers: a bar on the terminal for bytes on their way, once that takes noticeably long."""
+"""Transfers: a bar on the terminal for a save or load that takes noticeably long."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 DELAY = 0.5
-"""What takes no longer than this many seconds is shown to nobody."""
+"""A transfer that takes no longer than this many seconds has no bar."""
 _WIDEST = 40
 
 
 class TransferBar:
-    """One save or load on a terminal; gone without a trace when it is done."""
+    """The bar of one save or load, which is removed when the transfer is done."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -30,7 +30,7 @@ class TransferBar:
         self._live: Live | None = None
 
     def begin(self, total: int) -> None:
-        """Count from zero, and show the bar if this is not over soon."""
+        """Count from zero, and show the bar if the transfer is not over soon."""
         with self._lock:
             self._total, self._moved, self._reused = total, 0, 0
             self._started = time.monotonic()
@@ -40,17 +40,17 @@ class TransferBar:
                 self._timer.start()
 
     def advance(self, count: int) -> None:
-        """Bytes were moved."""
+        """Count bytes that were moved."""
         with self._lock:
             self._moved += count
 
     def reused(self, count: int) -> None:
-        """Bytes were there already."""
+        """Count bytes that were there already."""
         with self._lock:
             self._reused += count
 
     def done(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         timer = self._timer
         if timer is None:
             return
@@ -66,7 +66,7 @@ class TransferBar:
 
         if terminal_in_use():
             return
-        # Redirecting would replace the user's sys.stdout; their prints go on as they are.
+        # rich would replace the user's sys.stdout; the user's prints stay as they are.
         self._live = Live(
             get_renderable=self._drawn,
             console=Console(stderr=True, highlight=False),
@@ -94,7 +94,7 @@ class TransferBar:
 
 
 def described(total: int, moved: int, reused: int, seconds: float) -> str:
-    """Where a transfer stands: its bytes, its rate, the time it still takes, what it is spared."""
+    """A transfer's bytes, rate, remaining time, and the bytes it need not move."""
     settled = min(moved + reused, total)
     parts = [of_size(settled, total)]
     if moved and seconds > 0:

@@ -1,171 +1,15 @@
-"""The client core: the C++ library behind the "sky" device, as Python drives it."""
+"""The process's client core: loaded, and known to PyTorch, on first use."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from dataclasses import dataclass
 from typing import Any
 
-from skyward.device import build
-from skyward.errors import ConfigurationError, SkywardError
+from skyward.device import module
+from skyward.device.library import Core, DeviceError, DeviceStats
+from skyward.errors import ConfigurationError
 
-# Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
-LEFT_COMPOSITE = (
-    "empty_like new_empty new_empty_strided _copy_from _to_copy view lift_fresh lift detach_ "
-    "resize_ resize_as_ set_ _lazy_clone is_pinned _pin_memory rand randn "
-    "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence"
-)
-DEVICES_MAX = 64
-
-
-class DeviceError(SkywardError, RuntimeError):
-    """A sky device cannot do what was asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStats:
-    """What a sky device has done so far."""
-
-    operations: int
-    cache_hits: int
-    asked: int
-    """Operations whose result's shape the worker had to tell."""
-    bytes_sent: int
-    """Of the op stream."""
-    waits: int
-    """Times the client waited for the worker."""
-    bytes_uploaded: int
-    bytes_fetched: int
-
-
-class Core:
-    """The loaded library; there is one per process."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(build.library("client")), mode=ctypes.RTLD_GLOBAL)
-        self._library.sky_message.restype = ctypes.c_char_p
-        # The core waits without the interpreter's lock: who carries its bytes may be a thread here.
-        python = ctypes.pythonapi
-        self._library.sky_interpreter(
-            python.Py_IsInitialized,
-            python.PyGILState_Check,
-            python.PyEval_SaveThread,
-            python.PyEval_RestoreThread,
-        )
-        self._free = list(range(DEVICES_MAX))
-        self._lock = threading.Lock()
-
-    def register(self) -> int:
-        """Take over every operation that would not reach the device otherwise."""
-        count = ctypes.c_int()
-        self._call("sky_register", LEFT_COMPOSITE.encode(), ctypes.byref(count))
-        return count.value
-
-    def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool) -> int:
-        """A new device over two connected sockets; its index."""
-        import torch
-
-        with self._lock:
-            if not self._free:
-                raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
-            index = self._free.pop(0)
-        try:
-            self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
-            # As on other devices, a seed set before there was the device holds for it.
-            self.seed(index, torch.initial_seed())
-        except BaseException:
-            self.close(index, f"sky:{index} is gone: it could not be opened")
-            raise
-        return index
-
-    def close(self, index: int, why: str) -> None:
-        """End a device; whoever uses it later is told why."""
-        # One whose worker died has closed itself; its index is free again all the same.
-        self._library.sky_close(index, why.encode())
-        with self._lock:
-            if index not in self._free:
-                self._free.append(index)
-                self._free.sort()
-
-    def stats(self, index: int) -> DeviceStats:
-        """What the device has done."""
-        numbers = (ctypes.c_uint64 * 7)()
-        self._call("sky_stats", index, numbers)
-        return DeviceStats(*numbers)
-
-    def seed(self, index: int, seed: int) -> None:
-        """Seed the worker's own generator."""
-        self._call("sky_seed", index, ctypes.c_uint64(seed & (1 << 64) - 1))
-
-    def rng_state(self, index: int) -> bytes:
-        """The state of the worker's own generator."""
-        size = ctypes.c_uint64()
-        self._call("sky_get_state", index, None, ctypes.byref(size))
-        state = ctypes.create_string_buffer(size.value)
-        self._call("sky_get_state", index, state, ctypes.byref(size))
-        return state.raw
-
-    def set_rng_state(self, index: int, state: bytes) -> None:
-        """Set the state of the worker's own generator."""
-        self._call("sky_set_state", index, state, ctypes.c_uint64(len(state)))
-
-    def export(self, index: int, storages: list[int]) -> list[bytes]:
-        """How other processes of its node open these storages; empty where they cannot.
-
-        Storages are named by their data pointers. Waits for all that was issued on the device.
-        """
-        import torch
-
-        # Raises what went wrong before as what it was; the call below only has its text.
-        torch.accelerator.synchronize(index)
-        answer, size = ctypes.c_void_p(), ctypes.c_uint64()
-        self._call(
-            "sky_export",
-            (ctypes.c_uint64 * len(storages))(*storages),
-            ctypes.c_uint64(len(storages)),
-            ctypes.byref(answer),
-            ctypes.byref(size),
-        )
-        content = ctypes.string_at(answer, size.value)
-        descriptions, at = [], 0
-        for _ in storages:
-            length = int.from_bytes(content[at : at + 4], "little")
-            descriptions.append(content[at + 4 : at + 4 + length])
-            at += 4 + length
-        return descriptions
-
-    @property
-    def open_devices(self) -> list[int]:
-        """The indices in use, without those whose worker died."""
-        numbers = (ctypes.c_uint64 * 7)()
-        with self._lock:
-            taken = [index for index in range(DEVICES_MAX) if index not in self._free]
-        return [index for index in taken if not self._library.sky_stats(index, numbers)]
-
-    @property
-    def in_bad_fork(self) -> bool:
-        """Whether every device there is belongs to the process this one was forked from."""
-        return bool(self._library.sky_in_bad_fork())
-
-    @property
-    def count(self) -> int:
-        """Devices there are: one more than the highest index in use."""
-        return int(self._library.sky_count())
-
-    @property
-    def current(self) -> int:
-        """This thread's current device."""
-        return int(self._library.sky_current())
-
-    @current.setter
-    def current(self, index: int) -> None:
-        self._library.sky_set_current(index)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._library, name)(*arguments):
-            raise RuntimeError(self._library.sky_message().decode(errors="replace"))
-
+__all__ = ["Core", "DeviceError", "DeviceStats", "core", "device_stats"]
 
 _core: Core | None = None
 _lock = threading.Lock()
@@ -176,8 +20,6 @@ def core() -> Core:
     global _core
     with _lock:
         if _core is None:
-            from skyward.device import module
-
             made = Core()
             module.install(made)
             made.register()

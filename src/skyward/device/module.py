@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from skyward.device.library import Core
+
 if TYPE_CHECKING:
     import torch
-
-    from skyward.device.core import Core
 
 
 def install(core: Core) -> None:
@@ -21,6 +21,42 @@ def install(core: Core) -> None:
     backend_registration.rename_privateuse1_backend("sky")
     torch._register_device_module("sky", _SkyModule(core))  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    for method in (_byteswap, _write_file, _set_from_file):
+        setattr(torch.UntypedStorage, method.__name__, method)
+
+
+# PyTorch's own take every address for one of the CPU, or lose what keeps its memory alive.
+
+
+def _byteswap(storage: Any, element_size: int) -> None:
+    """Reverse the bytes of each element."""
+    import torch
+
+    if storage.device.type != "sky":
+        torch._C.StorageBase._byteswap(storage, element_size)  # type: ignore[attr-defined]
+        return
+    whole = storage.nbytes() // element_size * element_size
+    elements = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    elements = elements[:whole].view(-1, element_size)
+    elements.copy_(elements.flip(1))
+
+
+def _write_file(storage: Any, *how: Any, **more: Any) -> None:
+    """Write the bytes to a file."""
+    import torch
+
+    here = storage.cpu() if storage.device.type == "sky" else storage
+    torch._C.StorageBase._write_file(here, *how, **more)  # type: ignore[attr-defined]
+
+
+def _set_from_file(storage: Any, *how: Any, **more: Any) -> Any:
+    """Read the bytes from a file."""
+    import torch
+
+    is_sky = storage.device.type == "sky"
+    here = torch.UntypedStorage(storage.nbytes()) if is_sky else storage  # type: ignore[no-untyped-call]
+    torch._C.StorageBase._set_from_file(here, *how, **more)  # type: ignore[attr-defined]
+    return storage if here is storage else storage.copy_(here)
 
 
 def _module_there() -> types.ModuleType | None:

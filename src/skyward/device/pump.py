@@ -1,206 +1,186 @@
-"""The pump: carries a core's plain socket over TLS connections, and over the loss of one.
+"""A pump: carries the bytes of a core's plain socket over a link, in both directions.
 
-The cores know plain sockets only. On one host they get the connection itself; over a network, one
-end of a socket pair whose other end a *link* pumps. A link is a byte stream each way that outlives
-its connections. Each of the two connections of a channel carries the stream in one direction and,
-in the other, how many bytes of it have arrived: that acknowledges them, and it is a sign of life.
-What is not acknowledged is kept. When a connection breaks or falls silent, the client makes a new
-one, both ends say how far they got, and the stream goes on from there; the cores notice nothing
-but the time it takes.
+The cores know plain sockets only. On one host a core gets the connection itself. Over a network it
+gets one end of a socket pair, and a pump moves bytes between the other end and a link, which
+outlives its connections. Each pump sends a count every second, so that the other end can tell a
+dead connection from a quiet one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
-import ssl
-import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
-from skyward.device.route import Route
-from skyward.errors import ProtocolError
-from skyward.wire.backlog import Backlog
 from skyward.wire.channel import Channel
+from skyward.wire.link.incoming import NotConnected
+from skyward.wire.link.records import RECORD
 
-RECORD = 16 << 10
-"""The most that one record of TLS holds; after one so full, more is likely to follow."""
-SIZE = 8 * RECORD
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-"""A connection without a sign of life for so long is taken for broken."""
-COUNT_EVERY = 256 << 10
-"""Received bytes after which the other end hears of them before the next beat."""
+"""A connection over which nothing has come for so long counts as broken."""
 BACKLOGS = {"device-ops": 8 << 20, "device-bulk": 64 << 20}
-"""The two links of a device by role, and how much each sends ahead of the acknowledgements."""
-COUNT = struct.Struct("<Q")
+"""The two links of a device by role, and how much each sends ahead of the other end's counts."""
+TLS_RECORD = 16 << 10
+"""The most that one record of TLS holds; after a full one, more is likely to follow."""
+BATCH = 8
+"""How many records of TLS are passed to the core in one write, if so many have come."""
 
 
-class Link:
-    """A core's byte stream each way, over one connection after another."""
+class Pump:
+    """Moves bytes between a core and a link until one of the two ends."""
 
-    def __init__(self, route: Route, limit: int, lost: Callable[[str], None]) -> None:
-        self._route = route
-        self._lost = lost
-        first = route.open(0)
+    def __init__(
+        self,
+        channel: Channel,
+        window: int,
+        lost: Callable[[str], None],
+        *,
+        patience: float | None = None,
+    ) -> None:
+        """`lost` is told why the link has ended, on a thread that must not call `close`.
+
+        With `patience`, a link that has had no connection for so many seconds ends.
+        """
+        assert channel.link is not None
+        self._channel, self._link = channel, channel.link
+        self._window, self._lost, self._patience = window, lost, patience
         self.near, self._far = socket.socketpair()
-        """The core's end, and ours."""
-        self._far.settimeout(BEAT_SECONDS)
-        self._backlog = Backlog(limit)
-        self._buffer = memoryview(bytearray(SIZE))
-        self._undelivered = self._buffer[:0]
-        self._received = 0
-        self._channel: Channel | None = None
-        self._ended = False
-        self._lock = threading.Lock()
-        self._keeper = threading.Thread(
-            target=self._keep, args=first, name="skyward-device-link", daemon=True
-        )
-        self._keeper.start()
+        """The core's end, and the pump's."""
+        self._closed = False
+        self._buffer = memoryview(bytearray(BATCH * TLS_RECORD))
+        self._undelivered: deque[bytes] = deque()
+        self._held = 0
+        self._threads = [
+            threading.Thread(target=target, name=f"skyward-device-{name}", daemon=True)
+            for name, target in (("outward", self._send), ("inward", self._receive))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """End the stream for both: the core reads its end, the other side hears no more of us."""
-        with self._lock:
-            self._ended = True
-            if self._channel is not None:
-                self._channel.abort()
-        self._route.close()
+        """End the link and both streams of the core; nothing is told to `lost`."""
+        self._closed = True
+        self._channel.abort()
         with contextlib.suppress(OSError):
             self._far.shutdown(socket.SHUT_RDWR)
-        # One that is just connecting gives up by itself in seconds; nobody needs to wait for that.
-        self._keeper.join(BEAT_SECONDS)
+        for thread in self._threads:
+            thread.join(BEAT_SECONDS)
+        self._channel.close()
         for end in (self.near, self._far):
             end.close()
 
-    def _keep(self, channel: Channel, arrived: int) -> None:
-        try:
-            while self._carry(channel, arrived):
-                channel, arrived = self._route.open(self._received)
-        except Exception as problem:
-            # The core's socket stays open: whoever hears of this says why before it is closed.
-            if not self._ended:
-                self._lost(str(problem) or repr(problem))
+    def _send(self) -> None:
+        """Carry what the core sends, until the core or the link ends."""
+        outgoing, take = self._link.outgoing, self._far.recv_into
+        with contextlib.suppress(OSError):
+            while True:
+                outgoing.wait_for_room(self._window)
+                count = take(outgoing.room())
+                if not count:
+                    return
+                outgoing.filled(count)
 
-    def _carry(self, channel: Channel, arrived: int) -> bool:
-        """Pump until the connection breaks; whether the link should go on with another one."""
-        with self._lock:
-            if self._ended:
-                channel.close()
-                return False
-            self._channel = channel
-        inward = threading.Thread(
-            target=self._receive, args=(channel,), name="skyward-device-inward", daemon=True
-        )
-        inward.start()
+    def _receive(self) -> None:
+        """Bring the core what the other end sends, until the core or the link ends."""
         try:
-            self._backlog.resume(arrived)
-            self._send(channel, arrived)
-        except ProtocolError:
-            raise
-        except (OSError, EOFError):
-            return not self._ended
-        else:
-            return False
-        finally:
-            channel.abort()
-            inward.join()
-            with self._lock:
-                self._channel = None
-            channel.close()
+            self._link.incoming.set_blocking(False)
+            while True:
+                try:
+                    self._carry()
+                except NotConnected:
+                    self._await_connection()
+        except (OSError, EOFError) as problem:
+            # Ends the link if the core has ended; a link that ended by itself keeps its reason.
+            self._link.connections.end("its core has ended")
+            if not self._closed and isinstance(problem, EOFError):
+                self._lost(str(problem))
 
-    def _send(self, channel: Channel, arrived: int) -> None:
-        """Carry what the core sends; returns when the core has left."""
-        sender, _ = channel.detach()
-        sender.settimeout(BEAT_SECONDS)
-        counts = _Counts(sender, arrived)
-        backlog, core = self._backlog, self._far.fileno()
+    def _carry(self) -> None:
+        """Read from one pair of connections until it is lost."""
+        incoming, core = self._link.incoming, self._far.fileno()
+        receiver = incoming.fileno()
         watched = select.poll()
-        watched.register(sender, select.POLLIN)
-        listening, heard = False, time.monotonic()
+        watched.register(receiver, select.POLLIN)
+        is_core_slow = False
+        heard = beat = time.monotonic()
         while True:
-            if listening is not backlog.has_room:
-                listening = not listening
-                if listening:
-                    watched.register(core, select.POLLIN)
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + BEAT_SECONDS
+                self._link.outgoing.tell_count()
+                if now - heard > SILENCE_SECONDS:
+                    self._link.connections.reconnect()
+            if is_core_slow is not bool(self._undelivered):
+                is_core_slow = not is_core_slow
+                if is_core_slow:
+                    watched.register(core, select.POLLOUT)
                 else:
                     watched.unregister(core)
-            pause = 0 if backlog.unsent() else BEAT_SECONDS * 1000
-            for ready, _ in watched.poll(pause):
+            for ready, _ in watched.poll((beat - now) * 1000):
                 if ready == core:
-                    count = os.readv(core, [backlog.room()])
-                    if not count:
-                        return
-                    backlog.filled(count)
+                    self._deliver()
                 else:
-                    backlog.acknowledge(counts.latest())
                     heard = time.monotonic()
-            if time.monotonic() - heard > SILENCE_SECONDS:
-                raise TimeoutError("the connection fell silent")
-            with contextlib.suppress(TimeoutError):
-                while unsent := backlog.unsent():
-                    backlog.sent(sender.send(unsent))
+                    self._take_in()
+                    while incoming.pending():
+                        self._take_in()
 
-    def _receive(self, channel: Channel) -> None:
-        """Bring the core what the other side sends, and say how much has come."""
-        _, receiver = channel.detach()
-        receiver.setblocking(False)
-        arrivals = select.poll()
-        arrivals.register(receiver, select.POLLIN)
-        told, due = self._received, 0.0
+    def _take_in(self) -> None:
+        """Read what has come, a buffer at most, and pass it to the core in one write."""
+        incoming, buffer = self._link.incoming, self._buffer
+        parts: list[memoryview] = []
         try:
-            while not channel.aborted:
-                if not self._undelivered:
-                    self._take_in(receiver)
-                if self._undelivered:
-                    with contextlib.suppress(TimeoutError):
-                        self._undelivered = self._undelivered[self._far.send(self._undelivered) :]
-                else:
-                    arrivals.poll(max(0.0, due - time.monotonic()) * 1000)
-                now = time.monotonic()
-                if now >= due or self._received - told >= COUNT_EVERY:
-                    told, due = self._received, now + BEAT_SECONDS
-                    receiver.sendall(COUNT.pack(told))
-        except (OSError, EOFError):
-            # The connection broke, or the core is gone; the sending side finds out which.
+            for at in range(0, len(buffer), TLS_RECORD):
+                parts.append(incoming.receive(buffer[at : at + TLS_RECORD]))
+                if len(parts[-1]) < TLS_RECORD - RECORD.size:
+                    break
+        except BlockingIOError:
             pass
         finally:
-            channel.abort()
+            # Also when the connection ends here: the other end will not send these again.
+            if parts:
+                self._pass_on(parts)
 
-    def _take_in(self, receiver: socket.socket) -> None:
-        """Whatever has come, a buffer at most: several records are one write to the core."""
-        count = 0
-        with contextlib.suppress(ssl.SSLWantReadError):
-            while count <= SIZE - RECORD:
-                more = receiver.recv_into(self._buffer[count:])
-                if not more and not count:
-                    raise EOFError("the other end closed the connection")
-                count += more
-                if more < RECORD:
-                    break
-        self._received += count
-        self._undelivered = self._buffer[:count]
+    def _pass_on(self, parts: list[memoryview]) -> None:
+        sent = 0
+        if not self._undelivered:
+            with contextlib.suppress(BlockingIOError):
+                sent = self._far.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        for part in parts:
+            if sent < len(part):
+                self._undelivered.append(bytes(part[sent:]))
+                self._held += len(part) - sent
+            sent = max(0, sent - len(part))
+        if self._held:
+            self._link.incoming.hold(self._held)
 
+    def _deliver(self) -> None:
+        """Pass on what a slow core did not take at once."""
+        with contextlib.suppress(BlockingIOError):
+            while self._undelivered:
+                first = self._undelivered[0]
+                sent = self._far.send(first, socket.MSG_DONTWAIT)
+                self._held -= sent
+                if sent < len(first):
+                    self._undelivered[0] = first[sent:]
+                else:
+                    self._undelivered.popleft()
+        self._link.incoming.hold(self._held)
 
-class _Counts:
-    """Reads the counts that come back on a connection we send on."""
-
-    def __init__(self, sender: socket.socket, first: int) -> None:
-        self._sender = sender
-        self._partial = b""
-        self._latest = first
-
-    def latest(self) -> int:
-        """The last one to have come, once poll has said that something did."""
-        with contextlib.suppress(TimeoutError):
-            data = self._sender.recv(4096)
-            if not data:
-                raise EOFError("the other end closed the connection")
-            data = self._partial + data
-            whole = len(data) - len(data) % COUNT.size
-            if whole:
-                (self._latest,) = COUNT.unpack_from(data, whole - COUNT.size)
-            self._partial = data[whole:]
-        return self._latest
+    def _await_connection(self) -> None:
+        """Wait for the next pair, for as long as `patience` says."""
+        connections, again = self._link.connections, threading.Event()
+        while not self._link.incoming.ready(again.set):
+            if not again.wait(self._patience):
+                connections.end(
+                    f"its connection was lost, and the client did not come back within "
+                    f"{self._patience:g} s"
+                )
+            again.clear()
+        if connections.ended:
+            raise EOFError(connections.why)

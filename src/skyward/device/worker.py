@@ -6,12 +6,12 @@ import ctypes
 import os
 import queue
 import sys
+import threading
 from typing import NoReturn
 
 import msgspec
 
-from skyward.device.pump import BACKLOGS, Link
-from skyward.device.route import Door
+from skyward.device.pump import BACKLOGS, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials
 from skyward.wire.listener import Listener
@@ -64,15 +64,17 @@ def main() -> None:
     arrived: dict[str, queue.SimpleQueue[Channel]] = {
         role: queue.SimpleQueue() for role in BACKLOGS
     }
-    doors = {role: Door(config.orphan_timeout) for role in BACKLOGS}
+    free, lock = set(BACKLOGS), threading.Lock()
 
     def accept(channel: Channel, hello: Hello) -> None:
-        if hello.role not in BACKLOGS:
-            channel.close()
-        elif channel.shares_memory:
+        # One client, ever: a link of another session is closed.
+        with lock:
+            is_first = hello.role in free
+            free.discard(hello.role)
+        if is_first:
             arrived[hello.role].put(channel)
         else:
-            doors[hello.role].knock(channel)
+            channel.close()
 
     credentials = Credentials(*config.credentials) if config.credentials else None
     listener = Listener(config.where, config.pool, credentials, accept)
@@ -80,13 +82,21 @@ def main() -> None:
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
     os.close(config.status)
     on_one_host = credentials is None
+    try:
+        patience = None if on_one_host else config.orphan_timeout
+        channels = {role: arrived[role].get(timeout=patience) for role in BACKLOGS}
+    except queue.Empty:
+        _end(f"the client did not connect within {config.orphan_timeout:g} s")
     if on_one_host:
-        channels = [arrived[role].get() for role in BACKLOGS]
-        ends = [channel.detach()[0] for channel in channels]
+        ends = [channel.detach()[0] for channel in channels.values()]
         listener.close()
     else:
-        # The listener stays: a client whose connection was cut comes back to it.
-        ends = [Link(doors[role], limit, _end).near for role, limit in BACKLOGS.items()]
+        # The listener stays: a client whose connection was lost connects again.
+        pumps = [
+            Pump(channel, BACKLOGS[role], _end, patience=config.orphan_timeout)
+            for role, channel in channels.items()
+        ]
+        ends = [pump.near for pump in pumps]
     ops, bulk = (end.fileno() for end in ends)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
@@ -96,7 +106,7 @@ def main() -> None:
 
 
 def _end(why: str) -> NoReturn:
-    """End at once, whatever runs; the agent passes on what is written last."""
+    """End the process at once; the agent reports what it wrote last."""
     if why:
         print(why, file=sys.stderr, flush=True)
     os._exit(bool(why))

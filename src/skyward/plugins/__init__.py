@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from skyward.plugins.frameworks.torch import torch as torch
 
 GROUP = "skyward.plugins"
-"""The entry points that others register theirs under."""
+"""The group of entry points under which other packages register plugins."""
 
 _OURS = ("accelerate", "huggingface", "jax", "joblib", "keras", "sklearn", "torch")
 

@@ -1,7 +1,7 @@
-"""Arrival: workers call at the head's port before a framework does, so who is missing has a name.
+"""Arrival: workers connect to the head before a framework does, so that missing ones are named.
 
-A worker connects, says which pool and rank it is, and is answered once all have come, or who has
-not. Then the port is free again for what the framework listens with.
+A worker connects and says which pool and rank it has. The head answers once all workers have
+connected, or names those that have not. Then the port is free for the framework.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 
 from skyward.context import InstanceInfo
-from skyward.worker import rendezvous
+from skyward.plugins import rendezvous
 
 ARRIVE_SECONDS = 60.0
 """How long the workers wait for each other."""
@@ -23,7 +23,7 @@ LINE_MAX = 4096
 
 
 def everyone(info: InstanceInfo, seconds: float = ARRIVE_SECONDS) -> None:
-    """Return when every worker of the pool is here; names those who have not come in time."""
+    """Return when every worker of the pool has connected; `TimeoutError` names the missing ones."""
     if info.is_head:
         _receive(info, rendezvous.take(), seconds)
     else:
@@ -53,7 +53,7 @@ def _receive(info: InstanceInfo, listening: socket.socket, seconds: float) -> No
                         here.append(caller)
         problem = late(info, sorted(missing), seconds) if missing else ""
         for caller in here:
-            # One that is gone by now is missed by the framework, or by the pool before that.
+            # A worker that has died meanwhile is noticed by the pool, or by the framework.
             with contextlib.suppress(OSError):
                 caller.sendall(json.dumps({"problem": problem}).encode() + b"\n")
     if problem:
@@ -61,7 +61,7 @@ def _receive(info: InstanceInfo, listening: socket.socket, seconds: float) -> No
 
 
 def _rank(info: InstanceInfo, caller: socket.socket) -> int:
-    """Who calls; -1 for a stranger."""
+    """The rank of the worker that connects; -1 for anything else."""
     caller.settimeout(1.0)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         said = json.loads(_line(caller))
@@ -106,7 +106,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def late(info: InstanceInfo, ranks: list[int], seconds: float) -> str:
-    """What to say of those who have not come."""
+    """The message about workers that have not connected."""
     return (
         f"{places(info, ranks)} did not arrive at {info.head_addr}:{info.head_port} within "
         f"{seconds:.0f} s; check that the nodes can reach each other there"

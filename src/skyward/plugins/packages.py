@@ -43,7 +43,7 @@ def extended(image: Image, pip: list[str], index: PipIndex | None = None) -> Ima
 
 
 def check_installed(name: str, package: str = "") -> None:
-    """A module that the image should have brought; says what to do where it did not."""
+    """Check that the image has installed a module; the error says what to do."""
     if importlib.util.find_spec(name) is None:
         package = package or name
         raise ModuleNotFoundError(
@@ -54,6 +54,6 @@ def check_installed(name: str, package: str = "") -> None:
 
 
 def imported(name: str, package: str = "") -> ModuleType:
-    """Such a module, imported."""
+    """Check that a module is installed, and import it."""
     check_installed(name, package)
     return importlib.import_module(name)

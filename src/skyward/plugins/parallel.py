@@ -8,16 +8,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from joblib import parallel, parallel_config, register_parallel_backend
 from joblib.parallel import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase
 
 from skyward.functions import Function
 from skyward.future import Future
-
-if TYPE_CHECKING:
-    from skyward.compute import Compute
+from skyward.plugins.pools import OpenCompute
 
 NAME = "skyward"
 
@@ -26,7 +24,7 @@ Told = Callable[[Future[Any]], None]
 
 
 @contextlib.contextmanager
-def default(compute: Compute) -> Iterator[None]:
+def default(compute: OpenCompute) -> Iterator[None]:
     """Make the pool what joblib uses unless it is told otherwise."""
     before, factory = parallel.DEFAULT_BACKEND, parallel.BACKENDS.get(NAME)
     register_parallel_backend(NAME, functools.partial(PoolBackend, compute), make_default=True)
@@ -68,13 +66,13 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     supports_retrieve_callback = True
 
     def __init__(
-        self, compute: Compute, nesting_level: int | None = None, *, shared: bool = True
+        self, compute: OpenCompute, nesting_level: int | None = None, *, shared: bool = True
     ) -> None:
         super().__init__(nesting_level=nesting_level)
         self._compute = compute
         self._shared = shared
         self._limit: int | None = None
-        self._call: Call | None = None
+        self._batches: Batches | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """How many batches run at once: -1 is all that the pool has places for, -2 one less."""
@@ -100,13 +98,13 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def start_call(self) -> None:
         """A `Parallel` is called."""
-        self._call = Call(self._compute, self._limit)
+        self._batches = Batches(self._compute, self._limit)
 
     def stop_call(self) -> None:
         """The call is over, one way or the other."""
-        if self._call is not None:
-            self._call.end()
-            self._call = None
+        if self._batches is not None:
+            self._batches.end()
+            self._batches = None
 
     def terminate(self) -> None:
         """The pool stays; only what was learned about the batches goes."""
@@ -114,8 +112,8 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def submit(self, func: Batch, callback: Told) -> None:
         """Send a batch when it may run; the callback gets its future once that is done."""
-        assert self._call is not None
-        self._call.add(func, callback)
+        assert self._batches is not None
+        self._batches.add(func, callback)
 
     def retrieve_result_callback(self, out: Future[Any]) -> list[Any]:
         """The values of a batch, or the exception of the one that failed."""
@@ -124,14 +122,14 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Cancel what was sent and send nothing more."""
-        if self._call is not None:
-            self._call.cancel()
+        if self._batches is not None:
+            self._batches.cancel()
 
 
-class Call:
-    """The batches of one call: so many are out, the others wait."""
+class Batches:
+    """The batches of one call: up to `limit` are sent, the others wait."""
 
-    def __init__(self, compute: Compute, limit: int | None) -> None:
+    def __init__(self, compute: OpenCompute, limit: int | None) -> None:
         self._compute, self._limit = compute, limit
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Batch, Told]] = deque()
@@ -139,7 +137,7 @@ class Call:
         self._sending = 0
         self._cancelled = False
         self._done: queue.SimpleQueue[tuple[Told, Future[Any]] | None] = queue.SimpleQueue()
-        # Its own: to tell joblib makes it take the caller's next items, whatever those wait for.
+        # A thread of its own: told of a result, joblib takes the caller's next items, however slow.
         threading.Thread(target=self._tell, name="skyward-joblib", daemon=True).start()
 
     def add(self, batch: Batch, told: Told) -> None:
@@ -149,7 +147,7 @@ class Call:
         self._send()
 
     def cancel(self) -> None:
-        """Give up all of them."""
+        """Cancel all batches."""
         with self._lock:
             self._cancelled = True
             self._waiting.clear()
@@ -158,7 +156,7 @@ class Call:
             future.cancel()
 
     def end(self) -> None:
-        """Nothing is to be told any more; not waited for, as the caller's items may be slow."""
+        """Stop telling joblib; does not wait, as the caller's items may be slow."""
         self._done.put(None)
 
     def _send(self) -> None:
@@ -172,7 +170,7 @@ class Call:
             try:
                 future = self._compute.submit(_batch(batch))
             except Exception as problem:
-                # Whoever called is waiting for this batch, and this may be another thread.
+                # The caller waits for this batch, perhaps on another thread.
                 future = Future()
                 future.set_exception(problem)
             with self._lock:

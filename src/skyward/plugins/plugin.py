@@ -45,9 +45,10 @@ class Plugin:
     """Hooks under a name; each may be absent.
 
     On the client: `transform(image, cluster)` returns the image to use, `bootstrap(cluster)` the
-    shell commands to run on every node before its workers, `around_client(compute)` is entered
-    while the pool is open. On each node: `around_app(info)` is entered once. In each worker
-    process: `around_process(info)` is entered once, before its first task, and left at shutdown;
+    shell commands to run on every node before its worker processes start, `around_client(compute)`
+    is entered while the pool is open. On each node: `around_app(info)` is entered once, before the
+    worker processes start, which have the environment that it leaves. In each worker process:
+    `around_process(info)` is entered once, before its first task, and left at shutdown;
     `decorate(function)` wraps every function called.
 
     With `distributed` the workers form a group: they are prepared together, and anew when one of

@@ -18,11 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
 from skyward.spec import Image, Volume
-from skyward.worker.config import AgentConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """What a pool asks of a provider: what each machine is to be, and how many there may be."""
 
     accelerator: Accelerator | None
@@ -41,7 +40,7 @@ class Order:
     pool: str
     """Unique; what is made must carry it, so that it can be found after a crash."""
     node: int
-    wish: Wish
+    request: Request
 
 
 class Machine(Protocol):
@@ -108,13 +107,13 @@ class Provider(Protocol):
     def name(self) -> str:
         """What people call it; also its name in the registry."""
 
-    def check(self, wish: Wish) -> None:
+    def check(self, request: Request) -> None:
         """Refuse, with a `ConfigurationError`, what this provider can never give."""
 
     def describe(self) -> Mapping[str, Any]:
         """Its arguments as JSON, without secrets: `sky down` makes it anew from them."""
 
-    def price(self, wish: Wish) -> float | None:
+    def price(self, request: Request) -> float | None:
         """What a machine costs an hour, in US dollars; None when nobody knows."""
 
     async def create(self, order: Order) -> Machine:
@@ -124,61 +123,40 @@ class Provider(Protocol):
         """Every machine of a pool that is still there, also one whose `create` was cut short."""
 
 
-class Host(Protocol):
-    """A machine with an agent on it, as a pool uses it."""
+def encrypted(provider: Provider) -> bool:
+    """Whether the channels to a provider's machines need credentials.
 
-    endpoint: str
-    """Where the agent listens."""
-    address: str
-    """How the other nodes reach this one."""
+    They do, unless the provider has an attribute `encrypted` that says otherwise.
+    """
+    return bool(getattr(provider, "encrypted", True))
+
+
+def is_here(provider: Provider) -> bool:
+    """Whether a provider's machines are this machine, by its attribute `here`.
+
+    Then a machine has an attribute `equipment`, no bootstrap is needed, and the agent is a child
+    process that ends with the client: there is nothing to write into the journal.
+    """
+    return bool(getattr(provider, "here", False))
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What a machine that needs no bootstrap has for its node."""
+
+    folder: str
+    """The node's own, private and short: its sockets and the agent's log are made there."""
     hostname: str
-    """What the machine calls itself."""
-    accelerators: int
-    accelerator: str | None
-
-    def start(self, config: AgentConfig) -> None:
-        """Bring the agent up; returns when it listens, raises `PoolStartError` when it cannot."""
-
-    def looks_dead(self) -> bool:
-        """Whether it is known that the agent has ended or stands still; silence proves nothing."""
-
-    def stop(self, seconds: float) -> None:
-        """End the agent and the machine; kills what has not ended after so long. Idempotent."""
+    accelerators: int = 0
+    accelerator: str | None = None
+    working_directory: str | None = None
+    """Where the workers run, and what they can import from; None for the client's own."""
 
 
-@runtime_checkable
-class OwnWay(Protocol):
-    """A host whose processes the network may not lead to directly."""
-
-    def route(self, endpoints: str) -> str:
-        """Of the places where a process there listens, the one to connect to."""
-
-    def dial(self, endpoint: str, seconds: float) -> socket.socket:
-        """A stream to what listens at that endpoint there, opened within so many seconds.
-
-        For the agent, and for the processes it announces later. `ConnectionRefusedError` only if
-        it is known that nobody listens there; any other `OSError` is tried again.
-        """
-
-
-@runtime_checkable
-class Hosting(Protocol):
-    """A provider that brings agents up by itself, without machines in between."""
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether the way to the agent is a network, so that channels need credentials."""
-
-    def check(self, wish: Wish) -> None:
-        """Refuse, with a `ConfigurationError`, what this provider can never give."""
-
-    def machine(self, node: int, pool: str, wish: Wish) -> Host:
-        """A host for one node; nothing is created before its `start`."""
-
-
-def crosses_a_network(provider: Provider | Hosting) -> bool:
-    """Whether channels to its nodes need credentials."""
-    return provider.encrypted if isinstance(provider, Hosting) else True
+def equipment_of(machine: Machine) -> Equipment | None:
+    """The machine's attribute `equipment`; None where the bootstrap has to find out and install."""
+    found = getattr(machine, "equipment", None)
+    return found if isinstance(found, Equipment) else None
 
 
 BUILT_IN = {

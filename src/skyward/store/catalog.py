@@ -1,4 +1,4 @@
-"""The catalog: which versions there are, and the only way to publish or withdraw one."""
+"""The catalog: lists the versions of a store, publishes new ones and withdraws old ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from skyward.errors import (
     StoreDamagedError,
     StoreError,
 )
-from skyward.store import manifest as manifests
-from skyward.store.files import Files, absent
-from skyward.store.manifest import MANIFEST_LIMIT, Manifest
+from skyward.store.format import manifest as manifests
+from skyward.store.format.manifest import MANIFEST_LIMIT, Manifest
+from skyward.store.places.files import Files
+from skyward.store.places.opening import absent
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
@@ -25,8 +26,13 @@ _KEPT = 64
 """How many manifests are remembered; one may take as much memory as a small model."""
 
 
+def manifest_url(files: Files, manifest: Manifest) -> str:
+    """What messages call a manifest."""
+    return f"{files.url}/models/{manifest.name}/{manifest.version}.json"
+
+
 def check_name(name: object) -> str:
-    """A model's name: segments of a path, none of which leads anywhere else."""
+    """A model's name: segments of a path, none of which leads out of the store's folder."""
     if not isinstance(name, str):
         raise ConfigurationError(f"name={name!r}: a model's name must be a str; pass a str")
     segments = name.split("/")

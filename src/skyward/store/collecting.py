@@ -7,20 +7,20 @@ import time
 
 from skyward.errors import ModelNotFoundError
 from skyward.store.catalog import Catalog
-from skyward.store.files import Files
-from skyward.store.manifest import object_path
-from skyward.store.saving import GRACE, leased
+from skyward.store.format.manifest import object_path
+from skyward.store.places.files import Files
+from skyward.store.saving.leases import GRACE, leased
 
 
 def collect(files: Files, catalog: Catalog, older_than: float) -> int:
-    """Remove what nothing names, and say how many bytes that freed.
+    """Remove the files that nothing names, and return how many bytes that freed.
 
-    A manifest that cannot be read stops it: nobody knows what that one names. The manifests are
-    read again after the leases, because a save publishes before it drops its lease; whoever
-    published in between is seen here, and everyone else still holds a lease or a manifest.
+    A manifest that cannot be read stops the collection, because its objects are unknown. The
+    manifests are read again after the leases, because a save publishes before it drops its lease:
+    a save that published in between is seen now, and every other save still holds its lease.
     """
     now = time.time()
-    doomed = [
+    old = [
         entry
         for folder in ("objects", "tmp", "saves")
         for entry in files.list(folder)
@@ -34,7 +34,7 @@ def collect(files: Files, catalog: Catalog, older_than: float) -> int:
             named.update(object_path(name) for name in leased(files, entry.path))
     _mark(catalog, named, seen)
     freed = 0
-    for entry in doomed:
+    for entry in old:
         abandoned = not entry.path.startswith("saves/") or entry.modified < now - GRACE
         if entry.path not in named and abandoned:
             files.delete(entry.path)

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from skyward.errors import ConfigurationError, ModelNotFoundError, SerializationError
-from skyward.store import exchange, tree
-from skyward.store.catalog import Catalog, check_name
+from skyward.store import exchange
+from skyward.store.catalog import Catalog, check_name, manifest_url
 from skyward.store.collecting import collect
-from skyward.store.files import Files, absent, address_of, open_files
-from skyward.store.filling import fill
-from skyward.store.lifting import Title, save_from_device
-from skyward.store.loading import manifest_place
-from skyward.store.manifest import ITEM_SIZES, Manifest
-from skyward.store.placing import loading_on
+from skyward.store.format import tree
+from skyward.store.format.manifest import Manifest
+from skyward.store.loading.filling import fill
+from skyward.store.on_node.loading import loading_for_device
+from skyward.store.on_node.saving import Title, save_on_node
+from skyward.store.places.files import Files
+from skyward.store.places.opening import absent, address_of, open_files
 from skyward.store.progress import Watch, watched
-from skyward.store.saving import GRACE, Saving
+from skyward.store.saving import Saving
+from skyward.store.saving.leases import GRACE
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +143,7 @@ class ModelStore:
         with watched(self._progress, f"saving {name}") as progress:
             shape, tensors = tree.encode(value)
             title = Title(name, facts, class_path)
-            saved = save_from_device(self._address, self._files, title, shape, tensors)
+            saved = save_on_node(self._address, self._files, title, shape, tensors)
             if saved is None:
                 saving = Saving(self._files, self._catalog, name, progress)
                 saved = saving.save_tree(shape, tensors, facts, class_path)
@@ -167,12 +169,12 @@ class ModelStore:
 
         manifest = self._manifest(name, version)
         place = _usable(device)
-        loading_for = functools.partial(loading_on, self._address, self._files, manifest)
+        loading_for = functools.partial(loading_for_device, self._address, self._files, manifest)
         if into is None:
             with watched(self._progress, f"loading {name}") as progress:
                 tensors = loading_for(progress, place).tensors(place)
             return tree.decode(
-                manifest.tree, _numbered(tensors), manifest_place(self._files, manifest)
+                manifest.tree, _numbered(tensors), manifest_url(self._files, manifest)
             )
         if not isinstance(into, torch.nn.Module):
             raise ConfigurationError(
@@ -218,14 +220,14 @@ class ModelStore:
         """The newest version or the one asked for, and its tensors, none of which is read."""
         manifest = self._manifest(name, version)
         views = manifest.tensors
-        where = manifest_place(self._files, manifest)
+        where = manifest_url(self._files, manifest)
         found = tree.numbers(tree.outline(manifest.tree, len(views), where))
         return _version(manifest), tuple(
             StoredTensor(
                 path,
                 views[index].dtype,
                 tuple(views[index].shape),
-                math.prod(views[index].shape) * ITEM_SIZES[views[index].dtype],
+                views[index].packed_size,
             )
             for path, index in found
         )

@@ -1,4 +1,4 @@
-"""Progress: how far a save or a load has come, told to whoever watches."""
+"""Progress: how far a save or a load has come, for a bar or the user's own function."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from skyward.console import terminal_in_use
 
 
 class Progress(Protocol):
-    """Hears of one save or load, from any thread."""
+    """Called during one save or load, from any thread."""
 
     def begin(self, total: int) -> None:
-        """So many bytes are ahead; said again when a save has to start over."""
+        """The save or load has this many bytes; called again when a save starts over."""
 
     def advance(self, count: int) -> None:
-        """These were written or read."""
+        """This many bytes were written or read."""
 
     def reused(self, count: int) -> None:
-        """These need no writing, because the store has them."""
+        """This many bytes need no writing, because the store has them."""
 
     def done(self) -> None:
-        """It is over, well or not."""
+        """The save or load has ended, well or not."""
 
 
 Watch = Callable[[str], Progress]

@@ -13,7 +13,7 @@ from typing import cast
 
 from skyward.errors import ProtocolError
 from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame, FrameDecoder, header
-from skyward.wire.link import Link
+from skyward.wire.link.link import Link
 from skyward.wire.messages import Message, encode
 
 Bytes = bytes | bytearray | memoryview
@@ -36,7 +36,7 @@ class Channel:
 
     OpenSSL does not allow one connection to be read and written from two threads at once, so an
     encrypted channel is a pair of connections. Any thread may send; one thread at a time receives.
-    Over a link, one pair follows another, and nobody notices but by the time it takes.
+    Over a link, one pair follows another, and its users notice only the time that takes.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class Channel:
         decoder: FrameDecoder | None = None,
         link: Link | None = None,
     ) -> None:
-        self._link = link
+        self.link = link
+        """What carries the frames, if the channel outlives its connections."""
         self._sender = sender
         self._receiver = receiver or sender
         self._encrypted = isinstance(sender, ssl.SSLSocket)
-        # A pair of plain connections leads to another machine, through a way of its provider's.
+        # A pair of plain connections leads to another machine, through a provider's own transport.
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
@@ -69,53 +70,53 @@ class Channel:
 
     def fileno(self) -> int:
         """The descriptor to wait on for incoming frames."""
-        return self._receiver.fileno() if self._link is None else self._link.incoming.fileno()
+        return self._receiver.fileno() if self.link is None else self.link.incoming.fileno()
 
-    # What a link adds; without one, a channel is connected until it is lost.
+    # What a link adds. Without one, a channel is connected until it is lost.
 
     @property
     def resumes(self) -> bool:
         """Whether it survives the loss of its connections."""
-        return self._link is not None
+        return self.link is not None
 
     @property
     def connected(self) -> bool:
         """Whether it has a connection now."""
-        return not self.closed if self._link is None else self._link.ways.connected
+        return not self.closed if self.link is None else self.link.connections.connected
 
     @property
     def exhausted(self) -> bool:
         """Whether its connection is lost, and all that came over it has been read."""
-        return self.closed if self._link is None else self._link.ways.current is None
+        return self.closed if self.link is None else self.link.connections.current is None
 
     @property
     def ended(self) -> bool:
         """Whether it is known to be over."""
-        return self.closed or (self._link is not None and self._link.ways.ended)
+        return self.closed or (self.link is not None and self.link.connections.ended)
 
     def ready(self, again: Callable[[], None]) -> bool:
-        """Whether frames can come; else `again` is called, once, when they can or never will."""
-        return self._link is None or self._link.incoming.ready(again)
+        """Whether frames can arrive; else `again` is called, once, when they can or never will."""
+        return self.link is None or self.link.incoming.ready(again)
 
     def on_change(self, told: Callable[[bool], None]) -> None:
-        """Have somebody told, on any thread, when a connection is lost (False) and made (True)."""
-        if self._link is not None:
-            self._link.ways.on_change = told
+        """Call `told`, on any thread, when a connection is lost (False) and made (True)."""
+        if self.link is not None:
+            self.link.connections.watch(told)
 
-    def doubt(self) -> None:
-        """Nothing is heard any more: have a new connection made, if this can."""
-        if self._link is not None:
-            self._link.ways.doubt()
+    def reconnect(self) -> None:
+        """Give up the connection, which seems dead, and have a new one made, over a link."""
+        if self.link is not None:
+            self.link.connections.reconnect()
 
     def be_patient(self) -> None:
-        """From now on, what is sent has left this process if there is a connection at all."""
-        if self._link is not None:
-            self._link.outgoing.patient = True
+        """From now on, `send` waits until the kernel has the frame, if there is a connection."""
+        if self.link is not None:
+            self.link.outgoing.patient = True
 
     def wait_for_room(self) -> None:
-        """Wait while much of what was sent is still here, for lack of a connection."""
-        if self._link is not None:
-            self._link.outgoing.wait_for_room()
+        """Wait while much of what was sent is kept here, because there is no connection."""
+        if self.link is not None:
+            self.link.outgoing.wait_for_room()
 
     def send(
         self, message: Message, body: Sequence[Bytes] = (), descriptors: Sequence[int] = ()
@@ -126,14 +127,14 @@ class Channel:
         head = header(message.KIND, len(meta), length, len(descriptors)) + meta
         if length < JOIN_BELOW and not descriptors:
             whole = b"".join((head, *body)) if body else head
-            if self._link is not None:
-                self._link.outgoing.send(whole)
+            if self.link is not None:
+                self.link.outgoing.send(whole)
             else:
                 with self._send_lock:
                     self._sender.sendall(whole)
-        elif self._link is not None:
+        elif self.link is not None:
             try:
-                self._link.outgoing.send_parts(_joined([head, *body]))
+                self.link.outgoing.send_parts(_joined([head, *body]))
             except BaseException:
                 self.abort()
                 raise
@@ -150,19 +151,19 @@ class Channel:
             parts.append(header(message.KIND, len(meta), sum(map(len, body))) + meta)
             parts += body
         joined = b"".join(parts)
-        if self._link is not None:
-            self._link.outgoing.send(joined)
+        if self.link is not None:
+            self.link.outgoing.send(joined)
         else:
             with self._send_lock:
                 self._sender.sendall(joined)
         self.bytes_sent += len(joined)
 
     def abort(self) -> None:
-        """End the connection for both readers to see; it stays its owner's to close."""
+        """End the connection for the readers of both ends; its owner still closes it."""
         self.aborted = True
-        if self._link is not None:
-            # The other end cannot tell this from an outage; who owns this channel says it there.
-            self._link.ways.end("the channel was aborted")
+        if self.link is not None:
+            # The other end cannot tell this from an outage; the channel's owner tells it so.
+            self.link.connections.end("the channel was aborted")
             return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):
@@ -178,7 +179,7 @@ class Channel:
             else:
                 self._send_vectors(views, descriptors, counts)
         except BaseException:
-            # A Ctrl-C in the middle of a frame: whatever came next would be read as its rest.
+            # A Ctrl-C in the middle of a frame: the other end would read what follows as its rest.
             if sum(counts) != length:
                 self.abort()
             raise
@@ -197,7 +198,7 @@ class Channel:
             ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, rights))
         at = 0
         while at < len(views):
-            # One step for the interpreter: no Ctrl-C between the call and the note of its count.
+            # One step for the interpreter: no Ctrl-C between the call and noting its count.
             counts.extend(
                 map(self._sender.sendmsg, (views[at : at + PARTS_PER_CALL],), (ancillary,))
             )
@@ -210,7 +211,7 @@ class Channel:
                 views[at] = views[at][sent:]
 
     def poll(self) -> list[Frame]:
-        """Whatever frames can be read without waiting; `EOFError` when the other end is gone."""
+        """The frames that can be read without waiting; `EOFError` when the other end is gone."""
         try:
             part = self._receive_some(_DONT_WAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -218,7 +219,7 @@ class Channel:
         frames = self._cut(part)
         while self._encrypted and (not frames or frames[-1].body is not None):
             # OpenSSL may hold decrypted bytes the selector cannot see.
-            link = self._link
+            link = self.link
             holder = cast(ssl.SSLSocket, self._receiver) if link is None else link.incoming
             if not holder.pending():
                 break
@@ -248,8 +249,8 @@ class Channel:
         return frames
 
     def _receive_some(self, flags: int) -> memoryview:
-        if self._link is not None:
-            part = self._link.incoming.receive(self._view)
+        if self.link is not None:
+            part = self.link.incoming.receive(self._view)
             self.bytes_received += len(part)
             return part
         if not self.shares_memory:
@@ -293,8 +294,8 @@ class Channel:
 
         for place in places:
             at = self._decoder.take(place)
-            if self._link is not None:
-                self._link.incoming.fill(place[at:], told_of_link)
+            if self.link is not None:
+                self.link.incoming.fill(place[at:], told_of_link)
                 self.bytes_received += len(place) - at
             else:
                 while at < len(place):
@@ -313,21 +314,21 @@ class Channel:
 
     def set_blocking(self, blocking: bool) -> None:
         """Whether reads of an encrypted channel wait; plain ones choose per call."""
-        if self._link is not None:
-            self._link.incoming.set_blocking(blocking)
+        if self.link is not None:
+            self.link.incoming.set_blocking(blocking)
         elif self._encrypted:
             self._receiver.setblocking(blocking)
 
     def detach(self) -> tuple[socket.socket, socket.socket]:
         """The sockets to send and receive on, for a protocol of their own from here on."""
-        assert self._link is None
+        assert self.link is None
         return self._sender, self._receiver
 
     def close(self) -> None:
-        """Wake whoever reads or writes, and give the sockets back."""
+        """Wake the threads that read or write, and close the sockets."""
         self.closed = True
-        if self._link is not None:
-            self._link.ways.close()
+        if self.link is not None:
+            self.link.connections.close()
             return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):

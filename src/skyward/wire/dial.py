@@ -1,8 +1,9 @@
-"""Dialing: how a client comes to a link's connections, the first and the ones after a loss."""
+"""Dialing: how a client makes a link's connections, the first and those after a loss."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -21,23 +22,23 @@ from skyward.wire.identity import (
     context_for,
     direct,
 )
-from skyward.wire.link import Link
+from skyward.wire.link.connections import LinkLost
+from skyward.wire.link.link import Link
+from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.records import Pair
-from skyward.wire.ways import LinkLost
 
 REFUSED_SECONDS = 2.0
-"""A host that refuses connections for so long has no such process any more."""
+"""When a host refuses connections for so long, the process there has ended."""
 PAUSES = (0.02, 1.0)
 """The first and the longest pause between two attempts to connect."""
-WIDE = 4
-"""How many connections a large write is spread over."""
+CONNECTIONS = 4
+"""How many connections a large write is spread over: the main one and its stripes."""
 
 
 def refused(problem: BaseException, since: float | None) -> float | None:
-    """Since when every attempt was refused, after this one has failed; None if it was not.
+    """When the refusals began, of which this problem may be the latest; None if it is none.
 
-    Counted from the first refusal on: what came before it may have been an attempt of seconds.
+    Counted from the first refusal on, as the attempt before it may have taken seconds.
     """
     if not isinstance(problem, ConnectionRefusedError):
         return None
@@ -45,12 +46,12 @@ def refused(problem: BaseException, since: float | None) -> float | None:
 
 
 def refused_too_long(since: float | None) -> bool:
-    """Whether nobody can be expected to listen there any more."""
+    """Whether the process that listened there must have ended."""
     return since is not None and time.monotonic() - since > REFUSED_SECONDS
 
 
 class Dialer:
-    """Connects one link, again and again if need be."""
+    """Connects one link, and again after each loss."""
 
     def __init__(
         self,
@@ -61,23 +62,28 @@ class Dialer:
         dial: Dial = direct,
         *,
         gone: str = "",
+        patience: float = math.inf,
     ) -> None:
-        """With `gone`, a host that refuses connections ends the link, and this is why."""
+        """With `gone`, a host that refuses connections ends the link, and this is the reason.
+
+        So does a connection that cannot be made again within `patience` seconds.
+        """
         self._endpoint, self._name, self._dial = endpoint, name, dial
         self._hello = msgspec.structs.replace(hello, session=secrets.token_hex(16))
         self._context = context_for(endpoint, credentials)
-        self._gone = gone
+        self._gone, self._patience = gone, patience
         self._pid = 0
 
     def open(self, seconds: float = GREETING_SECONDS) -> tuple[Channel, Welcome]:
-        """The first connection; may be tried again after it failed."""
+        """Make the first connection; may be tried again after it failed."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
-        return Channel.over(Link(pair, self._again, widen=self._widen)), welcome
+        return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
 
     def _again(self, received: int, ended: threading.Event) -> Pair:
-        """The next connection, for a link that has received so much, unless it ends first."""
+        """Make the next connection, for a link that has received so much, unless it ends first."""
         refused_since: float | None = None
+        started = time.monotonic()
         pause, longest = PAUSES
         while not ended.is_set():
             try:
@@ -88,6 +94,11 @@ class Dialer:
                 refused_since = refused(problem, refused_since)
                 if self._gone and refused_too_long(refused_since):
                     raise LinkLost(self._gone) from problem
+                if time.monotonic() - started > self._patience:
+                    raise LinkLost(
+                        f"its connection was lost, and a new one could not be made within "
+                        f"{self._patience:g} s ({problem})"
+                    ) from problem
             else:
                 if welcome.pid == self._pid:
                     return pair
@@ -103,19 +114,17 @@ class Dialer:
         sender, receiver, welcome = connect_pair(
             self._endpoint, self._hello, self._context, self._name, seconds, self._dial
         )
-        pair = Pair(sender, receiver, welcome.received)
-        pair.attempt = self._hello.attempt
-        return pair, welcome
+        return Pair(sender, receiver, welcome.received, self._hello.attempt), welcome
 
-    def _widen(self, pair: Pair) -> None:
-        """Have more connections join a pair, as many as can be made."""
+    def _add_stripes(self, pair: Pair) -> None:
+        """Connect stripes for a pair, as many as can be made."""
         hello = msgspec.structs.replace(self._hello, attempt=pair.attempt)
         with contextlib.suppress(OSError, EOFError, SkywardError):
-            for number in range(1, WIDE):
+            for number in range(1, CONNECTIONS):
                 for direction in ("send", "receive"):
                     if pair.broken:
                         return
-                    hello.aside, hello.direction = number, direction
+                    hello.stripe, hello.direction = number, direction
                     end, _, _ = connect_one(
                         self._endpoint,
                         hello,
@@ -124,4 +133,4 @@ class Dialer:
                         GREETING_SECONDS,
                         self._dial,
                     )
-                    pair.add(number, end, to_send=direction == "send")
+                    pair.add_stripe(number, end, to_send=direction == "send")

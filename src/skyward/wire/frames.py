@@ -13,7 +13,7 @@ from skyward.errors import ProtocolError
 HEADER = struct.Struct("<BBHIQ")
 """kind (u8), attached descriptors (u8), protocol (u16), length of meta (u32), of body (u64)."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 GREETING_LIMIT = 4096
 """The most an unauthenticated peer may make us read: one frame of this size, without a body."""
@@ -136,6 +136,6 @@ class FrameDecoder:
         return count
 
     def drain_descriptors(self) -> list[int]:
-        """Descriptors nobody claimed, for the owner to close."""
+        """The descriptors that no frame has claimed, for the owner to close."""
         left, self._descriptors = self._descriptors, []
         return left

@@ -344,7 +344,7 @@ def connect_one(
 
 
 def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
-    """One frame and not a byte more: what follows belongs to whoever reads from here on."""
+    """Read one frame and not a byte more: the next reader needs what follows."""
     while (frame := decoder.next()) is None:
         data = end.recv(decoder.missing)
         if not data:

@@ -1,4 +1,4 @@
-"""A listener: where a process is connected to, open only to those who have proven themselves."""
+"""A listener: accepts connections to a process, from peers that prove who they are."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from skyward.wire.identity import (
     keep_alive,
     my_versions,
 )
-from skyward.wire.link import Link
+from skyward.wire.link.link import Link
+from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.records import Pair
 
 UNPROVEN_PEERS = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -55,15 +55,15 @@ def _listening(place: str) -> tuple[str, socket.socket]:
 
 
 def _is_elsewhere(problem: OSError) -> bool:
-    """Whether an address could not be listened on for not being, or not being known, here."""
+    """Whether listening failed because this machine does not have the address or know the name."""
     return isinstance(problem, socket.gaierror) or problem.errno in _NOT_HERE
 
 
 class Listener:
-    """Accepts connections, and hands on only those whose peer has proven itself.
+    """Accepts connections, and passes on only those whose peer has proven itself.
 
     Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
-    holds up nobody; at most `UNPROVEN_PEERS` are entertained at a time, the latest to come.
+    delays nobody else; there are at most `UNPROVEN_PEERS` at a time, the latest to connect.
 
     `where` is one place or several, separated by spaces, and so is `endpoint`: plain Unix sockets
     and TCP with TLS. Next to others, a TCP address that this machine does not have, or a name
@@ -115,7 +115,7 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                # Out of descriptors, say, which may pass; whoever it was will come again.
+                # Out of descriptors, for example, which may pass; the peer will try again.
                 time.sleep(0.05)
                 continue
             with self._lock:
@@ -160,7 +160,7 @@ class Listener:
                 raise AuthenticationError(refusal)
             end.settimeout(None)
         except (OSError, EOFError, ProtocolError):
-            # Whoever it was is not ours; the pool goes on without a word to them.
+            # The peer does not belong to this pool, and gets no answer.
             end.close()
             return
         finally:
@@ -171,20 +171,21 @@ class Listener:
             self._accept(channel, hello)
 
     def _refusal(self, end: socket.socket, hello: Hello) -> str:
-        """Why somebody who has a certificate, or the right user id, is not served."""
+        """Why a peer with a certificate, or the right user id, is refused; empty if it is not."""
         if hello.pool != self._pool:
             return "this worker belongs to another pool"
         is_client = not isinstance(end, ssl.SSLSocket) or certified_name(end) == CLIENT
         return "" if is_client or hello.role == PEER else f"only the client asks for {hello.role!r}"
 
     def _received_of(self, hello: Hello) -> int | None:
-        """What came of a link whose client is back, or begins; None if it cannot go on."""
+        """How much arrived of a link that its client begins or resumes; None if it cannot."""
         with self._lock:
             link = self._links.get(hello.session)
-        if hello.aside:
-            return 0 if link is not None and link.ways.can_be_widened(hello.attempt) else None
+        if hello.stripe:
+            joins = link is not None and link.connections.takes_stripes(hello.attempt)
+            return 0 if joins else None
         if link is not None:
-            return link.ways.suspend(hello.attempt)
+            return link.connections.suspend(hello.attempt)
         return None if hello.received else 0
 
     def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
@@ -196,14 +197,13 @@ class Listener:
             if self._closed or decoder.buffered:
                 end.close()
                 return None
-            if hello.aside:
+            if hello.stripe:
                 link = self._links.get(hello.session)
                 if link is None:
                     end.close()
                 else:
-                    link.ways.widen(
-                        hello.attempt, hello.aside, end, to_send=hello.direction == "receive"
-                    )
+                    to_send = hello.direction == "receive"
+                    link.connections.add_stripe(hello.attempt, hello.stripe, end, to_send=to_send)
                 return None
             other = self._halves.pop((hello.session, hello.attempt, opposite), None)
             if other is None:
@@ -219,14 +219,14 @@ class Listener:
             sender, receiver = (end, other) if hello.direction == "receive" else (other, end)
             if not hello.attempt:
                 return Channel(sender, receiver)
-            pair = Pair(sender, receiver, hello.received)
+            pair = Pair(sender, receiver, hello.received, hello.attempt)
             link = self._links.get(hello.session)
             if link is None:
                 kept = self._links.items()
-                self._links = {key: each for key, each in kept if not each.ways.ended}
+                self._links = {key: each for key, each in kept if not each.connections.ended}
                 link = self._links[hello.session] = Link(pair, attempt=hello.attempt)
                 return Channel.over(link)
-        link.ways.install(pair, hello.attempt)
+        link.install(pair, hello.attempt)
         return None
 
     @staticmethod

@@ -64,8 +64,8 @@ class Hello(Message):
     """Which of a link's pairs this belongs to, counted from 1; 0 if it is no link's."""
     received: Size = 0
     """How much of a link's stream the client has."""
-    aside: Size = 0
-    """For a connection that joins a link's pair, which one it is, counted from 1."""
+    stripe: Size = 0
+    """The number of a connection that joins a link's pair for large writes, counted from 1."""
 
 
 class Welcome(Message):
@@ -333,7 +333,8 @@ class Fetch(Message):
     name: str
     """The name in the peer's certificate."""
     number: Size
-    """Counts up: who fetches waits only for those that fetch by a lower one, so not in a ring."""
+    """Counts up: an executor only waits for executors whose fetches have lower numbers, so that
+    executors never wait for each other in a circle."""
 
 
 class Want(Message):

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from skyward.wire import memory
-from skyward.wire.blobs import Blob, BlobStore
-from skyward.wire.memory import Segment
+from skyward.objects import memory
+from skyward.objects.blobs import Blob, BlobStore
+from skyward.objects.memory import Segment
 
 PART = 4 << 20
 """The most that is lent at a time."""
@@ -21,7 +21,7 @@ NOTHING = memoryview(b"")
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One buffer, of which so many bytes have come."""
+    """One buffer, of which `filled` bytes have arrived."""
 
     digest: bytes
     length: int
@@ -29,22 +29,22 @@ class Arrival:
     offset: int
     view: memoryview
     number: int
-    """That of the fetch it comes by; 0 from the client."""
+    """The number of the fetch that brings it; 0 if the client sends it."""
     filled: int = 0
 
 
 class Arrivals:
-    """What is on its way to this process; what has come is kept in its cache."""
+    """Buffers on their way to this process; once complete they are in its cache."""
 
     def __init__(self, cache: BlobStore) -> None:
         self._cache = cache
         self._coming: dict[bytes, Arrival] = {}
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
-        """What was here and is not any more, as far back as is remembered."""
+        """Buffers that the cache has dropped, the last `DROPPED_MAX` of them."""
         self._changed = threading.Condition()
 
     def expect(self, blobs: Sequence[tuple[bytes, int]], number: int = 0) -> list[Arrival]:
-        """Make room for these; each is `settled` in the end."""
+        """Make room for these buffers; `settle` must be called for each in the end."""
         offsets, size = memory.aligned([length for _, length in blobs])
         segment = self._cache.arena.allocate(size)
         whole = memoryview(segment.shared())
@@ -61,7 +61,7 @@ class Arrivals:
         return arrivals
 
     def advance(self, arrivals: Iterable[Arrival], total: int) -> None:
-        """Of these, which come one after the other, so many bytes are there."""
+        """Note that of these buffers, which arrive one after the other, `total` bytes are here."""
         with self._changed:
             for arrival in arrivals:
                 arrival.filled = max(0, min(arrival.length, total))
@@ -69,7 +69,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def settle(self, arrivals: Iterable[Arrival], *, complete: bool) -> None:
-        """They have come, or will not."""
+        """These buffers have arrived, or will not."""
         with self._changed:
             for arrival in arrivals:
                 if complete:
@@ -82,7 +82,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def drop(self, digests: Iterable[bytes]) -> None:
-        """These are no longer kept."""
+        """Note that these buffers are no longer kept."""
         with self._changed:
             for digest in digests:
                 self._dropped[digest] = None
@@ -91,11 +91,11 @@ class Arrivals:
             self._changed.notify_all()
 
     def awaits(self, digests: Iterable[bytes]) -> bool:
-        """Whether one of these is on its way."""
+        """Whether one of these buffers is on its way."""
         return bool(self._coming) and any(digest in self._coming for digest in digests)
 
     def unknown(self, blobs: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
-        """Those that are neither here nor on their way."""
+        """The buffers that are neither here nor on their way."""
         with self._changed:
             return [
                 (digest, length)
@@ -107,10 +107,11 @@ class Arrivals:
     def lent(
         self, digest: bytes, length: int, start: int, number: int, seconds: float
     ) -> Iterator[memoryview | None]:
-        """Some bytes of a buffer, which stay as they are meanwhile; waits so long for the first.
+        """Some bytes of a buffer, pinned inside the block; waits up to `seconds` for the first.
 
-        Empty if none has come, None if nothing is known of that buffer. `LookupError` when there
-        is nothing to wait for: it was dropped, or comes by a fetch of no lower number.
+        Empty if none has arrived, None if nothing is known of that buffer. `LookupError` when
+        waiting is of no use: the buffer was dropped, or comes by a fetch of no lower number.
+        A fetch waits only for fetches of lower numbers, so executors never wait in a circle.
         """
         deadline = time.monotonic() + seconds
         view: memoryview | None
@@ -130,7 +131,7 @@ class Arrivals:
     def _there(
         self, digest: bytes, length: int, start: int, number: int
     ) -> tuple[Segment | None, memoryview | None]:
-        """What there is of a buffer, and its memory, pinned."""
+        """The bytes of a buffer that are here, and their memory, pinned."""
         arrival = self._coming.get(digest)
         if arrival is not None:
             if arrival.length != length or (number and arrival.number >= number):

@@ -32,10 +32,13 @@ class AgentConfig(msgspec.Struct):
     blob_cap: int
     plugged: bool
     """Whether plugins have hooks that executors are to leave before they end."""
+    hooks_first: bool = False
+    """Whether executors start only once the plugins' hooks for the node are entered, so that they
+    have the environment that these hooks leave."""
     direct: str = ""
     """An address on which a node that listens on Unix sockets is to listen with TLS as well."""
     private: str = ""
-    """An address on which its executors are to listen for those of other nodes as well."""
+    """An address on which the node's executors listen for executors of other nodes as well."""
 
     def place(self, name: str, *, for_peers: bool = False) -> str:
         """Where a process of this node is to listen, as a `Listener` takes it."""
@@ -55,7 +58,7 @@ class DeviceConfig(msgspec.Struct):
     credentials: tuple[str, str, str] | None
     search_path: list[str]
     orphan_timeout: float
-    """How long it waits for a client whose connection was lost."""
+    """How long the process waits for a client whose connection was lost."""
     status: int
     """Descriptor to announce the endpoint on."""
     lifeline: int

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyward.errors import SerializationError
-from skyward.wire import objects
+from skyward.objects import encoding
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Define
 from skyward.worker.inbox import Inbox, Pieces
 
 
 @dataclass(slots=True)
-class Definition:
+class KeptObject:
     """An object defined under a key; decoded when first used."""
 
     pieces: Pieces | None
@@ -28,9 +28,9 @@ class Definitions:
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
-        self._known: dict[bytes, Definition] = {}
+        self._known: dict[bytes, KeptObject] = {}
         self._coming: dict[bytes, tuple[Define, bytearray]] = {}
-        """Those with buffers that are on their way from a peer."""
+        """The objects whose buffers are still on their way from a peer."""
 
     def add(self, channel: Channel, define: Define, body: bytearray) -> None:
         """Keep an object; if buffers of it are missing, the task that needs it asks for it."""
@@ -39,7 +39,7 @@ class Definitions:
             return
         pieces, _ = self._inbox.find(channel, define.payload, body)
         if pieces is not None:
-            self._known[define.key] = Definition(pieces, define.frozen)
+            self._known[define.key] = KeptObject(pieces, define.frozen)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """The client will not refer to these again."""
@@ -52,7 +52,7 @@ class Definitions:
         return key in self._known and key not in self._coming
 
     def awaits(self, keys: Iterable[bytes]) -> bool:
-        """Whether something of these objects is on its way."""
+        """Whether a buffer of these objects is on its way."""
         return any(
             self._inbox.awaits(self._coming[key][0].payload) for key in keys if key in self._coming
         )
@@ -76,9 +76,9 @@ class Definitions:
         if pieces is not None:
             data, buffers, storages = pieces
             if definition.frozen:
-                # Shared by every task here: numpy at least can refuse to write to it.
+                # Every task of this process shares the object: numpy arrays can be made read-only.
                 plain = len(buffers) - len(storages)
                 buffers = [b.toreadonly() for b in buffers[:plain]] + buffers[plain:]
-            definition.value = objects.decode(data, buffers, storages)
+            definition.value = encoding.decode(data, buffers, storages)
             definition.pieces = None
         return definition.value

@@ -37,7 +37,7 @@ def leave(folder: Path) -> None:
 
 
 def _stay_behind(folder: Path, announced: int, pid: int) -> None:
-    # The connection may go first; the one that was started is then on its own.
+    # If the SSH connection ends first, this process may end: the new one does not need it.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with os.fdopen(announced, "rb") as line:
         said = line.readline()
@@ -53,7 +53,7 @@ def _stay_behind(folder: Path, announced: int, pid: int) -> None:
 
 
 def start_mark(pid: int) -> str:
-    """When a process started, in the system's own terms: numbers are used again."""
+    """When a process started, as the system writes it: process numbers are used again."""
     with contextlib.suppress(OSError):
         # The name, in parentheses, may hold anything; the 22nd field is the 20th after it.
         return (

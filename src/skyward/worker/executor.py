@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import queue
 import signal
-import socket
-import ssl
 import sys
 import threading
 import time
 import traceback
 import types
 import warnings
-import weakref
 from collections import OrderedDict
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from skyward import context
 from skyward.errors import PluginError, ProtocolError
-from skyward.wire import messages, objects, references
+from skyward.objects import encoding, references
+from skyward.plugins import rendezvous
+from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import PEER, Credentials
@@ -51,37 +48,20 @@ from skyward.wire.messages import (
     Result,
     Run,
     Topology,
-    Written,
 )
-from skyward.worker import failures, hooks, lifeline, limits, rendezvous
-from skyward.worker.anteroom import Anteroom
+from skyward.worker import failures, hooks, jobs, lifeline, limits
+from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.interrupts import Interrupted, Interrupts
+from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
-from skyward.worker.reader import Reader
+from skyward.worker.pending import PendingTasks
+from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
 from skyward.worker.streams import InputStream, OutputStream
-
-INTERRUPT_AGAIN_SECONDS = 0.005
-
-
-class Interrupted(KeyboardInterrupt):
-    """Raised inside a task that the client cancelled."""
-
-
-@dataclass(slots=True)
-class Job:
-    """A task as it waits for its turn."""
-
-    run: Run
-    pieces: Pieces
-    inputs: list[InputStream]
-    output: OutputStream | None = None
-    """There once its function has returned a generator."""
-    cancelled: bool = False
-    thread: int = 0
 
 
 class Leave(BaseException):
@@ -89,32 +69,28 @@ class Leave(BaseException):
 
 
 class Executor:
-    """Receives tasks on one thread and runs them on another (or several)."""
+    """Receives tasks on one thread and runs them on another, or on several."""
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
-        self._channel: Channel | None = None
         self._waiting: OrderedDict[int, Job] = OrderedDict()
         self._running: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._inbox = Inbox(config.blob_cap)
         self._definitions = Definitions(self._inbox)
-        objects.find_handles(self._definitions.resolve)
-        self._anteroom = Anteroom(self._inbox, self._definitions, self._admit)
-        self._outbox = Outbox(config.blob_cap)
+        encoding.find_handles(self._definitions.resolve)
+        self._pending = PendingTasks(self._inbox, self._definitions, self._admit)
+        self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
         self._hooks = hooks.Entered()
-        self._interrupting: Job | None = None
-        self._calling: Job | None = None
-        """The job whose function is being called, on the main thread."""
+        self._interrupts = Interrupts(threads=bool(config.threads))
         capture = ThreadCapture if config.threads else ProcessCapture
-        self._capture = capture(config.output, self._emit)
+        self._capture = capture(config.output, self._client.emit)
         credentials = Credentials(*config.credentials) if config.credentials else None
         self._relay = Relay(
-            config.pool, credentials, self._inbox.arrivals, settled=self._settle_guests
+            config.pool, credentials, self._inbox.arrivals, settled=self._settle_pending
         )
         self._listener = Listener(config.where, config.pool, credentials, self._accept)
-        self._connected = threading.Event()
-        self._reader: Reader[Job | Prepare] | None = None
+        self._reader: JobReader[Job | Prepare] | None = None
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     @property
@@ -126,22 +102,13 @@ class Executor:
         if hello.role == PEER:
             self._relay.serve(channel)
             return
-        with self._lock:
-            taken = self._channel is not None or hello.role != "data"
-            if not taken:
-                self._channel = channel
-        if taken:
+        if hello.role != "data" or not self._client.connect(channel):
             channel.close()
-            return
-        # A result that was sent must arrive even if the next task ends this process.
-        channel.be_patient()
-        self._connected.set()
 
     # Receiving; never on a thread that is in user code.
 
     def _read_one(self) -> None:
-        channel = self._channel
-        assert channel is not None
+        channel = self._client.channel
         try:
             frame = channel.receive()
             self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
@@ -151,15 +118,15 @@ class Executor:
                 os._exit(0)
             self._give_up(problem)
 
-    def _settle_guests(self) -> None:
+    def _settle_pending(self) -> None:
         try:
-            self._anteroom.settle()
+            self._pending.settle()
         except Exception as problem:
-            # On a thread of its own nobody would hear of it, and tasks would wait for ever.
+            # Raised on this thread the problem would be lost, and tasks would wait for ever.
             self._give_up(problem)
 
     def _give_up(self, problem: Exception) -> None:
-        """End at once: the agent says so, and starts another."""
+        """End this process at once: the agent reports it, and starts another."""
         print(
             f"executor {self._config.worker}.{self._config.slot}: {problem!r}",
             file=sys.__stderr__,
@@ -171,10 +138,10 @@ class Executor:
         match message:
             case Run():
                 body = self._inbox.read(channel, frame, message.payload)
-                self._anteroom.enter(channel, message, body)
+                self._pending.add(channel, message, body)
             case Define():
                 body = self._inbox.read(channel, frame, message.payload)
-                self._anteroom.define(channel, message, body)
+                self._pending.define(channel, message, body)
             case Fetch():
                 self._relay.fetch(message)
             case Cancel(task=task):
@@ -189,10 +156,10 @@ class Executor:
             case End():
                 self._end_input(channel, frame, message)
             case Forget():
-                self._anteroom.forget(message.keys)
+                self._pending.forget(message.keys)
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
-                self._outbox.returned(message.segments)
+                self._client.outbox.returned(message.segments)
             case Recall():
                 self._give_back(channel)
             case Topology():
@@ -206,9 +173,8 @@ class Executor:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
     def _admit(self, run: Run, pieces: Pieces) -> None:
-        """All that a task needs is here."""
-        channel = self._channel
-        assert channel is not None
+        """Queue a task: everything that it names is here."""
+        channel = self._client.channel
         inputs = [
             InputStream(run.task, index, channel, self._hurry) for index in range(len(run.inputs))
         ]
@@ -221,7 +187,7 @@ class Executor:
             self._queue.put(job)
 
     def _hurry(self) -> None:
-        """Somebody must listen now. With threads, the main one does nothing else."""
+        """Have another thread read now. With threads, the main thread does nothing else."""
         if self._reader is not None:
             self._reader.hurry()
 
@@ -243,7 +209,7 @@ class Executor:
             job.inputs[end.stream].finish(pieces)
 
     def _give_back(self, channel: Channel) -> None:
-        held = self._anteroom.clear()
+        held = self._pending.clear()
         with self._lock:
             given = [*self._waiting, *held]
             for job in self._waiting.values():
@@ -252,7 +218,7 @@ class Executor:
         channel.send(Recalled(given))
 
     def _cancel(self, task: int) -> None:
-        self._anteroom.leave(task)
+        self._pending.cancel(task)
         with self._lock:
             job = self._waiting.pop(task, None)
             if job is not None:
@@ -261,48 +227,24 @@ class Executor:
                 job = self._running.get(task)
             if job is not None and task in self._running:
                 job.cancelled = True
-                # First, so that on a thread it strikes before the ends of streams are noticed.
-                self._interrupt(job)
+                # First, so that on a thread it is raised before the task sees its streams end.
+                self._interrupts.raise_in(job)
                 for stream in job.inputs:
                     stream.finish(None)
                 if job.output is not None:
                     job.output.close()
                 return
-        # Also for one that never came or is done: it holds no place here.
-        self._reply(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
-
-    def _interrupt(self, job: Job) -> None:
-        if self._config.threads:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(job.thread), ctypes.py_object(Interrupted)
-            )
-        else:
-            # A signal also ends a blocking system call; the handler looks who is meant.
-            self._interrupting = job
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    def _on_signal(self, _: int, frame: types.FrameType | None) -> None:
-        """Raise in the cancelled job, and only while it is in user code."""
-        job, self._interrupting = self._interrupting, None
-        if job is None or job is not self._calling:
-            return
-        if _in_our_code(frame):
-            # A frame half sent, or memory not given back, would harm the tasks to come.
-            retry = threading.Timer(INTERRUPT_AGAIN_SECONDS, self._interrupt, (job,))
-            retry.daemon = True
-            retry.start()
-            return
-        self._calling = None
-        raise Interrupted
+        # Also for a task that never arrived, or is done.
+        self._client.send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
     # Running.
 
     def serve(self) -> None:
         """Run tasks until the process is ended from outside."""
-        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGINT, self._interrupts.on_signal)
         signal.signal(lifeline.LEAVE, self._on_leave)
         try:
-            self._connected.wait()
+            self._client.wait()
             self._serve()
         except Leave:
             try:
@@ -312,7 +254,7 @@ class Executor:
 
     def _serve(self) -> None:
         if not self._config.threads:
-            self._reader = Reader(self._read_one, lambda: self._anteroom.occupied)
+            self._reader = JobReader(self._read_one, lambda: bool(self._pending))
             while True:
                 job = self._reader.next()
                 if isinstance(job, Prepare):
@@ -341,7 +283,7 @@ class Executor:
             problem = str(failure)
         finally:
             self._capture.end()
-        self._reply(Prepared(problem))
+        self._client.send(Prepared(problem))
 
     def _serve_thread(self) -> None:
         while True:
@@ -358,10 +300,10 @@ class Executor:
                 outcome = self._run(job)
             finally:
                 self._running.pop(job.run.task, None)
-            self._reply(*outcome)
+            self._client.send(*outcome)
         except Interrupted:
-            # On a thread, the interrupt may strike after the function has returned.
-            self._reply(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
+            # On a thread, the interrupt may be raised after the function has returned.
+            self._client.send(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
 
     def _run(self, job: Job) -> tuple[Message, Sendable | None]:
         token = current_task.set(job.run.task)
@@ -377,14 +319,14 @@ class Executor:
                 if streamed:
                     outcome = End(job.run.task, -1, None), None
                 else:
-                    sendable = self._pack(value, f"the result of {job.run.name}")
+                    sendable = self._client.pack(value, f"the result of {job.run.name}")
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
             except Leave:
                 raise
-            except references.UnreachableError:
+            except references.CannotOpenError:
                 outcome = Missing(job.run.task, [], [], True), None
             except BaseException as problem:
-                self._calling = None
+                self._interrupts.calling = None
                 with contextlib.suppress(Exception):
                     references.settle()
                 outcome = self._failure(job, problem, time.perf_counter() - started)
@@ -397,11 +339,11 @@ class Executor:
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value, and whether it was an iterator that has been streamed already."""
         function = self._definitions.resolve(job.run.code)
-        args, kwargs = objects.decode(*job.pieces)
+        args, kwargs = encoding.decode(*job.pieces)
         if job.inputs:
-            args, kwargs = _with_streams(args, kwargs, job.inputs)
+            args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
-        self._calling = job
+        self._interrupts.calling = job
         if job.cancelled:
             raise Interrupted
         value = self._hooks.decorated(function)(*args, **kwargs)
@@ -409,109 +351,35 @@ class Executor:
         if isinstance(value, types.CoroutineType):
             value = asyncio.run(value)
         if isinstance(value, types.AsyncGeneratorType):
-            value = _drained(value)
+            value = jobs.drained(value)
         if not isinstance(value, types.GeneratorType):
-            self._calling = None
+            self._interrupts.calling = None
             return value, False
         self._stream(job, value)
-        self._calling = None
+        self._interrupts.calling = None
         return None, True
 
     def _stream(self, job: Job, generator: Any) -> None:
         output = job.output = OutputStream(self._hurry)
         if job.cancelled:
             output.close()
-        self._reply(Result(job.run.task, 0.0, None))
+        self._client.send(Result(job.run.task, 0.0, None))
         with contextlib.closing(generator):
             for item in generator:
                 if not output.take():
-                    # Its cleaning up is not to be interrupted.
-                    self._calling = None
+                    # The generator's cleaning up must not be interrupted.
+                    self._interrupts.calling = None
                     return
                 references.settle()
-                sendable = self._pack(item, f"an item of {job.run.name}")
+                sendable = self._client.pack(item, f"an item of {job.run.name}")
                 del item
-                self._reply(Item(job.run.task, -1, sendable[0]), sendable)
+                self._client.send(Item(job.run.task, -1, sendable[0]), sendable)
 
     def _failure(
         self, job: Job, problem: BaseException, ran: float
     ) -> tuple[Message, Sendable | None]:
         cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
-        name, text = failures.type_name(problem), failures.text(problem)
-        frames = failures.frames(problem)
-        sendable: Sendable | None = None
-        if isinstance(problem, Exception) and not cancelled:
-            # First with the exceptions it came from, else alone, else only in words.
-            for depth in (0, failures.CHAIN_DEPTH):
-                with contextlib.suppress(Exception):
-                    sendable = self._pack(failures.portable(problem, depth))
-                    break
-        payload = sendable[0] if sendable is not None else None
-        return Failure(job.run.task, ran, name, text, frames, payload, cancelled), sendable
-
-    def _reply(self, message: Message, sendable: Sendable | None = None) -> None:
-        channel = self._channel
-        assert channel is not None
-        _, body, segments = sendable or (None, [], [])
-        descriptors = [segment.descriptor for segment in segments] if segments else ()
-        try:
-            self._inbox.send_releases(channel)
-            channel.send(message, body, descriptors)
-        except OSError:
-            # The client is gone, which the reader notices.
-            pass
-        if segments:
-            self._outbox.sent(segments)
-
-    def _pack(self, value: Any, what: str = "the value") -> Sendable:
-        assert self._channel is not None
-        return self._outbox.pack(objects.encode(value, what=what), self._channel.shares_memory)
-
-    def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
-        if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.send(Written(task, stream, text, transient))
-                # Cut off from the client, a task that prints and prints must wait at some point.
-                self._channel.wait_for_room()
-
-
-def _with_streams(
-    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[InputStream]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def filled(value: Any) -> Any:
-        return inputs[value.index] if isinstance(value, objects.StreamRef) else value
-
-    return tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()}
-
-
-def _drained(items: Any) -> Any:
-    """An async generator as a plain one."""
-    loop = asyncio.new_event_loop()
-    try:
-        while True:
-            try:
-                yield loop.run_until_complete(anext(items))
-            except StopAsyncIteration:
-                return
-    finally:
-        loop.run_until_complete(items.aclose())
-        loop.close()
-
-
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
-"""What our code waits in; whether it is ours that does shows further out."""
-
-
-def _in_our_code(frame: types.FrameType | None) -> bool:
-    """Whether a step of ours is under way there: sending, printing, giving memory back."""
-    while frame is not None and frame.f_code.co_filename in _BETWEEN:
-        frame = frame.f_back
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    # Memory is given back by finalizers.
-    return file.startswith(_OURS) or file == weakref.__file__
+        return failures.report(problem, job.run.task, ran, self._client.pack, cancelled=cancelled)
 
 
 def main() -> None:

@@ -1,15 +1,40 @@
-"""Failure reports: an exception as it can travel, in words and, where possible, as itself."""
+"""Failure reports: an exception as the client gets it, in words and, if possible, as an object."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+from collections.abc import Callable
 
 from skyward.errors import RemoteError
-from skyward.wire import objects
+from skyward.objects import encoding
+from skyward.wire.messages import Failure
+from skyward.worker.outbox import Sendable
 
 CHAIN_DEPTH = 8
 """How many causes of an exception travel with it."""
+
+
+def report(
+    problem: BaseException,
+    task: int,
+    ran: float,
+    pack: Callable[[encoding.PortableException], Sendable],
+    *,
+    cancelled: bool,
+) -> tuple[Failure, Sendable | None]:
+    """The message for the client, and the exception itself if it can be sent."""
+    sendable: Sendable | None = None
+    if isinstance(problem, Exception) and not cancelled:
+        # With the exceptions that caused it, else alone, else only in words.
+        for depth in (0, CHAIN_DEPTH):
+            with contextlib.suppress(Exception):
+                sendable = pack(portable(problem, depth))
+                break
+    payload = sendable[0] if sendable is not None else None
+    words = type_name(problem), text(problem), frames(problem)
+    return Failure(task, ran, *words, payload, cancelled), sendable
 
 
 def type_name(problem: BaseException) -> str:
@@ -19,7 +44,7 @@ def type_name(problem: BaseException) -> str:
 
 
 def text(problem: BaseException) -> str:
-    """Its message; an exception may even fail at that."""
+    """The exception's message; even str() of an exception may fail."""
     try:
         return str(problem)
     except Exception as worse:
@@ -36,8 +61,8 @@ def frames(problem: BaseException) -> list[tuple[str, int, str, str]]:
 
 
 def portable(
-    problem: Exception, depth: int, made: dict[int, objects.PortableException] | None = None
-) -> objects.PortableException:
+    problem: Exception, depth: int, made: dict[int, encoding.PortableException] | None = None
+) -> encoding.PortableException:
     """The exception with those it came from, as far as `CHAIN_DEPTH` allows from this depth."""
     made = {} if made is None else made
     chain = {}
@@ -49,14 +74,14 @@ def portable(
                 if id(other) not in made:
                     made[id(other)] = portable(_travelling(other), depth + 1, made)
                 chain[link] = made[id(other)]
-    return objects.PortableException(problem, chain, problem.__suppress_context__)
+    return encoding.PortableException(problem, chain, problem.__suppress_context__)
 
 
 def _travelling(problem: Exception) -> Exception:
-    """The exception, or words in its place if it would not survive: it is not the main one."""
+    """A cause as it is, or as a `RemoteError` if it cannot be encoded."""
     try:
-        encoded = objects.encode(problem)
-        objects.decode(b"".join(encoded.pieces), encoded.buffers, encoded.storages)
+        encoded = encoding.encode(problem)
+        encoding.decode(b"".join(encoded.pieces), encoded.buffers, encoded.storages)
         return problem
     except Exception:
         name = type(problem).__qualname__

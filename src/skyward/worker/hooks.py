@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,9 @@ import msgspec
 
 from skyward.context import InstanceInfo
 from skyward.errors import PluginError
+from skyward.objects import encoding
 from skyward.plugins.plugin import Around, Decorate, entered
-from skyward.wire import objects
-from skyward.worker import lifeline
-
-COMMAND_SECONDS = 1800.0
-"""How long one bootstrap command may take."""
+from skyward.worker.commands import Commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class Hooks:
 
 def encode(hooks: Sequence[Hooks]) -> bytes:
     """The hooks as bytes, with whatever of the user's code they refer to."""
-    encoded = objects.encode(list(hooks), own_modules=True, what="a plugin's hook")
+    encoded = encoding.encode(list(hooks), own_modules=True, what="a plugin's hook")
     pickle = b"".join(bytes(piece) for piece in encoded.pieces)
     buffers = [bytes(buffer) for buffer in encoded.buffers]
     return msgspec.msgpack.encode((pickle, buffers, encoded.storages))
@@ -45,7 +41,7 @@ def decode(data: bytes) -> list[Hooks]:
         data, type=tuple[bytes, list[bytes], list[tuple[int, int]]]
     )
     views = [memoryview(bytearray(buffer)) for buffer in buffers]
-    hooks: list[Hooks] = objects.decode(pickle, views, storages)
+    hooks: list[Hooks] = encoding.decode(pickle, views, storages)
     return hooks
 
 
@@ -54,7 +50,7 @@ class Entered:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._command: subprocess.Popen[str] | None = None
+        self._commands = Commands()
         self._ending = False
         self._decorators: list[tuple[str, Decorate]] = []
 
@@ -66,14 +62,16 @@ class Entered:
                 plugin = hooks.plugin
                 hook = "bootstrap"
                 for command in hooks.commands:
-                    self._run(command)
+                    if self._ending:
+                        raise InterruptedError("the node is ending")
+                    self._commands.run(command)
                 hook = "around hook"
                 if hooks.around is not None:
                     self._stack.enter_context(entered(hooks.around, info))
                 if hooks.decorate is not None:
                     self._decorators.append((plugin, hooks.decorate))
         except Exception as problem:
-            # With the problem, so that a hook can tell this from leaving in good order.
+            # With the problem, so that a hook knows that the start has failed.
             try:
                 self._stack.__exit__(type(problem), problem, problem.__traceback__)
             except Exception:
@@ -81,38 +79,17 @@ class Entered:
             raise PluginError(_told(plugin, hook, problem)) from problem
 
     def leave(self) -> None:
-        """End the command that runs, and leave what was entered, in reverse."""
+        """End the command that runs, leave what was entered, in reverse, and end all daemons."""
         self._ending = True
-        if self._command is not None:
-            lifeline.cut(self._command.pid)
-        self._stack.close()
-
-    def _run(self, command: str) -> None:
-        process = self._command = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        if self._commands.running:
+            self._commands.close()
         try:
-            if self._ending:
-                raise InterruptedError("the node is ending")
-            said, _ = process.communicate(timeout=COMMAND_SECONDS)
+            self._stack.close()
         finally:
-            # Whatever it has left running, too.
-            lifeline.cut(process.pid)
-            process.wait()
-            self._command = None
-        if process.returncode:
-            raise RuntimeError(
-                f"`{command}` ended with exit status {process.returncode}:\n{said[-4000:]}"
-            )
+            self._commands.close()
 
     def decorated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as the plugins want it called; the first plugin's wrapper is outermost."""
+        """The function in all plugins' wrappers; the first plugin's wrapper is outermost."""
         for plugin, decorate in reversed(self._decorators):
             try:
                 function = decorate(function)

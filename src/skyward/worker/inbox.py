@@ -8,8 +8,8 @@ from collections import deque
 from typing import TypeVar
 
 from skyward.errors import ProtocolError
-from skyward.wire import blobs, memory
-from skyward.wire.blobs import BlobStore, Mapped
+from skyward.objects import memory, payloads
+from skyward.objects.blobs import BlobStore, Mapped
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Evicted, Payload, Released
@@ -31,14 +31,14 @@ class Inbox:
     def take(
         self, channel: Channel, frame: Frame, payload: Payload
     ) -> tuple[Pieces | None, list[bytes]]:
-        """Both steps: None with what is missing if the object cannot be put together."""
+        """`read`, then `find`."""
         return self.find(channel, payload, self.read(channel, frame, payload))
 
     def read(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
-        """Read the body, and keep of it what is to be kept; returns the rest."""
+        """Read the body, and put its buffers where they are kept; returns the rest."""
         if not payload.buffers and frame.body is not None and not frame.descriptors:
             return frame.body
-        blobs.check(frame, payload)
+        payloads.check(frame, payload)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self._mapped.add(segment, size, descriptor)
         return self._take_body(channel, frame, payload)
@@ -52,7 +52,7 @@ class Inbox:
     ) -> tuple[Pieces | None, list[bytes]]:
         """The pieces of an object whose body has been read, or what is missing of it."""
         if not payload.buffers:
-            return blobs.unpack(payload, body, _nowhere), []
+            return payloads.unpack(payload, body, _nowhere), []
         missing: list[bytes] = []
 
         def find(ref: Buffer) -> memoryview:
@@ -74,19 +74,19 @@ class Inbox:
             )
 
         with self._lock:
-            pieces = blobs.unpack(payload, body, find)
-            # Only now: what is larger than the cap would lose its own blobs before they are found.
+            pieces = payloads.unpack(payload, body, find)
+            # Only now: an object larger than the cap would lose its own blobs before `find`.
             self._trim(channel)
         return (None, missing) if missing else (pieces, [])
 
     def _take_body(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
         streamed = [ref for ref in payload.buffers if ref.where == STREAMED]
         if not streamed:
-            return blobs.read_body(channel, frame, payload, [])
+            return payloads.read_body(channel, frame, payload, [])
         arrivals = self.arrivals.expect([(ref.digest, ref.length) for ref in streamed])
         complete = False
         try:
-            body = blobs.read_body(
+            body = payloads.read_body(
                 channel,
                 frame,
                 payload,
@@ -131,7 +131,7 @@ def _nowhere(ref: Buffer) -> memoryview:
 def _emptied(items: deque[T]) -> list[T]:
     taken = []
     with contextlib.suppress(IndexError):
-        # Others may take from it, too.
+        # Another thread may take from the deque, too.
         while True:
             taken.append(items.popleft())
     return taken

@@ -1,4 +1,4 @@
-"""The lifeline: a process that must not outlive its agent holds on to it."""
+"""The lifeline: a pipe from the agent, at whose end a child process ends itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 import threading
 
 LEAVE = signal.SIGUSR2
-"""Asks an executor to end in good order; SIGTERM stays what it is to the code that runs there."""
+"""Asks an executor to leave its hooks and end; SIGTERM is left to the user's code."""
 
 
 def hold(descriptor: int) -> None:
-    """End this process and its children when the pipe's other end, or the parent, is gone."""
+    """End this process and its group when the agent closes the pipe, or dies."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -30,6 +30,6 @@ def _watch(descriptor: int) -> None:
 
 
 def cut(pid: int) -> None:
-    """End a child process and everything it started; it leads a process group of its own."""
+    """Kill a child process, which leads a process group, and everything in that group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Limits the system sets to a worker's process, and how it moves them."""
+"""Limits that the system sets to a worker's process, raised where that is allowed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def raise_descriptors() -> None:
-    """Open as many files as the system allows: shared memory takes one each."""
+    """Allow as many open files as the system permits: each shared memory segment is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from skyward.wire import blobs, memory
+from skyward.objects import memory, payloads
+from skyward.objects.encoding import Encoded
 from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Payload
-from skyward.wire.objects import Encoded
 
 LENT_MAX = 128
 """Segments lent at once that will be reused; each keeps a descriptor open."""
@@ -22,7 +22,7 @@ class Outbox:
     def pack(self, encoded: Encoded, shares_memory: bool) -> Sendable:
         """A payload, its body, and the segments whose descriptors go along."""
         if not encoded.buffers:
-            packed = blobs.pack(encoded, None)
+            packed = payloads.pack(encoded, None)
             return packed.payload, packed.body, []
         segments: list[memory.Segment] = []
         streamed: list[memoryview] = []
@@ -40,12 +40,12 @@ class Outbox:
                 for at, buffer in zip(offsets, buffers, strict=True)
             ]
 
-        packed = blobs.pack(encoded, large)
+        packed = payloads.pack(encoded, large)
         packed.payload.segments = [(segment.id, segment.size) for segment in segments]
         return packed.payload, packed.body + streamed, segments
 
     def sent(self, segments: list[memory.Segment]) -> None:
-        """The client has the descriptors; ours is only needed to use the segment again."""
+        """The client has the descriptors; keep some segments to use them again."""
         for segment in segments:
             if len(self._lent) < LENT_MAX:
                 self._lent[segment.id] = segment
@@ -53,7 +53,7 @@ class Outbox:
                 segment.close()
 
     def returned(self, segment_ids: list[int]) -> None:
-        """The client maps these no more."""
+        """The client does not map these segments any more."""
         for segment_id in segment_ids:
             segment = self._lent.pop(segment_id, None)
             if segment is not None:

@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import ctypes
 import fcntl
-import io
 import os
 import select
 import sys
@@ -33,7 +32,7 @@ current_task: ContextVar[int] = ContextVar("skyward_task", default=0)
 
 
 class LineCutter:
-    """Cuts a byte stream into whole lines and, seldom enough to be useful, progress-bar states."""
+    """Cuts a byte stream into whole lines and, at most ten times a second, progress-bar states."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -62,14 +61,14 @@ class LineCutter:
         return lines, bar
 
     def finish(self) -> str:
-        """What is left without a newline, as a line of its own."""
+        """The text after the last newline, as a line of its own."""
         text = self._rest + self._decoder.decode(b"", True)
         rest = _visible(text)
         self._decoder.reset()
         self._rest = ""
         self.unfinished = False
         if "\r" in text and not rest.strip():
-            return ""  # a progress bar that has wiped itself out
+            return ""  # a progress bar that has erased itself
         return rest + "\n" if rest else ""
 
 
@@ -81,7 +80,7 @@ def _visible(line: str) -> str:
 
 def _emit_rest(emit: Emit, task: int, name: str, cutter: LineCutter) -> None:
     rest = cutter.finish()
-    # If nothing is left of a progress bar, its last state must not stand there for ever.
+    # An empty transient state removes the last state of a progress bar that has erased itself.
     emit(task, name, rest, not rest)
 
 
@@ -111,7 +110,7 @@ class ProcessCapture:
         threading.Thread(target=self._drain_forever, name="skyward-output", daemon=True).start()
 
     def begin(self, task: int) -> None:
-        """From here on, output belongs to this task."""
+        """Label output with this task from now on."""
         with self._lock:
             self._task = task
 
@@ -122,7 +121,7 @@ class ProcessCapture:
             try:
                 stream.flush()
             except Exception:
-                # A stream of the task's own making is its own affair.
+                # The task has put a stream of its own there.
                 continue
         with self._lock:
             if self._waiting.poll(0):
@@ -133,16 +132,16 @@ class ProcessCapture:
                     _emit_rest(self._emit, self._task, name, cutter)
             self._task = 0
 
-    def reroute(self, way: Route) -> None:
-        """Silence at the descriptor, so that C code and subprocesses are silent too."""
+    def reroute(self, route: Route) -> None:
+        """Mute streams at their descriptors, so that C code and subprocesses are muted too."""
         for name, number in (("stdout", 1), ("stderr", 2)):
-            muted = name in way.muted
+            muted = name in route.muted
             if muted == (name in self._muted):
                 continue
             getattr(sys, name).flush()
             self._flush(None)
             os.dup2(self._nowhere if muted else self._pipes[name], number)
-        self._muted = way.muted
+        self._muted = route.muted
 
     def _drain_forever(self) -> None:
         poll = select.poll()
@@ -170,7 +169,7 @@ class ProcessCapture:
 
 
 class ThreadCapture:
-    """Tells tasks on different threads of one process apart; C-level output goes to the node."""
+    """Captures output per task where tasks run on threads; output of C code has no task."""
 
     def __init__(self, read_ends: tuple[int, int], emit: Emit) -> None:
         self._process = ProcessCapture(read_ends, emit)
@@ -209,7 +208,7 @@ class ThreadCapture:
             if cutter is not None and cutter.unfinished:
                 _emit_rest(self._emit, current_task.get(), name, cutter)
 
-    def reroute(self, way: Route) -> None:
+    def reroute(self, route: Route) -> None:
         """Nothing to do: each write looks at its own context."""
 
 
@@ -223,20 +222,10 @@ class TaskStream(RoutedStream):
         self._write = write
         self._flush = flush
         self._number = number
-        self._bytes = _Bytes(self)
         self._written = False
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
-
-    @property
-    def buffer(self) -> Any:
-        """The stream's bytes, for code that writes them directly."""
-        return self._bytes
-
     def reconfigure(self, **_: Any) -> None:
-        """Nothing: what arrives at the other end is always UTF-8, and always live."""
+        """Nothing: the client always gets UTF-8, line by line."""
 
     def pass_on(self, text: str) -> int:
         self._written = True
@@ -252,20 +241,3 @@ class TaskStream(RoutedStream):
 
     def fileno(self) -> int:
         return self._number
-
-
-class _Bytes(io.RawIOBase):
-    def __init__(self, stream: TaskStream) -> None:
-        self._stream = stream
-        # A character may be split between two writes.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._stream.write(self._decoder.decode(bytes(data)))
-        return len(data)
-
-    def flush(self) -> None:
-        self._stream.flush()

@@ -21,13 +21,13 @@ PAUSE_SECONDS = 0.5
 J = TypeVar("J")
 
 
-class Reader(Generic[J]):
-    """Whoever holds the turn reads; jobs go through a queue either way."""
+class JobReader(Generic[J]):
+    """Two threads take turns to read; the one that holds the lock does. Jobs go through a queue."""
 
     def __init__(
         self, read_one: Callable[[], None], elsewhere: Callable[[], bool] = lambda: False
     ) -> None:
-        """`elsewhere` says whether a job may come from another thread than the one that reads."""
+        """`elsewhere` says whether a third thread may put a job at any time."""
         self._read_one = read_one
         self._elsewhere = elsewhere
         self._jobs: queue.SimpleQueue[J] = queue.SimpleQueue()
@@ -36,16 +36,16 @@ class Reader(Generic[J]):
         self._begun = 0
         self._running = False
         self._handed_over = False
-        """Whether the main thread waits for a job, and leaves the reading to the second."""
+        """Whether the main thread waits for a job, and leaves reading to the second thread."""
         self._asleep = False
         threading.Thread(target=self._stand_by, name="skyward-reader", daemon=True).start()
 
     def put(self, job: J) -> None:
-        """A job came in; called while reading."""
+        """Queue a job; called while reading."""
         self._jobs.put(job)
 
     def next(self) -> J:
-        """The next job, reading for it if nobody else does."""
+        """The next job; reads until there is one, unless the second thread reads."""
         self._running = False
         while True:
             try:
@@ -61,7 +61,7 @@ class Reader(Generic[J]):
                     self._turn.release()
                 if not self._jobs.empty():
                     continue
-            # Also when the other has the turn: it may be about to give it back.
+            # Also when the second thread reads now: it may be about to stop.
             self._handed_over = True
             self._hurry.set()
             job = self._jobs.get()
@@ -75,7 +75,7 @@ class Reader(Generic[J]):
         return job
 
     def hurry(self) -> None:
-        """The running job is about to wait for the client: somebody must listen now."""
+        """Have the second thread read now: the running job is about to wait for the client."""
         self._hurry.set()
 
     def _stand_by(self) -> None:

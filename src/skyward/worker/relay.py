@@ -2,8 +2,8 @@
 
 An executor that is told to fetch a buffer asks a peer for it, which passes on what it has while
 the rest is still coming to itself. So a broadcast goes down a chain of executors in small parts,
-all of them under way at once. Who cannot get a buffer this way reports it missing, and the client
-sends it.
+all of them under way at once. An executor that cannot get a buffer from a peer reports the buffer
+missing, and the client sends it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from skyward.errors import BlobStoreFullError, ProtocolError, SkywardError
-from skyward.wire import memory, messages
+from skyward.objects import memory
+from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER, Credentials, connect_once
 from skyward.wire.messages import Fetch, Hello, Part, Want
@@ -24,9 +25,9 @@ from skyward.worker.arrivals import Arrival, Arrivals
 BEAT_SECONDS = 1.0
 """How often a peer that waits for bytes says so."""
 SILENT_SECONDS = 10.0
-"""After so long without a word from a peer, it is called anew."""
+"""After so long without a message from a peer, the executor connects to it again."""
 UNKNOWN_SECONDS = 30.0
-"""How long a peer waits to hear of a buffer that it is asked for."""
+"""How long a peer waits for a buffer that it is asked for and does not know."""
 AGAIN_SECONDS = 0.2
 
 
@@ -35,13 +36,13 @@ class Unavailable(Exception):
 
 
 @dataclass(slots=True)
-class Errand:
+class RunningFetch:
     """Buffers that are being fetched."""
 
     fetch: Fetch
     arrivals: list[Arrival]
     heard: float = field(default_factory=time.monotonic)
-    """When the peer last said something."""
+    """When the peer last sent something."""
 
 
 class Relay:
@@ -54,13 +55,13 @@ class Relay:
         arrivals: Arrivals,
         settled: Callable[[], None],
     ) -> None:
-        """`settled` is called when buffers have come, or will not."""
+        """`settled` is called when buffers have arrived, or will not."""
         self._pool, self._credentials = pool, credentials
         self._arrivals = arrivals
         self._settled = settled
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin to get buffers from a peer; those for which there is no room will be missing."""
+        """Begin to fetch buffers from a peer; without room for them they will be missing."""
         wanted = self._arrivals.unknown(fetch.blobs)
         if not wanted:
             return
@@ -69,39 +70,42 @@ class Relay:
         except BlobStoreFullError:
             return
         threading.Thread(
-            target=self._run, args=(Errand(fetch, arrivals),), name="skyward-fetch", daemon=True
+            target=self._run,
+            args=(RunningFetch(fetch, arrivals),),
+            name="skyward-fetch",
+            daemon=True,
         ).start()
 
-    def _run(self, errand: Errand) -> None:
-        arrivals, complete = errand.arrivals, False
+    def _run(self, running: RunningFetch) -> None:
+        arrivals, complete = running.arrivals, False
         try:
-            self._pull(errand)
+            self._pull(running)
             names = memory.digests([arrival.view for arrival in arrivals])
             complete = names == [arrival.digest for arrival in arrivals]
         except (OSError, EOFError, SkywardError, Unavailable):
-            # The client is asked instead.
+            # The buffers are reported missing, and the client sends them.
             pass
         finally:
             self._arrivals.settle(arrivals, complete=complete)
             self._settled()
 
-    def _pull(self, errand: Errand) -> None:
-        """Fill all of them, over several connections if need be."""
+    def _pull(self, running: RunningFetch) -> None:
+        """Fill all buffers, over several connections if one breaks."""
         while True:
             try:
-                self._pull_once(errand)
+                self._pull_once(running)
                 return
             except (SkywardError, ConnectionRefusedError):
-                # It talks nonsense, or its process is gone.
+                # The peer breaks the protocol, or its process is gone.
                 raise
             except (OSError, EOFError):
-                if time.monotonic() - errand.heard > SILENT_SECONDS:
+                if time.monotonic() - running.heard > SILENT_SECONDS:
                     raise
             time.sleep(AGAIN_SECONDS)
 
-    def _pull_once(self, errand: Errand) -> None:
-        fetch = errand.fetch
-        left = [arrival for arrival in errand.arrivals if arrival.filled < arrival.length]
+    def _pull_once(self, running: RunningFetch) -> None:
+        fetch = running.fetch
+        left = [arrival for arrival in running.arrivals if arrival.filled < arrival.length]
         channel = connect_once(
             fetch.endpoint, Hello(self._pool, PEER), self._credentials, fetch.name
         )
@@ -112,7 +116,7 @@ class Relay:
             for arrival in left:
                 while arrival.filled < arrival.length:
                     self._receive(channel, arrival)
-                    errand.heard = time.monotonic()
+                    running.heard = time.monotonic()
         finally:
             channel.close()
 
@@ -133,17 +137,17 @@ class Relay:
             place[:] = frame.body
         self._arrivals.advance([arrival], start + count)
 
-    # The other end of it.
+    # The peer that has the buffers.
 
     def serve(self, channel: Channel) -> None:
-        """Send a peer what it asks for; returns when that is done, or the peer is gone."""
+        """Send a peer the buffers it asks for; returns when all are sent, or the peer is gone."""
         try:
             channel.set_timeout(2 * SILENT_SECONDS)
             frame = channel.receive()
             want = messages.decode_as(Want, frame.kind, frame.meta)
             for blob in want.blobs:
                 self._send(channel, *blob, want.number)
-            # The peer closes: closed from here, what it has not read yet could be lost.
+            # The peer closes first: if this end did, data the peer has not read could be lost.
             channel.receive()
         except LookupError:
             with contextlib.suppress(OSError):
@@ -154,7 +158,7 @@ class Relay:
             channel.close()
 
     def _send(self, channel: Channel, digest: bytes, length: int, start: int, number: int) -> None:
-        """Send the rest of a buffer, as it comes; `LookupError` if it does not."""
+        """Send the rest of a buffer, as it arrives; `LookupError` if it will not."""
         known_at = time.monotonic()
         while start < length:
             with self._arrivals.lent(digest, length, start, number, BEAT_SECONDS) as view:

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from skyward.wire import objects
+from skyward.objects import encoding
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Credit
 
@@ -45,11 +45,11 @@ class InputStream:
         more, pieces = self._items.get()
         if more:
             self._owed -= 1
-            return objects.decode(*pieces)
+            return encoding.decode(*pieces)
         self._done = True
         if pieces is None:
             raise StopIteration
-        raise objects.decode(*pieces).rebuild()
+        raise encoding.decode(*pieces).rebuild()
 
 
 class OutputStream:
@@ -59,23 +59,23 @@ class OutputStream:
         self._hurry = hurry
         self._credit = 0
         self._closed = False
-        # Not a lock: an interrupt that strikes a thread could leave it taken.
+        # Not a lock: an interrupt raised in a thread could leave a lock taken.
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def grant(self, count: int) -> None:
-        """The client took items, or (-1) wants no more."""
+        """The client has taken `count` items, or (-1) wants no more."""
         if count < 0:
             self.close()
         else:
             self._granted.put(count)
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """The client wants no more items."""
         self._closed = True
         self._granted.put(0)
 
     def take(self) -> bool:
-        """Wait until an item may be sent; False when nobody wants it."""
+        """Wait until an item may be sent; False when the client wants no more."""
         while not self._credit and not self._closed:
             if self._granted.empty():
                 self._hurry()

@@ -33,7 +33,7 @@ def huggingface(token: str | None = None, models: Sequence[str] = ()) -> Plugin:
     >>> plugins = [sky.plugins.torch(), sky.plugins.huggingface(token="hf_xxx")]
     """
     if token is not None and (not isinstance(token, str) or not re.fullmatch(r"\S+", token)):
-        # Not shown: it may be a token with a blank too much.
+        # The value is not shown: it may be a token with one blank too many.
         raise ConfigurationError(
             "sky.plugins.huggingface(token=...): give a token of one word, such as 'hf_...', or "
             "None to go without"
@@ -41,7 +41,7 @@ def huggingface(token: str | None = None, models: Sequence[str] = ()) -> Plugin:
     return (
         Plugin.create("huggingface")
         .with_transform(_install)
-        .with_around_process(Session(token, _checked(models)))
+        .with_around_process(HubSession(token, _checked(models)))
     )
 
 
@@ -63,7 +63,7 @@ def _install(image: Image, cluster: Cluster) -> Image:
     return extended(image, list(PACKAGES))
 
 
-class Session:
+class HubSession:
     """What a worker does before its first task; a class, so that nothing shows the token."""
 
     def __init__(self, token: str | None, models: tuple[str, ...]) -> None:
@@ -79,7 +79,7 @@ class Session:
         compute_where_the_node_can(info)
         if self._token is not None:
             os.environ["HF_TOKEN"] = self._token
-            # Once for all: the hub answers this question only so often.
+            # One worker asks for all: the hub limits how often it answers.
             if info.is_head:
                 _sign_in(self._token)
         for model in self._models:
@@ -96,8 +96,8 @@ def _sign_in(token: str) -> None:
             timeout=HUB_SECONDS,
         )
     except Exception:
-        # Offline, and each version of the hub's client has other errors for that; a token that is
-        # of no use here may be none of the task's business.
+        # Offline: each version of the hub's client raises other errors for that. The task may not
+        # need the token at all.
         return
     if answer.status_code in (401, 403):
         raise PermissionError(
@@ -109,7 +109,7 @@ def _sign_in(token: str) -> None:
 def _download(model: str, token: str | None) -> None:
     hub = imported("huggingface_hub")
     try:
-        # Workers of a node wait for each other there, and what one has loaded, all have.
+        # The hub's client makes the workers of a node wait for each other: one downloads for all.
         hub.snapshot_download(model, token=token)
     except Exception as problem:
         raise RuntimeError(

@@ -91,17 +91,17 @@ def _one_mesh(info: InstanceInfo) -> Iterator[None]:
         shutdown_timeout_seconds=LEAVE_SECONDS,
     )
     _joined = True
-    # JAX has put its own handler there, which notes a machine's preemption and goes on.
+    # JAX has installed a handler of its own, which notes a preemption and does not end the process.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     for action in _once_joined:
         action()
     yield
-    # Not where a plugin after this one has failed: the others have not left, and never will.
+    # Not when a later plugin has failed: the other workers never leave, and this would wait.
     jax.distributed.shutdown()
 
 
 def once_joined(action: Callable[[], None]) -> None:
-    """Do something when the devices of all workers are one mesh, if they ever are.
+    """Call an action once the devices of all workers are one mesh.
 
     A plugin that builds on this one may be given before it or after it.
     """

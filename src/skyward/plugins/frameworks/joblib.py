@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from skyward.context import InstanceInfo
 from skyward.plugins.packages import check_installed, extended
 from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins.pools import OpenCompute
 from skyward.spec import Image
-
-if TYPE_CHECKING:
-    from skyward.compute import Compute
 
 
 def joblib() -> Plugin:
@@ -38,13 +35,13 @@ def _install(image: Image, cluster: Cluster) -> Image:
 
 @contextlib.contextmanager
 def with_joblib(info: InstanceInfo) -> Iterator[None]:
-    """Find out before the first task whether a worker has it."""
+    """Find out before the first task whether the worker has joblib."""
     check_installed("joblib")
     yield
 
 
 @contextlib.contextmanager
-def on_the_pool(compute: Compute) -> Iterator[None]:
+def on_the_pool(compute: OpenCompute) -> Iterator[None]:
     """Have joblib use the pool."""
     check_installed("joblib")
     from skyward.plugins import parallel

@@ -43,7 +43,7 @@ def keras(backend: Backend = "jax") -> Plugin:
 
 
 def _install(backend: Backend, image: Image, cluster: Cluster) -> Image:
-    # That framework's own plugin knows better which wheels to take.
+    # The plugin of that framework chooses the right wheels.
     there = {re.split(r"[^\w.-]", each.strip(), maxsplit=1)[0].lower() for each in image.pip}
     return extended(image, ["keras", *({backend} - there)])
 

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins import arrival
+from skyward.plugins import arrival, rendezvous
 from skyward.plugins.packages import extended, requirement
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image, PipIndex
-from skyward.worker import rendezvous
 
 WHEELS = "https://download.pytorch.org/whl"
 LOOK_SECONDS = 0.05
@@ -78,8 +77,8 @@ def variables(info: InstanceInfo) -> dict[str, str]:
         "RANK": str(info.global_worker_index),
         "LOCAL_RANK": str(info.worker),
         "LOCAL_WORLD_SIZE": str(info.workers_per_node),
-        "NODE_RANK": str(info.node),
-        "GROUP_RANK": str(info.node),
+        "NODE_RANK": str(info.node_rank),
+        "GROUP_RANK": str(info.node_rank),
     }
 
 
@@ -118,7 +117,7 @@ def _share_processors(info: InstanceInfo) -> None:
 
 
 def _meet(info: InstanceInfo) -> Any:
-    """A store that every worker has reached; names those who have not come in time."""
+    """A store that every worker has reached; an error names the workers that have not."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     seconds = timedelta(seconds=arrival.ARRIVE_SECONDS)

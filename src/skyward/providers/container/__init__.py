@@ -12,7 +12,7 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Order, Wish
+from skyward.providers import Order, Request
 from skyward.providers.container import gpus
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import (
@@ -27,11 +27,11 @@ from skyward.spec import Volume
 __all__ = ["Container"]
 
 CACHE = "skyward.cache"
-"""The label of volumes with what was built for an image; they outlive every pool."""
+"""The label of volumes that hold the environments of an image; no pool removes them."""
 IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
 BOOTSTRAP_SECONDS = 1800
 AGENTLESS_SECONDS = 30
-"""A container ends by itself when no agent came up in it for so long, or none is left."""
+"""A container ends itself after so long without an agent."""
 _CACHE_FOLDER = "/var/cache/skyward"
 
 _MAIN = f"""\
@@ -62,7 +62,7 @@ class Container:
     mounts: Sequence[Volume] = ()
     python: str | None = None
     host: str | None = None
-    """The address of the Docker or Podman service; found by itself when left out."""
+    """The address of the Docker or Podman service; if left out, the usual ones are tried."""
     name: str = field(default="container", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,17 +75,17 @@ class Container:
             raise checks.refused(self, {"mounts": self.mounts}, "give a list of sky.Volume(...)")
         checks.store(self, mounts=tuple(mounts))
 
-    def check(self, wish: Wish) -> None:
-        """Little is known before the service is asked."""
-        if wish.accelerator is not None:
-            gpus.check(wish.accelerator)
+    def check(self, request: Request) -> None:
+        """Refuse accelerators that no container can have; the rest only the service knows."""
+        if request.accelerator is not None:
+            gpus.check(request.accelerator)
 
     def describe(self) -> Mapping[str, Any]:
-        """Where its containers are; that is all it takes to find and remove them."""
+        """The address of the service: enough to find and remove containers."""
         return {"host": self.host or os.environ.get("DOCKER_HOST")}
 
-    def price(self, wish: Wish) -> float | None:
-        """Whoever runs the service has paid for its machine."""
+    def price(self, request: Request) -> float | None:
+        """Nobody knows what the service's machine costs."""
         return None
 
     async def create(self, order: Order) -> ContainerMachine:
@@ -94,13 +94,13 @@ class Container:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: what it makes is taken back.
+            # A thread cannot be cancelled: remove the container that it makes.
             with contextlib.suppress(Exception):
                 await (await making).destroy()
             raise
 
     async def find(self, pool: str) -> Sequence[ContainerMachine]:
-        """Containers with the pool's label; a network that none of them uses any more goes."""
+        """The containers with the pool's label; without any, the pool's network is removed."""
         return await asyncio.to_thread(self._find, pool)
 
     def _create(self, order: Order) -> ContainerMachine:
@@ -114,31 +114,31 @@ class Container:
                 remove_unused_network(docker, order.pool)
                 if isinstance(problem, (PoolStartError, ConfigurationError)):
                     raise
-                words, accelerator = said(problem), order.wish.accelerator
+                words, accelerator = said(problem), order.request.accelerator
                 why = accelerator and gpus.refusal(accelerator, order.node, words)
                 raise PoolStartError(
                     why or f"node {order.node}: the container did not start: {words}"
                 ) from problem
 
     def _run(self, docker: Any, order: Order) -> Any:
-        wish = order.wish
-        image = self.image or os.environ.get(IMAGE) or _official_python(wish)
+        request = order.request
+        image = self.image or os.environ.get(IMAGE) or _official_python(request)
         found = _have_image(docker, image)
         network = _network(docker, order.pool)
         options: dict[str, Any] = {}
-        if wish.vcpus:
-            options["nano_cpus"] = int(wish.vcpus * 1e9)
-        if wish.memory_gb:
-            options["mem_limit"] = int(wish.memory_gb * 2**30)
-        if wish.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
-            options["device_requests"] = [gpus.request(docker, wish.accelerator, order.node)]
-        mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *wish.volumes)]
+        if request.vcpus:
+            options["nano_cpus"] = int(request.vcpus * 1e9)
+        if request.memory_gb:
+            options["mem_limit"] = int(request.memory_gb * 2**30)
+        if request.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
+            options["device_requests"] = [gpus.request(docker, request.accelerator, order.node)]
+        mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *request.volumes)]
         if self.python is None:
-            # Else each pool would begin with nothing, and each of its nodes.
+            # Without this volume every node of every pool would build its environment again.
             mounts.append(_cache(docker, found))
             options["environment"] = {"SKYWARD_CACHE": _CACHE_FOLDER}
         # PyTorch's data loaders share memory there, and Docker's 64 MB are soon used up.
-        options["shm_size"] = int((wish.memory_gb or 4) * 2**29)
+        options["shm_size"] = int((request.memory_gb or 4) * 2**29)
         return docker.containers.run(
             image,
             ["sh", "-c", _MAIN],
@@ -163,14 +163,14 @@ class Container:
 
 
 def _usual_mounts() -> list[Volume]:
-    """Those that the environment asks for in every container, read-only."""
+    """The mounts that an environment variable asks for in every container, read-only."""
     pairs = [each.partition(":") for each in os.environ.get(MOUNTS, "").split(",") if each]
     return [Volume(source, target or source, read_only=True) for source, _, target in pairs]
 
 
-def _official_python(wish: Wish) -> str:
+def _official_python(request: Request) -> str:
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"python:{mine if wish.image.python == 'auto' else wish.image.python}-slim"
+    return f"python:{mine if request.image.python == 'auto' else request.image.python}-slim"
 
 
 def _have_image(docker: Any, image: str) -> Any:
@@ -197,7 +197,7 @@ def _network(docker: Any, pool: str) -> str:
         try:
             docker.networks.create(name, labels={POOL: pool}, check_duplicate=True)
         except errors.APIError as problem:
-            # Another node of the pool was quicker.
+            # Another node of the pool made the network at the same moment.
             if problem.status_code != 409 and "already" not in str(problem):
                 raise
     return name
@@ -210,7 +210,7 @@ def _mount(volume: Volume) -> Any:
 
 
 def _cache(docker: Any, image: Any) -> Any:
-    """A volume for what is built in containers of an image; its Python is that of no other."""
+    """A volume for the environments of one container image, which depend on its Python."""
     from docker.types import Mount
 
     name = f"skyward-cache-{str(image.id).removeprefix('sha256:')[:12]}"

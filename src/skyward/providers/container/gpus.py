@@ -1,4 +1,4 @@
-"""GPUs for containers: what Docker and Podman have to be told, and why they may refuse."""
+"""GPUs for containers: how Docker and Podman are asked for them, and why they may refuse."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
 
 _PODMAN_SINCE = (5, 4)
-"""Before, Podman's Docker API takes requests for devices and does nothing about them."""
+"""Older versions accept requests for devices in their Docker API, and ignore them."""
 _TOOLKIT = "install the NVIDIA container toolkit there"
 
 
 def check(accelerator: Accelerator) -> None:
-    """Raise for what no container service hands out."""
-    if accelerator.cuda is None:
+    """Refuse accelerators that no container service hands out."""
+    if not accelerator.is_nvidia:
         raise ConfigurationError(
             f"Container(): accelerator={accelerator}: containers are given NVIDIA GPUs only; name "
             "one of these, or use sky.SSH(...) for a machine that has it"
@@ -23,9 +23,9 @@ def check(accelerator: Accelerator) -> None:
 
 
 def request(docker: Any, accelerator: Accelerator, node: int) -> Any:
-    """As many GPUs as asked for, and others for every node: they share the service's machine.
+    """Ask for the GPUs of one node; each node gets others, as all share the service's machine.
 
-    What other pools have there is not known: their nodes get the same numbers.
+    Other pools are not known: their nodes get GPUs of the same numbers.
     """
     from docker.types import DeviceRequest
 
@@ -43,7 +43,7 @@ def request(docker: Any, accelerator: Accelerator, node: int) -> Any:
 
 
 def refusal(accelerator: Accelerator, node: int, said: str) -> str | None:
-    """What it means when a container was refused; None where that is not about GPUs."""
+    """The message for a container that was refused its GPUs; None for any other refusal."""
     if not re.search(r"device driver|nvidia|\bCDI\b", said, re.IGNORECASE):
         return None
     first = node * accelerator.count

@@ -34,7 +34,7 @@ node=${node%/*}/python
 if [ -x "$node" ]; then exec "$node" -c "$@"; fi
 exec "$0" -c "$@"
 """
-"""Of a machine on which Python was installed, the node's folder knows where."""
+"""Where the bootstrap installed Python, the node's folder has a link to it."""
 
 _RELAY = """\
 import os, socket, sys, threading
@@ -70,14 +70,14 @@ class ContainerMachine:
         self.node = int(container.labels.get(NODE, 0))
         self._pool = str(container.labels.get(POOL, ""))
         self._copying: list[threading.Thread] = []
-        """One for each connection; they end with it, at the latest with the container."""
+        """One thread for each connection; it ends with the connection or with the container."""
         container.reload()
         networks = container.attrs["NetworkSettings"]["Networks"].values()
         self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
 
     @property
     def direct(self) -> str | None:
-        """On the same kernel, a container's address can be reached from the host."""
+        """The container's address: on the same kernel the client can reach it."""
         local = self._service.address.startswith("unix:")
         return self.address if local and sys.platform == "linux" and self.address else None
 
@@ -88,7 +88,7 @@ class ContainerMachine:
         input: bytes = b"",
         output: Callable[[bytes], None] | None = None,
     ) -> int:
-        """A process in the container."""
+        """Run a process in the container."""
         mark = f"/tmp/.skyward-{uuid.uuid4().hex}"
         script = f'echo "$$" >{mark}; trap "rm -f {mark}" EXIT; "$@"'
         work = asyncio.create_task(
@@ -115,7 +115,7 @@ class ContainerMachine:
             return exit_status()
 
     def _end(self, mark: str) -> None:
-        """Kill a command and its children; their shell left its process id behind."""
+        """Kill a command and its children; the shell around it wrote its process id to `mark`."""
         kill = (
             f'pid=$(cat {mark}) || exit 0; pids=$pid; next=$pid; while [ -n "$next" ]; do '
             "found=; for one in $next; do for stat in /proc/[0-9]*/stat; do "
@@ -127,7 +127,7 @@ class ContainerMachine:
             self._run(["sh", "-c", kill], b"", None)
 
     async def dial(self, endpoint: str) -> socket.socket:
-        """Through a process in the container that copies its streams to the socket."""
+        """Connect through a process in the container that copies its streams to the socket."""
         return await asyncio.to_thread(self._dial, endpoint)
 
     def _dial(self, endpoint: str) -> socket.socket:
@@ -173,7 +173,7 @@ class ContainerMachine:
                     f"node {self.node}: `{shlex.join(command)[:80]}` could not be run in container "
                     f"{self.id}: {said(problem)}"
                 ) from problem
-            # The package hands out a wrapper that leaves its socket open.
+            # The docker package returns a wrapper, whose close leaves the socket open.
             stream = getattr(raw, "_sock", raw)
             try:
                 yield stream, lambda: int(docker.api.exec_inspect(process)["ExitCode"])
@@ -213,7 +213,7 @@ class ContainerMachine:
                 try:
                     container.remove(force=True, v=True)
                 except APIError as problem:
-                    # It is on its way out by itself: wait until it has gone.
+                    # The container is being removed already: wait for the end of that.
                     if problem.status_code != 409:
                         raise
                     container.wait(condition="removed", timeout=TIMEOUT)
@@ -254,5 +254,5 @@ def _received(stream: socket.socket) -> bytes:
     try:
         return stream.recv(1 << 18)
     except ConnectionResetError:
-        # So ends a command that did not read all of its input.
+        # A command that did not read all of its input ends like this.
         return b""

@@ -1,4 +1,4 @@
-"""The service: Docker or Podman, wherever either answers."""
+"""The container service: Docker or Podman, at a socket or an address."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TIMEOUT = 120
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Docker or Podman at an address; connected to for as long as something is asked."""
+    """Docker or Podman at an address; the client connects for each request."""
 
     address: str
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Any]:
-        """The docker package's client for it."""
+        """A client of the docker package for this service."""
         try:
             import docker
         except ImportError:
@@ -40,7 +40,7 @@ class Service:
 
 
 def answering(host: str | None) -> Service:
-    """The service at that address, or the first that answers where one usually does."""
+    """The service at that address, or the first that answers at one of the usual addresses."""
     tried = []
     for address in _addresses(host):
         service = Service(address)
@@ -61,7 +61,7 @@ def answering(host: str | None) -> Service:
 
 
 def _addresses(host: str | None) -> list[str]:
-    """Where a service may answer, best first."""
+    """The addresses to try, best first."""
     if host or os.environ.get("DOCKER_HOST"):
         return [host or os.environ["DOCKER_HOST"]]
     runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")

@@ -1,4 +1,4 @@
-"""SSH: machines that are there already, reached with the keys and names that `ssh` uses."""
+"""SSH: machines of the user's own, reached with the names and keys that `ssh` uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Order, Wish
-from skyward.providers.ssh.hosts import Destination, Place, inventory
+from skyward.providers import Order, Request
+from skyward.providers.ssh.hosts import Destination, HostAddress, inventory
 
 if TYPE_CHECKING:
     from skyward.providers.ssh.machine import SSHMachine
@@ -63,7 +63,7 @@ class SSH:
                 "SSH.from_config('gpu-*')",
             )
         for host in hosts:
-            self._place(host, hosts=[host])
+            self._address(host, hosts=[host])
         for name in ("user", "key", "config", "known_hosts"):
             if (content := getattr(self, name)) is not None:
                 checks.text(self, name, content)
@@ -74,7 +74,7 @@ class SSH:
             checks.store(self, port=port)
         if self.jump is not None:
             for each in checks.text(self, "jump", self.jump).split(","):
-                self._place(each.strip(), jump=self.jump)
+                self._address(each.strip(), jump=self.jump)
         if self.direct not in (True, False, "auto"):
             raise checks.refused(self, {"direct": self.direct}, "choose True, False or 'auto'")
         checks.store(
@@ -112,11 +112,13 @@ class SSH:
             )
         return cls(hosts, config=config, **options)
 
-    def check(self, wish: Wish) -> None:
-        """Hosts are as they are: no more of them come, and nothing is mounted on them."""
-        if wish.most_nodes > len(self.hosts):
-            raise ConfigurationError(f"a pool of up to {wish.most_nodes} nodes: {self._too_few()}")
-        for volume in wish.volumes:
+    def check(self, request: Request) -> None:
+        """Refuse more nodes than there are hosts, and volumes: nothing is mounted on a host."""
+        if request.most_nodes > len(self.hosts):
+            raise ConfigurationError(
+                f"a pool of up to {request.most_nodes} nodes: {self._too_few()}"
+            )
+        for volume in request.volumes:
             if volume.target != volume.source:
                 raise ConfigurationError(
                     f"{volume}: an SSH host's files stay where they are; leave target out and "
@@ -124,7 +126,7 @@ class SSH:
                 )
 
     def describe(self) -> dict[str, Any]:
-        """Its arguments: paths of keys, never keys."""
+        """The arguments, with the paths of keys and never the keys."""
         return {
             "hosts": list(self.hosts),
             "user": self.user,
@@ -138,7 +140,7 @@ class SSH:
             "timeout": self.timeout,
         }
 
-    def price(self, wish: Wish) -> float | None:
+    def price(self, request: Request) -> float | None:
         """Nobody knows what your own machines cost."""
         return None
 
@@ -170,7 +172,7 @@ class SSH:
         return [await self._machine(pool, node) for node in sorted(chain.from_iterable(found))]
 
     async def _left(self, pool: str, destination: Destination, nodes: list[int]) -> list[int]:
-        """Those of a host's nodes that have a folder there, or may have one."""
+        """The nodes of a host that have a folder there, or may have one."""
         from skyward.providers.ssh.machine import label, labels
 
         try:
@@ -181,28 +183,30 @@ class SSH:
         return [node for node in nodes if label(pool, node) in there]
 
     async def _machine(self, pool: str, node: int) -> SSHMachine:
-        from skyward.providers.ssh.machine import SSHMachine, way_to
+        from skyward.providers.ssh.machine import SSHMachine, resolve_host
 
         host = self.hosts[node]
         destination = self._destination(host)
-        name, jumps = await way_to(destination)
+        name, jumps = await resolve_host(destination)
         address = dict(self.addresses).get(host, name)
         reachable = self.direct is True or (self.direct == "auto" and not jumps)
         return SSHMachine(pool, node, destination, address, name if reachable else None)
 
     def _destination(self, host: str) -> Destination:
-        place = Place.of(host)
-        place = Place(place.name, place.user or self.user, place.port or self.port)
-        return Destination(place, self.key, self.config, self.known_hosts, self.jump, self.timeout)
+        given = HostAddress.of(host)
+        address = HostAddress(given.name, given.user or self.user, given.port or self.port)
+        return Destination(
+            address, self.key, self.config, self.known_hosts, self.jump, self.timeout
+        )
 
-    def _place(self, text: str, **given: object) -> Place:
+    def _address(self, text: str, **given: object) -> HostAddress:
         try:
-            return Place.of(text)
+            return HostAddress.of(text)
         except ValueError as error:
             raise checks.refused(self, given, str(error)) from None
 
     def _pairs(self, hosts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """The addresses as a value that can be hashed."""
+        """The addresses as a tuple, which can be hashed."""
         given = {"addresses": self.addresses}
         try:
             pairs = dict(self.addresses)

@@ -11,20 +11,20 @@ from typing import Any
 
 import asyncssh
 
-from skyward.providers.ssh.link import opened
+from skyward.providers.ssh.connections import opened
 
 WINDOW = 8 << 20
-"""What a host may send before it is read: enough for 100 MB/s at a round trip of 80 ms."""
+"""How much a host may send unread: enough for 100 MB/s at a round trip of 80 ms."""
 BUFFER = 1 << 20
-"""How much the kernel and the loop each hold of what nobody has read yet."""
+"""How many unread bytes the kernel and the event loop each hold."""
 
 
 class Bridge(asyncio.Protocol):
-    """One end of a pair of sockets, tied to a channel; lives until either side is closed."""
+    """Copies bytes between one end of a socket pair and a channel, until either is closed."""
 
     def __init__(self, ended: Callable[[Bridge], None]) -> None:
         self._ended = ended
-        self._far: _Far | None = None
+        self._far: _BridgeChannel | None = None
         self._near: asyncio.Transport | None = None
         self.over = False
 
@@ -35,7 +35,7 @@ class Bridge(asyncio.Protocol):
         endpoint: str,
         ended: Callable[[Bridge], None],
     ) -> tuple[Bridge, socket.socket]:
-        """Open a channel to an endpoint, and the socket that leads to it."""
+        """Open a channel to an endpoint, and return the socket that leads to it."""
         bridge = cls(ended)
         family, _, place = endpoint.partition(":")
         if family == "unix":
@@ -57,19 +57,19 @@ class Bridge(asyncio.Protocol):
             raise
         return bridge, theirs
 
-    def _session(self) -> _Far:
-        self._far = _Far(self)
+    def _session(self) -> _BridgeChannel:
+        self._far = _BridgeChannel(self)
         return self._far
 
     def close(self) -> None:
-        """Break it at once; whoever reads sees the end."""
+        """Close both sides at once; readers see the end of the stream."""
         if self._near is not None:
             self._near.abort()
         if self._far is not None:
             self._far.channel.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there: let the channel's data come."""
+        """Start reading the channel: its data can be written to the socket now."""
         assert isinstance(transport, asyncio.Transport)
         assert self._far is not None
         self._near = transport
@@ -77,13 +77,13 @@ class Bridge(asyncio.Protocol):
         self._far.join(transport)
 
     def data_received(self, data: bytes) -> None:
-        """From here to there."""
+        """Write what the client sent to the channel."""
         assert self._far is not None
         with contextlib.suppress(BrokenPipeError):
             self._far.channel.write(data)
 
     def eof_received(self) -> bool:
-        """Half a close passes half a close on; a whole one ends the channel."""
+        """Pass on that the client writes no more; close the channel if it does not read either."""
         assert self._far is not None
         assert self._near is not None
         with contextlib.suppress(BrokenPipeError):
@@ -94,31 +94,31 @@ class Bridge(asyncio.Protocol):
         return not self._far.at_end
 
     def pause_writing(self) -> None:
-        """Nobody reads here: stop the host."""
+        """Stop reading the channel: the client does not read."""
         assert self._far is not None
         self._far.channel.pause_reading()
 
     def resume_writing(self) -> None:
-        """Somebody reads again."""
+        """Read the channel again: the client reads."""
         assert self._far is not None
         self._far.channel.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is closed: so is the channel."""
+        """Close the channel with the socket."""
         if self._far is not None:
             self._far.channel.close()
             if self._far.gone:
                 self.finish()
 
     def finish(self) -> None:
-        """Tell the owner, once."""
+        """Tell the owner, once, that the bridge is closed."""
         if not self.over:
             self.over = True
             self._ended(self)
 
 
-class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
-    """The channel's side of a bridge."""
+class _BridgeChannel(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
+    """The side of a bridge that is the SSH channel."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -128,16 +128,16 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
         self.gone = False
 
     def connection_made(self, chan: Any) -> None:
-        """The channel is open; nothing is read until there is a socket to write to."""
+        """Keep the channel."""
         self.channel = chan
 
     def session_started(self) -> None:
-        """What arrives before the socket is there waits in the channel."""
+        """Leave data in the channel until there is a socket to write it to."""
         if self._near is None:
             self.channel.pause_reading()
 
     def join(self, near: asyncio.Transport) -> None:
-        """Meet the socket."""
+        """Take the socket to write to."""
         self._near = near
         if self.gone:
             near.close()
@@ -147,12 +147,12 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
             self._end_near()
 
     def data_received(self, data: bytes, datatype: int | None = None) -> None:
-        """From there to here."""
+        """Write what the host sent to the socket."""
         assert self._near is not None
         self._near.write(data)
 
     def eof_received(self) -> bool:
-        """The host has said all it will; an end comes even to a channel that is paused."""
+        """Pass on that the host will send no more; this is called on paused channels, too."""
         self.at_end = True
         self._end_near()
         return True
@@ -163,17 +163,17 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
                 self._near.write_eof()
 
     def pause_writing(self) -> None:
-        """The host does not read: stop reading here."""
+        """Stop reading the socket: the host does not read."""
         if self._near is not None:
             self._near.pause_reading()
 
     def resume_writing(self) -> None:
-        """The host reads again."""
+        """Read the socket again: the host reads."""
         if self._near is not None:
             self._near.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The channel is closed: so is the socket, once what came is written."""
+        """Close the socket with the channel, after writing what has arrived."""
         self.gone = True
         if self._near is not None:
             if exc is not None:
@@ -184,7 +184,7 @@ class _Far(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
 
 
 def _closed_by_peer(end: Any) -> bool:
-    """Whether the other end of a pair is closed, and not only done with writing."""
+    """Whether the other end of a socket pair is closed for reading, too."""
     poll = select.poll()
     poll.register(end.fileno(), 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))

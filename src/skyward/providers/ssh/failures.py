@@ -1,4 +1,4 @@
-"""Why a host could not be reached, said so that the reader knows what to do next."""
+"""Errors for a host that cannot be reached: the reason, and what the user can do next."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from skyward.providers.ssh.hosts import Destination
 _STANDARD_PORT = 22
 
 
-class Meeting:
-    """One attempt to connect: who was called, which keys it is known by, and which it showed."""
+class ConnectionAttempt:
+    """One attempt to connect: the host, the keys on record for it, and the key it showed."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn what asyncssh or the network raises into an error of ours."""
+        """Turn the errors of asyncssh and of the network into Skyward's."""
         try:
             yield
         except SkywardError:
@@ -63,7 +63,7 @@ class Meeting:
         except asyncssh.HostKeyNotVerifiable as error:
             raise self._wrong_key(error) from None
         except asyncssh.PermissionDenied as error:
-            raise self._no_entry(error) from None
+            raise self._login_refused(error) from None
         except TimeoutError:
             raise self._unreachable(
                 f"no answer within {self._destination.timeout:g} s",
@@ -90,7 +90,7 @@ class Meeting:
     @property
     def _where(self) -> str:
         host, port = self._options.host, self._options.port
-        name = self._destination.place.name
+        name = self._destination.host.name
         also = f" ({name})" if name != host else ""
         return f"{f'[{host}]' if ':' in host else host}:{port}{also}"
 
@@ -107,7 +107,7 @@ class Meeting:
             parts += ["-J", self._destination.jump]
         if self._options.port != _STANDARD_PORT:
             parts += ["-p", str(self._options.port)]
-        return shlex.join([*parts, f"{self._options.username}@{self._destination.place.name}"])
+        return shlex.join([*parts, f"{self._options.username}@{self._destination.host.name}"])
 
     def _unreachable(self, problem: str, advice: str) -> UnreachableError:
         return UnreachableError(f"SSH host {self._where}: {problem}; {advice}")
@@ -140,7 +140,7 @@ class Meeting:
             f"  {self._ssh()}\n  {scan}"
         )
 
-    def _no_entry(self, error: asyncssh.PermissionDenied) -> LoginError:
+    def _login_refused(self, error: asyncssh.PermissionDenied) -> LoginError:
         tried, locked = self._keys()
         message = (
             f"SSH host {self._where}: no login as {self._options.username!r} ({error.reason}); "
@@ -193,7 +193,7 @@ def _has_passphrase(path: Path) -> bool:
 
 
 def _read(files: list[Path]) -> asyncssh.SSHKnownHosts:
-    """The records of all files that are there."""
+    """The records of those files that exist."""
     there = [str(path) for path in files if path.is_file()]
     try:
         return asyncssh.read_known_hosts(there)

@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_PLACE = re.compile(
+_ADDRESS = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?"
     r"(?:\[(?P<bracketed>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[^@\s\[\]:/,]+))"
     r"(?::(?P<port>\d{1,5}))?"
 )
 _DEEPEST_INCLUDE = 16
-"""As far as ssh itself follows."""
+"""How deep ssh itself follows files that include others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostAddress:
     """A host's name with the user and port that were given along with it.
 
-    >>> Place.of("me@[fe80::1]:2222")
-    Place(name='fe80::1', user='me', port=2222)
+    >>> HostAddress.of("me@[fe80::1]:2222")
+    HostAddress(name='fe80::1', user='me', port=2222)
     """
 
     name: str
@@ -32,9 +32,9 @@ class Place:
     port: int | None = None
 
     @classmethod
-    def of(cls, text: str) -> Place:
+    def of(cls, text: str) -> HostAddress:
         """Read "name", "user@name:port" or "user@[address]:port"; raises `ValueError`."""
-        match = _PLACE.fullmatch(text)
+        match = _ADDRESS.fullmatch(text)
         if match is None and text.count(":") > 1 and "[" not in text:
             raise ValueError(f"an IPv6 address goes in brackets: write '[{text}]'")
         if match is None or (match["name"] or "").startswith("-"):
@@ -47,9 +47,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """All that decides which connection is the right one."""
+    """A host with all options that decide how to connect to it."""
 
-    place: Place
+    host: HostAddress
     key: str | None
     config: str | None
     known_hosts: str | None
@@ -58,10 +58,10 @@ class Destination:
     timeout: float
 
     def through(self, jump: str) -> Destination:
-        """The last host of a way, as the destination to reach first."""
+        """The last of the jump hosts, as a destination of its own."""
         before, _, last = jump.rpartition(",")
         return Destination(
-            Place.of(last.strip().removeprefix("ssh://")),
+            HostAddress.of(last.strip().removeprefix("ssh://")),
             self.key,
             self.config,
             self.known_hosts,
@@ -89,7 +89,7 @@ def _host_names(path: Path, depth: int) -> Iterator[str]:
             yield from values
         elif depth < _DEEPEST_INCLUDE:
             for value in values:
-                # What is not absolute is relative to ~/.ssh, wherever the file itself lies.
+                # A relative path is relative to ~/.ssh, wherever the including file is.
                 where = Path("~/.ssh").expanduser() / Path(value).expanduser()
                 for found in sorted(glob.glob(str(where))):
                     if Path(found).is_file():

@@ -10,6 +10,7 @@
 
 namespace sky {
 int register_widely(const std::set<std::string>& left);
+void probe(uint64_t seed, int index, uint32_t count, std::string& definition, std::string& payload, std::string& text);
 
 namespace {
 thread_local std::string last_message;
@@ -88,6 +89,14 @@ int sky_set_state(int index, const char* data, uint64_t size) {
   });
 }
 
+// The Python class for errors of this core; it must live as long as the process.
+void sky_error_class(void* type) { sky::error_class = static_cast<_object*>(type); }
+
+// `slice` is the StorageImpl of a slice of any storage.
+void sky_learn_slices(const void* slice) {
+  sky::slice_deleter = static_cast<const c10::StorageImpl*>(slice)->data_ptr().get_deleter();
+}
+
 void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(), void (*enter)(void*)) {
   sky::interpreter = {is_running, holds_lock, leave, enter};
 }
@@ -101,15 +110,30 @@ int sky_export(const uint64_t* storages, uint64_t count, const char** answer, ui
     sky::Session* session = nullptr;
     std::vector<uint32_t> slots;
     for (uint64_t i = 0; i < count; i++) {
-      auto [owner, slot] = sky::Session::behind(static_cast<uintptr_t>(storages[i]));
-      TORCH_CHECK(owner && (!session || owner == session), "a storage that is not of this device");
-      session = owner;
-      slots.push_back(slot);
+      auto place = sky::Session::behind(static_cast<uintptr_t>(storages[i]));
+      SKY_CHECK(!session || place.session == session, "a storage that is not of this device");
+      session = place.session;
+      // A slice that begins in the middle is no storage of the worker, which answers for slot 0 that it has none.
+      slots.push_back(place.offset ? 0 : place.slot);
     }
-    TORCH_CHECK(session, "no storage to export");
+    SKY_CHECK(session, "no storage to export");
     sky::last_export = session->exported(slots);
     *answer = sky::last_export.data();
     *size = sky::last_export.size();
+  });
+}
+
+// For tests: random arguments as they are written, and what they are. The answers stay until the next call.
+int sky_probe(int index, uint64_t seed, uint32_t count, const char** definition, uint64_t* definition_size,
+              const char** payload, uint64_t* payload_size, const char** text) {
+  static thread_local std::string written, sent, meant;
+  return sky::guarded([&] {
+    sky::probe(seed, index, count, written, sent, meant);
+    *definition = written.data();
+    *definition_size = written.size();
+    *payload = sent.data();
+    *payload_size = sent.size();
+    *text = meant.c_str();
   });
 }
 

@@ -29,17 +29,17 @@ using Optional = std::optional<at::Tensor>;
 
 // What PyTorch checks before it chooses a kernel.
 void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask) {
-  TORCH_CHECK(query.dtype() == key.dtype() && query.dtype() == value.dtype(),
-              "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
-              " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
-  TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
-              "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: ", query.dim(),
-              " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
+  SKY_CHECK(query.dtype() == key.dtype() && query.dtype() == value.dtype(),
+            "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
+            " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
+  SKY_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: ", query.dim(),
+            " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
   if (!mask) return;
   auto dtype = mask->scalar_type();
-  TORCH_CHECK(dtype == c10::kBool || dtype == c10::kFloat || dtype == query.scalar_type(),
-              "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: ",
-              mask->dtype(), " and  query.dtype: ", query.dtype(), " instead.");
+  SKY_CHECK(dtype == c10::kBool || dtype == c10::kFloat || dtype == query.scalar_type(),
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: ",
+            mask->dtype(), " and  query.dtype: ", query.dtype(), " instead.");
 }
 
 // A mask of booleans as numbers to add, which is what the kernels take.
@@ -58,16 +58,17 @@ at::Tensor padded(const at::Tensor& t, int64_t multiple) {
 at::Tensor flash(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout, bool causal,
                  std::optional<double> scale) {
   auto width = query.size(-1);
-  auto out = std::get<0>(at::_scaled_dot_product_flash_attention(
-      padded(query, 8), padded(key, 8), padded(value, 8), dropout, causal, false,
-      scale ? *scale : 1.0 / std::sqrt(static_cast<double>(width))));
+  auto out = std::get<0>(
+      at::_scaled_dot_product_flash_attention(padded(query, 8), padded(key, 8), padded(value, 8), dropout, causal,
+                                              false, scale ? *scale : 1.0 / std::sqrt(static_cast<double>(width))));
   return out.size(-1) == width ? out : out.narrow(-1, 0, width);
 }
 
 Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor& key) {
   if (!mask) return mask;
-  return padded(*mask, 16).narrow(-1, 0, mask->size(-1)).expand(
-      {query.size(0), query.size(1), query.size(2), key.size(2)});
+  return padded(*mask, 16)
+      .narrow(-1, 0, mask->size(-1))
+      .expand({query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
 // The worker's choice, less what `torch.nn.attention.sdpa_kernel` rules out here.
@@ -79,36 +80,37 @@ int64_t choose(int64_t offered, bool on_cpu, bool masked) {
     offered = !masked && context.userEnabledFlashSDP() ? kFlash : kMath;
   if (offered == kCudnn && !context.userEnabledCuDNNSDP()) offered = kMath;
   if (offered < kMath || offered > kCudnn) offered = kMath;
-  TORCH_CHECK(offered != kMath || context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
+  SKY_CHECK(offered != kMath || context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
   return offered;
 }
 
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const Optional& given, double dropout, bool causal, std::optional<double> scale, bool grouped) {
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
+                     double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
   check(query, key, value, mask);
   bool on_cpu = Session::of(query.unsafeGetTensorImpl()).on_cpu;
   bool with_grad = at::GradMode::is_enabled();
   // The worker sees no gradients; the CPU's fused kernel has none for the mask.
   bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();
-  auto offered = by_hand ? int64_t{kMath}
-                         : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  auto offered =
+      by_hand ? int64_t{kMath} : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
   auto bias = additive(mask, query);
   bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());
   switch (choose(offered, on_cpu, mask.has_value())) {
     case kFlash:
       if (on_cpu)
-        return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
+        return std::get<0>(
+            at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
       return flash(query, key, value, dropout, causal, scale);
     case kEfficient:
-      return std::get<0>(at::_scaled_dot_product_efficient_attention(
-          query, key, value, aligned(bias, query, key), keeps_graph, dropout, causal, scale));
+      return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, aligned(bias, query, key),
+                                                                     keeps_graph, dropout, causal, scale));
     case kCudnn:
-      return std::get<0>(at::_scaled_dot_product_cudnn_attention(
-          query, key, value, aligned(bias, query, key), keeps_graph, dropout, causal, false, scale));
+      return std::get<0>(at::_scaled_dot_product_cudnn_attention(query, key, value, aligned(bias, query, key),
+                                                                 keeps_graph, dropout, causal, false, scale));
     default:
-      return std::get<0>(at::_scaled_dot_product_attention_math(
-          query, key, value, bias, dropout, causal, std::nullopt, scale, grouped));
+      return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt,
+                                                                scale, grouped));
   }
 }
 

@@ -40,7 +40,7 @@ class Generator final : public c10::GeneratorImpl {
     return seed_;
   }
   // Not an offset here: how the fallback learns which of the worker's generators is meant.
-  void set_offset(uint64_t) override { TORCH_CHECK(false, "a sky generator has no offset to set; use set_state"); }
+  void set_offset(uint64_t) override { SKY_CHECK(false, "a sky generator has no offset to set; use set_state"); }
   uint64_t get_offset() const override { return id_; }
   void set_state(const c10::TensorImpl& state) override {
     tell(kSetState, std::string_view(static_cast<const char*>(state.data()), state.numel()), true);
@@ -107,19 +107,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     g.set_current_seed(c10::default_rng_seed_val);
     return g;
   }
-  c10::Device getDeviceFromPtr(void*) const override { return {kSky, current_device()}; }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    auto place = Session::behind(reinterpret_cast<uintptr_t>(data));
+    return {kSky, static_cast<c10::DeviceIndex>(place.session->index)};
+  }
   bool isPinnedPtr(const void* at) const override { return is_pinned(at); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
-    auto [session, slot] = Session::behind(impl->_mutable_data_ptr_no_checks());
-    TORCH_CHECK(session, "a sky storage without memory cannot be resized");
-    struct __attribute__((packed)) { uint32_t kind, slot; uint64_t bytes; }
-        record{kResize, slot, bytes};
-    std::lock_guard lock(session->mutex);
-    session->begin();
-    session->put(&record, sizeof record);
-    impl->set_nbytes(bytes);
+    Session::behind(impl->_mutable_data_ptr_no_checks()).session->resize_storage(impl, bytes);
   }
 };
 

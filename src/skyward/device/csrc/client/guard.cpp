@@ -16,23 +16,21 @@ struct Event {
 
 Session& session_of(const Event& event) {
   auto* session = session_by_serial(event.session);
-  TORCH_CHECK(session, "an event of no device");
+  SKY_CHECK(session, "an event of no device");
   return *session;
 }
 
 template <typename T>
 T value_in(const std::string& answer) {
   T value{};
-  TORCH_CHECK(answer.size() == sizeof value, "the worker answered with ", answer.size(), " bytes");
+  SKY_CHECK(answer.size() == sizeof value, "the worker answered with ", answer.size(), " bytes");
   std::memcpy(&value, answer.data(), sizeof value);
   return value;
 }
 
 uint32_t number_of(const c10::Stream& stream) { return static_cast<uint32_t>(stream.id()); }
 
-c10::Device with_index(c10::Device device) {
-  return device.has_index() ? device : c10::Device(kSky, current_device());
-}
+c10::Device with_index(c10::Device device) { return device.has_index() ? device : c10::Device(kSky, current_device()); }
 
 c10::Stream stream_of(c10::Device device, uint32_t number) {
   return c10::Stream(c10::Stream::UNSAFE, with_index(device), number);
@@ -63,7 +61,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto number = 1 + next++ % kStreams;
     return stream_of(d, priority < 0 ? kUrgentStreams + number : number);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device d, bool urgent) const override { return getNewStream(d, urgent ? -1 : 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool urgent) const override {
+    return getNewStream(d, urgent ? -1 : 0);
+  }
   c10::Stream exchangeStream(c10::Stream s) const override {
     auto old = getStream(s.device());
     set_current_stream(s.device_index(), number_of(s));
@@ -72,10 +72,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& s) const override {
     return value_in<uint8_t>(session_at(s.device_index()).event(0, kQueryStream, number_of(s)));
   }
-  void synchronizeStream(const c10::Stream& s) const override { session_at(s.device_index()).synchronize(number_of(s)); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    session_at(s.device_index()).synchronize(number_of(s));
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
-    auto [session, slot] = Session::behind(pointer);
-    if (session) session->used_on(slot, number_of(stream));
+    if (!pointer) return;
+    auto place = Session::behind(pointer);
+    place.session->used_on(place.slot, number_of(stream));
   }
 
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
@@ -83,7 +86,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& session = session_at(s.device_index());
     if (!*event) *event = std::make_unique<Event>(Event{next++, session.serial}).release();
     auto& ours = *static_cast<Event*>(*event);
-    TORCH_CHECK(ours.session == session.serial, "an event is recorded on the device it was first recorded on");
+    SKY_CHECK(ours.session == session.serial, "an event is recorded on the device it was first recorded on");
     session.event(ours.number, flag == c10::EventFlag::BACKEND_DEFAULT ? kRecordTimed : kRecord, number_of(s));
   }
   void block(void* event, const c10::Stream& s) const override {
@@ -103,9 +106,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) session_of(*static_cast<Event*>(event)).event(static_cast<Event*>(event)->number, kAwait, 0);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to, "both events must be recorded before the time between them is asked for");
+    SKY_CHECK(from && to, "both events must be recorded before the time between them is asked for");
     auto &a = *static_cast<Event*>(from), &b = *static_cast<Event*>(to);
-    TORCH_CHECK(a.session == b.session, "the time between events of two devices is not known");
+    SKY_CHECK(a.session == b.session, "the time between events of two devices is not known");
     return value_in<double>(session_of(a).event(a.number, kElapsed, b.number));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {

@@ -7,10 +7,10 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/unfold_native.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "memory.h"
@@ -18,11 +18,11 @@
 
 namespace sky {
 
-at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                       c10::ScalarType dtype, uint64_t bytes, bool tell) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      session.new_storage(bytes, tell), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-      c10::scalarTypeToTypeMeta(dtype));
+at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype,
+                       uint64_t bytes, bool tell) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(session.new_storage(bytes, tell),
+                                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                                   c10::scalarTypeToTypeMeta(dtype));
   impl->set_sizes_and_strides(sizes, strides);
   return at::Tensor(std::move(impl));
 }
@@ -34,7 +34,7 @@ using OptLayout = std::optional<at::Layout>;
 using OptDevice = std::optional<at::Device>;
 
 Session& wanted(const OptDevice& device, const OptLayout& layout) {
-  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided, "a sky device holds dense tensors only");
+  SKY_CHECK(c10::layout_or_default(layout) == c10::kStrided, "a sky device holds dense tensors only");
   return session_at(device ? device->index() : c10::DeviceIndex(-1));
 }
 
@@ -54,14 +54,13 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, OptDt
   return filled_if_asked(make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true));
 }
 
-at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDevice device,
-                 std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDevice device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
   auto bytes = at::detail::computeStorageNbytesContiguous(sizes, c10::elementSize(kind));
   auto t = make_tensor(wanted(device, layout), sizes, c10::contiguous_strides(sizes), kind, bytes, true);
-  if (format && *format != at::MemoryFormat::Contiguous)
-    t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  if (format && *format != at::MemoryFormat::Contiguous) t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return filled_if_asked(std::move(t));
 }
 
@@ -73,9 +72,9 @@ at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout lay
 
 // Elements of a dense tensor lie in its storage without gaps, in order.
 void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
-  auto& session = Session::of(to.unsafeGetTensorImpl());
-  auto offset = static_cast<uint64_t>(to.storage_offset()) * to.itemsize();
-  session.upload(Session::slot_of(to.unsafeGetTensorImpl()), offset, host.const_data_ptr(), host.nbytes(), later);
+  auto place = Session::place_of(to.unsafeGetTensorImpl());
+  auto offset = static_cast<uint64_t>(place.offset) * to.itemsize();
+  place.session.upload(place.slot, offset, host.const_data_ptr(), host.nbytes(), later);
 }
 
 void copy_on_worker(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -98,7 +97,8 @@ void copy_to_sky(const at::Tensor& to, const at::Tensor& from, bool later) {
 // As with page-locked memory elsewhere, only pinned memory is filled while the program goes on.
 void copy_to_host(at::Tensor to, const at::Tensor& from, bool later) {
   auto& session = Session::of(from.unsafeGetTensorImpl());
-  bool direct = to.device().is_cpu() && to.is_contiguous() && to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  bool direct = to.device().is_cpu() && to.is_contiguous() && to.scalar_type() == from.scalar_type() &&
+                to.sizes() == from.sizes();
   if (later && direct && is_pinned(to.const_data_ptr())) {
     session.fetch_later(from, to);
     return;
@@ -127,8 +127,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
     return self;
   }
   if (is_sky(to) && is_sky(from)) {
-    TORCH_CHECK(to.device() == from.device(), "copying from ", from.device(), " to ", to.device(),
-                " directly is not supported yet; go through the host with .cpu()");
+    SKY_CHECK(to.device() == from.device(), "copying from ", from.device(), " to ", to.device(),
+              " directly is not supported yet; go through the host with .cpu()");
     copy_on_worker(to, from, non_blocking);
   } else if (is_sky(to)) {
     copy_to_sky(to, from.cpu(), non_blocking);
@@ -141,9 +141,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
 // From anywhere to anywhere, as on other devices; in one operation where all is on one of ours.
 void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_foreach_copy_", "");
-  TORCH_CHECK(!to.empty(), "Tensor list must have at least one tensor.");
-  TORCH_CHECK(to.size() == from.size(), "Tensor lists must have the same number of tensors, got ", to.size(), " and ",
-              from.size());
+  SKY_CHECK(!to.empty(), "Tensor list must have at least one tensor.");
+  SKY_CHECK(to.size() == from.size(), "Tensor lists must have the same number of tensors, got ", to.size(), " and ",
+            from.size());
   auto is_there = [&](const at::Tensor& t) { return is_sky(t) && t.device() == to[0].device(); };
   if (std::all_of(to.begin(), to.end(), is_there) && std::all_of(from.begin(), from.end(), is_there)) {
     torch::jit::Stack stack{to, from, non_blocking};
@@ -166,9 +166,10 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
-  TORCH_CHECK(stream.device() == self.device(), "a tensor of ", self.device(), " is not used on a stream of ", stream.device());
-  auto* impl = self.unsafeGetTensorImpl();
-  Session::of(impl).used_on(Session::slot_of(impl), static_cast<uint32_t>(stream.id()));
+  SKY_CHECK(stream.device() == self.device(), "a tensor of ", self.device(), " is not used on a stream of ",
+            stream.device());
+  auto place = Session::place_of(self.unsafeGetTensorImpl());
+  place.session.used_on(place.slot, static_cast<uint32_t>(stream.id()));
 }
 
 // Views share the storage and never travel.
@@ -204,12 +205,12 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
     impl->set_sizes_contiguous(sizes);
   }
   if (format) {
-    TORCH_CHECK(*format != at::MemoryFormat::Preserve, "Unsupported memory format ", *format);
+    SKY_CHECK(*format != at::MemoryFormat::Preserve, "Unsupported memory format ", *format);
     impl->empty_tensor_restride(*format);
   }
-  auto bytes = self.numel()
-      ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), self.storage_offset())
-      : 0;
+  auto bytes = self.numel() ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(),
+                                                               self.storage_offset())
+                            : 0;
   ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
   return self;
 }
@@ -217,17 +218,17 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes,
                         c10::IntArrayRef strides) {
   auto* impl = self.unsafeGetTensorImpl();
-  TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
-  TORCH_CHECK(self.device() == source.device(), "Attempted to set the storage of a tensor on device \"",
-              self.device(), "\" to a storage on different device \"", source.device(), "\".");
+  SKY_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
+  SKY_CHECK(self.device() == source.device(), "Attempted to set the storage of a tensor on device \"", self.device(),
+            "\" to a storage on different device \"", source.device(), "\".");
   impl->set_storage_keep_dtype(source);
   impl->set_storage_offset(offset);
   // Without strides it is a resize, and as there, the same size keeps its strides.
   if (strides.data()) impl->set_sizes_and_strides(sizes, strides);
   else if (impl->sizes() != sizes) impl->set_sizes_contiguous(sizes);
-  auto bytes = self.numel()
-      ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(), static_cast<size_t>(offset))
-      : 0;
+  auto bytes = self.numel() ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(),
+                                                               static_cast<size_t>(offset))
+                            : 0;
   ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
   return self;
 }
@@ -250,6 +251,9 @@ bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
          (is_dense(self) && is_dense(from));
 }
 
+// Elsewhere both share memory until one is written to, which nobody would notice here: copied at once.
+at::Tensor lazy_clone(const at::Tensor& self) { return self.clone(); }
+
 at::Tensor& set_nothing(at::Tensor& self) {
   auto& session = session_at(self.device().index());
   return set_storage(self, session.new_storage(0, true), 0, {0}, {});
@@ -261,6 +265,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_efficientzerotensor", efficient_zeros);
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);
+  m.impl("_lazy_clone", lazy_clone);
   m.impl("_foreach_copy_", foreach_copy_);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
@@ -278,9 +283,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("_has_compatible_shallow_copy_type", may_take_content);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("_has_compatible_shallow_copy_type", may_take_content);
-}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", may_take_content); }
 
 }  // namespace
 }  // namespace sky

@@ -21,14 +21,15 @@ struct Allocator final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &Session::delete_storage; }
   void copy_data(void*, const void*, size_t) const override {
-    TORCH_CHECK(false, "a sky storage has no memory here to copy");
+    SKY_CHECK(false, "a sky storage has no memory here to copy");
   }
 
   bool initialized() override { return open_count() > 0; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override { session_at(-1).memory(kEmptyCache); }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    auto [session, slot] = Session::behind(pointer);
-    if (session) session->used_on(slot, static_cast<uint32_t>(stream.id()));
+    if (!pointer) return;
+    auto place = Session::behind(pointer);
+    place.session->used_on(place.slot, static_cast<uint32_t>(stream.id()));
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     auto figures = session_at(device).memory(kTellMemory);

@@ -27,9 +27,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input
   return {out * next.tanh(), next, at::empty({0}, cell.options())};
 }
 
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden,
-                                            const at::Tensor& state, const Optional& input_bias,
-                                            const Optional& hidden_bias) {
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& state,
+                                            const Optional& input_bias, const Optional& hidden_bias) {
   auto in = biased(input, input_bias).chunk(3, 1), from = biased(hidden, hidden_bias).chunk(3, 1);
   auto reset = (from[0] + in[0]).sigmoid(), update = (from[1] + in[1]).sigmoid();
   auto fresh = (in[2] + from[2] * reset).tanh();

@@ -7,8 +7,9 @@ namespace {
 
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
   C10_THROW_ERROR(NotImplementedError,
-                  op.schema().name() + ": a sky device holds dense tensors only, not sparse, nested or quantized "
-                  "ones; call .to_dense() (or .to_padded_tensor(), .dequantize()) on the CPU before .to(device)");
+                  op.schema().name() +
+                      ": a sky device holds dense tensors only, not sparse, nested or quantized "
+                      "ones; call .to_dense() (or .to_padded_tensor(), .dequantize()) on the CPU before .to(device)");
 }
 
 torch::CppFunction refusal() { return torch::CppFunction::makeFromBoxedFunction<&refuse>(); }

@@ -1,13 +1,10 @@
 #include "session.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdlib>
 
 #include "../wire/socket.h"
-#include "memory.h"
 
 namespace sky {
 namespace {
@@ -22,13 +19,6 @@ constexpr uint64_t kInlineUpload = 64 << 10;
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
 
-std::mutex registry_mutex;
-// Never destroyed: storages are freed until the very end, and a forked child lacks the threads to join.
-std::vector<std::unique_ptr<Session>>& sessions = *std::make_unique<std::vector<std::unique_ptr<Session>>>().release();
-Session* by_index[kDevicesMax] = {};
-thread_local c10::DeviceIndex current = 0;
-thread_local uint32_t current_streams[kDevicesMax] = {};
-
 [[noreturn]] void raise(const Complaint& complaint) {
   switch (complaint.status) {
     case kIndexError: C10_THROW_ERROR(IndexError, complaint.text);
@@ -37,93 +27,11 @@ thread_local uint32_t current_streams[kDevicesMax] = {};
     case kNotImplemented: C10_THROW_ERROR(NotImplementedError, complaint.text);
     case kLinearAlgebra: C10_THROW_ERROR(LinAlgError, complaint.text);
     case kOutOfMemory: C10_THROW_ERROR(OutOfMemoryError, complaint.text);
-    default: C10_THROW_ERROR(Error, complaint.text);
+    default: fail(complaint.text);
   }
 }
-
-void disown_all() {
-  for (auto& session : sessions) session->disown();
-}
-
-uintptr_t encode(uint32_t serial, uint32_t slot) { return (uintptr_t{serial} << 20) | slot; }
 
 }  // namespace
-
-// What closed the last device of this index, if there was one.
-static void say_why_gone(c10::DeviceIndex index) {
-  std::lock_guard lock(registry_mutex);
-  for (auto each = sessions.rbegin(); each != sessions.rend(); ++each)
-    if ((*each)->index == index) return (*each)->check_open();
-}
-
-Session& session_at(c10::DeviceIndex index) {
-  if (index < 0) index = current;
-  if (index < kDevicesMax && !by_index[index]) say_why_gone(index);
-  TORCH_CHECK(index < kDevicesMax && by_index[index],
-              "there is no device sky:", int(index), "; get one with compute.device()");
-  return *by_index[index];
-}
-
-Session* session_by_serial(uint32_t serial) noexcept {
-  return serial && serial <= sessions.size() ? sessions[serial - 1].get() : nullptr;
-}
-
-Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu) {
-  std::lock_guard lock(registry_mutex);
-  // Reserved at once: a storage's deleter looks sessions up without the lock.
-  if (sessions.capacity() < 4096) {
-    sessions.reserve(4096);
-    pthread_atfork(nullptr, nullptr, disown_all);
-  }
-  TORCH_CHECK(sessions.size() < sessions.capacity(), "this process has opened ", sessions.size(),
-              " sky devices, which is the most; start another");
-  auto serial = static_cast<uint32_t>(sessions.size() + 1);
-  sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, shares_memory, on_cpu));
-  by_index[index] = sessions.back().get();
-  return *sessions.back();
-}
-
-void close_session(int index, const std::string& why) {
-  Session* found = nullptr;
-  {
-    std::lock_guard lock(registry_mutex);
-    for (auto each = sessions.rbegin(); each != sessions.rend() && !found; ++each)
-      if ((*each)->index == index) found = each->get();
-  }
-  if (!found || found->is_disowned()) return;
-  found->close(why);
-  found->retire();
-}
-
-int open_count() {
-  int count = 0;
-  for (int i = 0; i < kDevicesMax; i++)
-    if (by_index[i]) count = i + 1;
-  return count;
-}
-
-bool in_bad_fork() {
-  bool any = false;
-  for (auto& session : sessions) {
-    if (!session->is_disowned()) return false;
-    any = true;
-  }
-  return any;
-}
-
-bool synchronous() {
-  static const bool on = [] {
-    auto* v = std::getenv("SKYWARD_DEVICE_SYNC");
-    return v && *v && *v != '0';
-  }();
-  return on;
-}
-
-c10::DeviceIndex current_device() { return current; }
-void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
-
-uint32_t current_stream(c10::DeviceIndex index) { return current_streams[index]; }
-void set_current_stream(c10::DeviceIndex index, uint32_t stream) { current_streams[index] = stream; }
 
 Session::Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu)
     : index(index), serial(serial), on_cpu(on_cpu), ops_(ops), bulk_(bulk, shares_memory) {
@@ -146,62 +54,9 @@ void Session::retire() {
   last = nullptr;
 }
 
-c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
-  std::lock_guard lock(mutex);
-  begin();
-  auto slot = slots_.take();
-  TORCH_CHECK(slot, "more than ", Slots::kCount, " tensors live on sky:", index);
-  if (tell) {
-    struct __attribute__((packed)) { uint32_t kind, slot; uint64_t bytes; } record{kNew, slot, bytes};
-    put(&record, sizeof record);
-  }
-  auto* p = reinterpret_cast<void*>(encode(serial, slot));
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes,
-      c10::DataPtr(p, p, &Session::delete_storage, c10::Device(kSky, static_cast<c10::DeviceIndex>(index))),
-      storage_allocator(), true));
-}
-
-void Session::delete_storage(void* context) noexcept {
-  auto number = reinterpret_cast<uintptr_t>(context);
-  if (auto* session = session_by_serial(static_cast<uint32_t>(number >> 20)))
-    session->release(static_cast<uint32_t>(number & 0xfffff));
-}
-
-std::pair<Session*, uint32_t> Session::behind(const c10::DataPtr& pointer) {
-  return behind(reinterpret_cast<uintptr_t>(pointer.get()));
-}
-
-std::pair<Session*, uint32_t> Session::behind(uintptr_t number) {
-  return {session_by_serial(static_cast<uint32_t>(number >> 20)), static_cast<uint32_t>(number & 0xfffff)};
-}
-
-void Session::release(uint32_t slot) noexcept {
-  if (!slot) return;
-  std::lock_guard lock(mutex);
-  slots_.give(slot);
-  if (is_closed_) return;
-  uint32_t record = kFree | slot;
-  try {
-    put(&record, sizeof record);
-  } catch (...) {
-    // The connection broke; the next operation says so.
-  }
-}
-
-uint32_t Session::slot_of(const c10::TensorImpl* tensor) {
-  return behind(tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()).second;
-}
-
-Session& Session::of(const c10::TensorImpl* tensor) {
-  auto* session = behind(tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()).first;
-  TORCH_CHECK(session, "a sky tensor without memory");
-  return *session;
-}
-
 void Session::begin() {
   check_open();
-  auto wanted = current_streams[index];
+  auto wanted = current_stream(static_cast<c10::DeviceIndex>(index));
   if (C10_LIKELY(wanted == stream_)) return;
   uint32_t record[] = {kStream, wanted};
   put(record, sizeof record);
@@ -280,7 +135,7 @@ void Session::close(const std::string& why) {
   is_closed_ = true;
   closed_ = reason_;
   out_.clear();
-  if (by_index[index] == this) by_index[index] = nullptr;
+  forget_index(*this);
 }
 
 void Session::disown() {
@@ -289,11 +144,12 @@ void Session::disown() {
   out_.clear();
   if (is_closed_) return;
   is_closed_ = true;
-  closed_ = "sky:" + std::to_string(index) + " belongs to the process that opened it; a forked child cannot use it. "
+  closed_ = "sky:" + std::to_string(index) +
+            " belongs to the process that opened it; a forked child cannot use it. "
             "Move tensors to the device in the parent, or open a device in the child";
 }
 
-void Session::check_open() const { TORCH_CHECK(!is_closed_, closed_); }
+void Session::check_open() const { SKY_CHECK(!is_closed_, closed_); }
 
 std::string Session::reply() {
   stats.waits++;
@@ -322,8 +178,11 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   std::lock_guard lock(mutex);
   begin();
   bool is_inline = size <= kInlineUpload;
-  struct __attribute__((packed)) { uint32_t kind, slot; uint64_t offset, size; uint8_t is_inline; }
-      record{kUpload, slot, offset, size, is_inline};
+  struct __attribute__((packed)) {
+    uint32_t kind, slot;
+    uint64_t offset, size;
+    uint8_t is_inline;
+  } record{kUpload, slot, offset, size, is_inline};
   put(&record, sizeof record);
   stats.uploaded += size;
   if (is_inline) {
@@ -347,21 +206,23 @@ void Session::notice_waiting() {
   if (since >= kWaitsNoticed * kOperationsPerWait) return;
   warned_ = true;
   // PyTorch's binding around us turns it into a Python warning with the user's line, or into an exception.
-  c10::warn(c10::Warning(
-      c10::UserWarning(), {nullptr, nullptr, 0},
-      "this loop waits for sky:" + std::to_string(index) + " every few operations (.item(), .cpu(), printing a "
-      "tensor, or an `if` on one); each wait is a round trip. Read values less often", false));
+  c10::warn(c10::Warning(c10::UserWarning(), {nullptr, nullptr, 0},
+                         "this loop waits for sky:" + std::to_string(index) +
+                             " every few operations (.item(), .cpu(), printing a "
+                             "tensor, or an `if` on one); each wait is a round trip. Read values less often",
+                         false));
 }
 
 std::string Session::written(const at::Tensor& source, bool later) {
   Writer w;
+  auto place = place_of(source.unsafeGetTensorImpl());
   w.u8(later);
-  w.u32(slot_of(source.unsafeGetTensorImpl()));
+  w.u32(place.slot);
   w.u8(static_cast<uint8_t>(source.scalar_type()));
   w.u8(static_cast<uint8_t>(source.dim()));
   for (auto s : source.sizes()) w.i64(s);
   for (auto s : source.strides()) w.i64(s);
-  w.i64(source.storage_offset());
+  w.i64(place.offset);
   Writer record;
   record.u32(kFetch);
   record.text(w.bytes());
@@ -376,7 +237,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
   auto content = ask(record.data(), record.size());
   stats.fetched += size;
   if (size <= kInlineFetch) {
-    TORCH_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
+    SKY_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
     std::memcpy(into, content.data(), size);
     return;
   }
@@ -429,8 +290,11 @@ void Session::used_on(uint32_t slot, uint32_t stream) {
 std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
   std::lock_guard lock(mutex);
   begin();
-  struct __attribute__((packed)) { uint32_t kind, event; uint8_t action; uint32_t other; }
-      record{kEvent, event, action, other};
+  struct __attribute__((packed)) {
+    uint32_t kind, event;
+    uint8_t action;
+    uint32_t other;
+  } record{kEvent, event, action, other};
   if (action == kQuery && !bulk_.is_idle()) return std::string(1, '\0');
   if (action == kQuery || action == kQueryStream || action == kElapsed) return ask(&record, sizeof record);
   if (action == kAwait) {
@@ -445,10 +309,13 @@ std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
 std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
   std::lock_guard lock(mutex);
   begin();
-  struct __attribute__((packed)) { uint32_t kind; uint8_t action; } record{kMemory, action};
+  struct __attribute__((packed)) {
+    uint32_t kind;
+    uint8_t action;
+  } record{kMemory, action};
   auto content = ask(&record, sizeof record);
   std::array<uint64_t, kMemoryFigures> figures;
-  TORCH_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
+  SKY_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
   std::memcpy(figures.data(), content.data(), sizeof figures);
   return figures;
 }

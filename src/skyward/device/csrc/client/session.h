@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "../wire/records.h"
+#include "address.h"
 #include "bulk.h"
+#include "errors.h"
 #include "interpreter.h"
 #include "slots.h"
 
@@ -63,19 +65,41 @@ struct Stats {
   uint64_t operations = 0, hits = 0, asks = 0, bytes = 0, waits = 0, uploaded = 0, fetched = 0;
 };
 
+class Session;
+
+// What frees a slice of a storage: PyTorch's own function, which Python shows us a slice to learn.
+inline c10::DeleterFnPtr slice_deleter = nullptr;
+
+// Where a storage's first byte is: in whose slot, and how many bytes into it. The offset is 0 but for slices.
+struct Place {
+  Session* session;
+  uint32_t slot;
+  uint64_t offset;
+};
+
+// Where a tensor's first element is; its offset is counted in elements.
+struct TensorPlace {
+  Session& session;
+  uint32_t slot;
+  int64_t offset;
+};
+
 class Session {
  public:
   Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu);
   ~Session();
   Session(const Session&) = delete;
 
-  // Storage: a number in place of a pointer. Thread-safe, and the deleter may run on any thread.
+  // Storage: an address in place of a pointer. Thread-safe, and the deleter may run on any thread.
   c10::Storage new_storage(uint64_t bytes, bool tell);
+  void resize_storage(c10::StorageImpl* storage, uint64_t bytes);  // here and in the worker
+  void set_size(c10::StorageImpl* storage, uint64_t bytes);        // here only: the worker has resized it
   void release(uint32_t slot) noexcept;
-  static uint32_t slot_of(const c10::TensorImpl* tensor);
-  static Session& of(const c10::TensorImpl* tensor);
-  static std::pair<Session*, uint32_t> behind(const c10::DataPtr& pointer);
-  static std::pair<Session*, uint32_t> behind(uintptr_t number);
+  static Session& of(const c10::TensorImpl* tensor) { return *behind(pointer_of(tensor)).session; }
+  static TensorPlace place_of(const c10::TensorImpl* tensor);
+  // Throws where no storage that is alive is behind it.
+  static Place behind(const c10::DataPtr& pointer);
+  static Place behind(uintptr_t address);
   static void delete_storage(void* context) noexcept;
 
   // Records, each begun with the lock held.
@@ -110,6 +134,12 @@ class Session {
   uint32_t settings = kUsualSettings;  // as the worker knows them
 
  private:
+  static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
+    return tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  }
+  static Place behind_slice(const c10::DataPtr& pointer);
+  void check_span(uint32_t slot, uint64_t bytes) const;
+  uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
   std::string written(const at::Tensor& source, bool later);
   void raise_late();
@@ -124,6 +154,8 @@ class Session {
   bool warned_ = false;
   std::string out_;
   Slots slots_;
+  std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
+  uint32_t large_count_ = 0;
   std::mutex reason_mutex_;
   std::string reason_;  // of the first to close it
   std::string closed_;
@@ -143,6 +175,7 @@ Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
 Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu);
 void close_session(int index, const std::string& why);  // the last one that had this index
+void forget_index(const Session& session);              // it is closed, and its index free
 int open_count();
 bool in_bad_fork();  // all there are were opened before this process was forked
 bool synchronous();
@@ -152,8 +185,8 @@ void set_current_device(c10::DeviceIndex index);
 uint32_t current_stream(c10::DeviceIndex index);
 void set_current_stream(c10::DeviceIndex index, uint32_t stream);
 
-at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                       c10::ScalarType dtype, uint64_t bytes, bool tell);
+at::Tensor make_tensor(Session& session, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype,
+                       uint64_t bytes, bool tell);
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

@@ -5,12 +5,10 @@
 #include "shapes.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/_log_softmax_meta_dispatch.h>
 #include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
-#include <ATen/ops/_softmax_meta_dispatch.h>
+#include <ATen/ops/_log_softmax_meta_dispatch.h>
 #include <ATen/ops/_softmax_backward_data_meta_dispatch.h>
+#include <ATen/ops/_softmax_meta_dispatch.h>
 #include <ATen/ops/add_meta_dispatch.h>
 #include <ATen/ops/addcdiv_meta_dispatch.h>
 #include <ATen/ops/addcmul_meta_dispatch.h>
@@ -31,6 +29,8 @@
 #include <ATen/ops/cumsum_meta_dispatch.h>
 #include <ATen/ops/div_meta_dispatch.h>
 #include <ATen/ops/elu_meta_dispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq_meta_dispatch.h>
 #include <ATen/ops/erf_meta_dispatch.h>
 #include <ATen/ops/exp_meta_dispatch.h>
@@ -38,19 +38,19 @@
 #include <ATen/ops/floor_meta_dispatch.h>
 #include <ATen/ops/gather_meta_dispatch.h>
 #include <ATen/ops/ge_meta_dispatch.h>
-#include <ATen/ops/gelu_meta_dispatch.h>
 #include <ATen/ops/gelu_backward_meta_dispatch.h>
+#include <ATen/ops/gelu_meta_dispatch.h>
 #include <ATen/ops/gt_meta_dispatch.h>
 #include <ATen/ops/le_meta_dispatch.h>
-#include <ATen/ops/leaky_relu_meta_dispatch.h>
 #include <ATen/ops/leaky_relu_backward_meta_dispatch.h>
+#include <ATen/ops/leaky_relu_meta_dispatch.h>
 #include <ATen/ops/lerp_meta_dispatch.h>
-#include <ATen/ops/log_meta_dispatch.h>
 #include <ATen/ops/log1p_meta_dispatch.h>
+#include <ATen/ops/log_meta_dispatch.h>
 #include <ATen/ops/lt_meta_dispatch.h>
 #include <ATen/ops/max_meta_dispatch.h>
-#include <ATen/ops/max_pool2d_with_indices_meta_dispatch.h>
 #include <ATen/ops/max_pool2d_with_indices_backward_meta_dispatch.h>
+#include <ATen/ops/max_pool2d_with_indices_meta_dispatch.h>
 #include <ATen/ops/maximum_meta_dispatch.h>
 #include <ATen/ops/mean_meta_dispatch.h>
 #include <ATen/ops/min_meta_dispatch.h>
@@ -67,17 +67,17 @@
 #include <ATen/ops/round_meta_dispatch.h>
 #include <ATen/ops/rsqrt_meta_dispatch.h>
 #include <ATen/ops/sgn_meta_dispatch.h>
-#include <ATen/ops/sigmoid_meta_dispatch.h>
 #include <ATen/ops/sigmoid_backward_meta_dispatch.h>
+#include <ATen/ops/sigmoid_meta_dispatch.h>
 #include <ATen/ops/sign_meta_dispatch.h>
-#include <ATen/ops/silu_meta_dispatch.h>
 #include <ATen/ops/silu_backward_meta_dispatch.h>
+#include <ATen/ops/silu_meta_dispatch.h>
 #include <ATen/ops/sin_meta_dispatch.h>
 #include <ATen/ops/sqrt_meta_dispatch.h>
 #include <ATen/ops/sub_meta_dispatch.h>
 #include <ATen/ops/sum_meta_dispatch.h>
-#include <ATen/ops/tanh_meta_dispatch.h>
 #include <ATen/ops/tanh_backward_meta_dispatch.h>
+#include <ATen/ops/tanh_meta_dispatch.h>
 #include <ATen/ops/threshold_backward_meta_dispatch.h>
 #include <ATen/ops/tril_meta_dispatch.h>
 #include <ATen/ops/triu_meta_dispatch.h>
@@ -101,6 +101,8 @@ void add(Kernels& known, const char* name, Signature* function) {
   known.emplace(std::string("aten::") + name, KernelFunction::makeFromUnboxedRuntimeFunction(function));
 }
 
+// clang-format takes a row of macros for one long expression.
+// clang-format off
 Kernels kernels() {
   Kernels k;
 #define SKY_PLAIN(name) add(k, #name, &at::meta::name);
@@ -157,6 +159,7 @@ Kernels kernels() {
   add(k, "cumsum", &at::meta::cumsum);
   return k;
 }
+// clang-format on
 
 // It computes element by element as this one does, though it is not structured itself.
 const std::unordered_map<std::string, std::string> shaped_like{{"aten::relu", "aten::neg"}};

@@ -30,6 +30,8 @@ class Slots {
     return b * 64 + c;
   }
 
+  bool is_taken(uint32_t slot) const { return slot && slot < kCount && !(leaves_[slot >> 6] >> (slot & 63) & 1); }
+
   void give(uint32_t slot) noexcept {
     auto b = slot >> 6, a = b >> 6;
     leaves_[b] |= uint64_t{1} << (slot & 63);

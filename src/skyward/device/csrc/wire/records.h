@@ -16,20 +16,20 @@ namespace sky {
 
 enum Record : uint32_t {
   kFirstRecord = 0x7fffff00u,
-  kDefine = 0x7fffff01u,    // u32 length, template, u8 promised, then if so its outputs
-  kAsk = 0x7fffff02u,       // u32 length, u32 template, payload; replied: metadata of the outputs
-  kBind = 0x7fffff03u,      // u32 count, slots for the outputs of the last kAsk
-  kNew = 0x7fffff04u,       // u32 slot, u64 bytes
-  kResize = 0x7fffff05u,    // u32 slot, u64 bytes
-  kUpload = 0x7fffff06u,    // u32 slot, u64 offset, u64 bytes, u8 inline, then the bytes if inline
-  kFetch = 0x7fffff07u,     // u32 length, u8 later, u32 slot, layout, u64 offset; replied: the bytes, contiguous
-  kSync = 0x7fffff08u,      // u32 stream or kAllStreams; replied when everything before it is done
-  kGenerator = 0x7fffff09u, // u32 length, u32 generator, u8 action, text; some actions are replied
-  kStream = 0x7fffff0au,    // u32 stream: what follows runs on it
-  kUsedOn = 0x7fffff0bu,    // u32 slot, u32 stream: its memory is not free before that stream is done with it
-  kEvent = 0x7fffff0cu,     // u32 event, u8 action, u32 stream or other event; some actions are replied
-  kMemory = 0x7fffff0du,    // u8 action; replied: how much is in use
-  kExport = 0x7fffff0eu,    // u32 length, slots; replied for each: text, how others on its node open its memory, or none
+  kDefine = 0x7fffff01u,     // u32 length, template, u8 promised, then if so its outputs
+  kAsk = 0x7fffff02u,        // u32 length, u32 template, payload; replied: metadata of the outputs
+  kBind = 0x7fffff03u,       // u32 count, slots for the outputs of the last kAsk
+  kNew = 0x7fffff04u,        // u32 slot, u64 bytes
+  kResize = 0x7fffff05u,     // u32 slot, u64 bytes
+  kUpload = 0x7fffff06u,     // u32 slot, u64 offset, u64 bytes, u8 inline, then the bytes if inline
+  kFetch = 0x7fffff07u,      // u32 length, u8 later, u32 slot, layout, u64 offset; replied: the bytes, contiguous
+  kSync = 0x7fffff08u,       // u32 stream or kAllStreams; replied when everything before it is done
+  kGenerator = 0x7fffff09u,  // u32 length, u32 generator, u8 action, text; some actions are replied
+  kStream = 0x7fffff0au,     // u32 stream: what follows runs on it
+  kUsedOn = 0x7fffff0bu,     // u32 slot, u32 stream: its memory is not free before that stream is done with it
+  kEvent = 0x7fffff0cu,      // u32 event, u8 action, u32 stream or other event; some actions are replied
+  kMemory = 0x7fffff0du,     // u8 action; replied: how much is in use
+  kExport = 0x7fffff0eu,  // u32 length, slots; replied for each: text, how others on its node open its memory, or none
   kSettings = 0x7fffff0fu,  // u32 settings, for everything after it
 };
 constexpr uint32_t kFree = 0x80000000u;
@@ -37,25 +37,48 @@ constexpr uint32_t kFree = 0x80000000u;
 // What is fetched comes in the reply up to this size, and above it the way of uploads.
 constexpr uint64_t kInlineFetch = 64 << 10;
 
-// How an argument is written in a template.
-enum Argument : uint8_t {
-  kNone,
-  kUndefined,    // an undefined tensor
-  kTensor,       // u8 dtype, u8 dim, u8 bits, u8 has offset, sizes, strides; payload: u32 slot [, i64 offset]
-  kHostScalar,   // a zero-dimensional CPU tensor: u8 dtype, u8 wrapped; payload: 16 bytes
-  kInt,          // i64
-  kNumber,       // an integer scalar; payload: i64
-  kDouble,       // payload: f64
-  kComplex,      // payload: 2 f64
-  kBool,         // u8
-  kString,       // u32 length, bytes
-  kList,         // u8 element type, u32 length, elements
-  kDevice,       // the worker's device
-  kHostDevice,   // cpu
-  kGeneratorArg, // payload: u32 generator
+// What a template says of an argument after its kind, or what the payload carries for it.
+enum class Content : uint8_t {
+  kNothing,
+  kByte,
+  kId,       // u32
+  kInteger,  // i64
+  kReal,     // f64
+  kPair,     // 2 f64
+  kText,     // u32 length, bytes
+  kScalar,   // 16 bytes: an element of any dtype
+  kDtype,    // u8 dtype, u8 whether it is a wrapped number
+  kLayout,   // u8 dtype, u8 dim, u8 bits, u8 has offset, sizes, strides
+  kPlace,    // u32 slot [, i64 offset]
+  kItems,    // in a template: u8 element type, u32 length, elements; in a payload: what the elements carry
 };
 
-enum ListOf : uint8_t { kTensors, kOptionalTensors, kInts, kDoubles, kBools, kScalars, kStrings };
+// The kinds of arguments, in the order of their numbers: name, content of the template, content of the payload.
+// The client's keys and records and the worker's reading and checking of them all follow this table.
+// kUndefined is an undefined tensor, kHostScalar a CPU tensor without dimensions, kNumber an integer that does not
+// decide a shape, kDevice the worker's device.
+#define SKY_ARGUMENTS(row)                                                                              \
+  row(kNone, kNothing, kNothing) row(kUndefined, kNothing, kNothing) row(kTensor, kLayout, kPlace)      \
+      row(kHostScalar, kDtype, kScalar) row(kInt, kInteger, kNothing) row(kNumber, kNothing, kInteger)  \
+          row(kDouble, kNothing, kReal) row(kComplex, kNothing, kPair) row(kBool, kByte, kNothing)      \
+              row(kString, kText, kNothing) row(kList, kItems, kItems) row(kDevice, kNothing, kNothing) \
+                  row(kHostDevice, kNothing, kNothing) row(kGeneratorArg, kNothing, kId)
+
+#define SKY_NAME(name, said, sent) name,
+enum Argument : uint8_t { SKY_ARGUMENTS(SKY_NAME) kArguments };
+#undef SKY_NAME
+
+struct ArgumentKind {
+  Content said;  // by the template
+  Content sent;  // in the payload
+};
+#define SKY_KIND(name, said, sent) ArgumentKind{Content::said, Content::sent},
+constexpr ArgumentKind kArgumentKinds[] = {SKY_ARGUMENTS(SKY_KIND)};
+#undef SKY_KIND
+
+constexpr const ArgumentKind& row_of(Argument argument) { return kArgumentKinds[argument]; }
+
+enum ListOf : uint8_t { kTensors, kOptionalTensors, kInts, kDoubles, kBools, kScalars, kStrings, kLists };
 
 // A tensor's lazy conjugation and negation: part of what it is, like its strides.
 enum Bits : uint8_t { kConjugated = 1, kNegated = 2 };
@@ -164,5 +187,77 @@ class Reader {
   const char* at_;
   const char* end_;
 };
+
+// The value of an argument that is neither a tensor nor a list: which member counts is said by its content.
+struct Value {
+  int64_t integer = 0;
+  double real = 0, imaginary = 0;
+  std::string_view text;
+};
+
+// How many bytes a content takes in a payload; 0 for those whose length depends on the template.
+constexpr size_t size_of(Content content) {
+  switch (content) {
+    case Content::kByte: return 1;
+    case Content::kId: return 4;
+    case Content::kInteger:
+    case Content::kReal: return 8;
+    case Content::kPair:
+    case Content::kScalar: return 16;
+    default: return 0;
+  }
+}
+
+template <typename Sink>
+void write(Sink& sink, Content content, const Value& value) {
+  switch (content) {
+    case Content::kByte: {
+      auto byte = static_cast<uint8_t>(value.integer);
+      return sink.raw(&byte, sizeof byte);
+    }
+    case Content::kId: {
+      auto id = static_cast<uint32_t>(value.integer);
+      return sink.raw(&id, sizeof id);
+    }
+    case Content::kInteger: return sink.raw(&value.integer, sizeof value.integer);
+    case Content::kReal: return sink.raw(&value.real, sizeof value.real);
+    case Content::kPair:
+      sink.raw(&value.real, sizeof value.real);
+      return sink.raw(&value.imaginary, sizeof value.imaginary);
+    case Content::kText: {
+      auto length = static_cast<uint32_t>(value.text.size());
+      sink.raw(&length, sizeof length);
+      return sink.raw(value.text.data(), value.text.size());
+    }
+    default: return;
+  }
+}
+
+inline Value read(Reader& r, Content content) {
+  Value value;
+  switch (content) {
+    case Content::kByte: value.integer = r.u8(); break;
+    case Content::kId: value.integer = r.u32(); break;
+    case Content::kInteger: value.integer = r.i64(); break;
+    case Content::kReal: value.real = r.f64(); break;
+    case Content::kPair:
+      value.real = r.f64();
+      value.imaginary = r.f64();
+      break;
+    case Content::kText: {
+      auto length = r.u32();
+      value.text = {r.bytes(length), length};
+      break;
+    }
+    default: break;
+  }
+  return value;
+}
+
+inline Argument read_kind(Reader& r) {
+  auto kind = r.u8();
+  if (kind >= kArguments) throw Malformed("an argument of unknown kind");
+  return static_cast<Argument>(kind);
+}
 
 }  // namespace sky

@@ -1,13 +1,13 @@
 // Blocking sockets that say what went wrong.
 #pragma once
 
+#include <sys/socket.h>
+#include <sys/types.h>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <sys/socket.h>
-#include <sys/types.h>
 
 namespace sky {
 

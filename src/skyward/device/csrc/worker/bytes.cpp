@@ -19,13 +19,13 @@ at::Tensor host_view(const char* at, size_t bytes) {
 at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t offset) {
   // Not always our device: the seeds of fused attention stay on the host, and go back in from there.
   auto type = storage.device_type();
-  auto keys = type == c10::kCPU  ? c10::DispatchKeySet(c10::DispatchKey::CPU)
-            : type == c10::kCUDA ? c10::DispatchKeySet(c10::DispatchKey::CUDA)
-                                 : c10::DispatchKeySet(c10::DispatchKey::MPS);
+  auto keys = type == c10::kCPU    ? c10::DispatchKeySet(c10::DispatchKey::CPU)
+              : type == c10::kCUDA ? c10::DispatchKeySet(c10::DispatchKey::CUDA)
+                                   : c10::DispatchKeySet(c10::DispatchKey::MPS);
   TORCH_CHECK(layout.extent(offset) <= storage.nbytes(), "a tensor needs ", layout.extent(offset),
               " bytes of a storage of ", storage.nbytes());
-  auto t = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(layout.dtype));
+  auto t =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(layout.dtype));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, offset);
   set_bits(t, layout.bits);
   return t;
@@ -68,13 +68,19 @@ size_t Session::upload(const char* data, size_t size) {
   auto offset = r.u64(), bytes = r.u64();
   bool is_inline = r.u8();
   if (is_inline && size < head + bytes) return 0;
-  if (!held.poison && (!held.storage || bytes > held.storage.nbytes() || offset > held.storage.nbytes() - bytes))
-    throw Malformed("an upload beyond its storage");
+  if (!held.poison && !held.storage) throw Malformed("an upload to an empty slot");
+  // A slice may have been made before its storage shrank. The bytes are taken from the stream and dropped.
+  bool fits = held.poison || (bytes <= held.storage.nbytes() && offset <= held.storage.nbytes() - bytes);
+  if (!fits)
+    note("copying to the device: " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
+             " do not fit a storage of " + std::to_string(held.storage.nbytes()),
+         kFailed);
+  bool drop = held.poison || !fits;
   if (is_inline) {
-    if (!held.poison) put(held, offset, data + head, bytes);
+    if (!drop) put(held, offset, data + head, bytes);
     return head + bytes;
   }
-  receive_bulk(held, offset, bytes);
+  receive_bulk(held, offset, bytes, drop);
   return head;
 }
 
@@ -83,14 +89,13 @@ void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes)
     std::memcpy(static_cast<char*>(held.storage.mutable_data()) + offset, from, bytes);
     return;
   }
-  auto failed = attempt("copying to the device", [&] {
-    byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes));
-  });
+  auto failed =
+      attempt("copying to the device", [&] { byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes)); });
   if (failed) held.poison = failed;
 }
 
-void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes) {
-  if (device_.is_cpu() && !held.poison) {
+void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
+  if (device_.is_cpu() && !drop) {
     auto* into = static_cast<char*>(held.storage.mutable_data()) + offset;
     if (rings_) rings_->up.read(into, bytes);
     else receive_all(bulk_, into, bytes);
@@ -106,7 +111,7 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes) {
       receive_all(bulk_, staging().mutable_data_ptr(), n);
       from = static_cast<const char*>(staging().const_data_ptr());
     }
-    if (!held.poison) put(held, offset + done, from, n);
+    if (!drop && !held.poison) put(held, offset + done, from, n);
     if (rings_) rings_->up.took(n);
     done += n;
   }
@@ -115,7 +120,8 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes) {
 // Page-locked where the device can copy from it directly.
 at::Tensor& Session::staging() {
   if (!staging_.defined())
-    staging_ = at::empty({static_cast<int64_t>(kStage)}, at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
+    staging_ = at::empty({static_cast<int64_t>(kStage)},
+                         at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
   return staging_;
 }
 

@@ -70,8 +70,8 @@ struct Exported {
   SharedFile file;
   void* mapped = nullptr;  // a CPU's
   size_t size = 0;
-  c10::DataPtr original;   // a GPU's
-  std::string gpu;         // how to open that
+  c10::DataPtr original;  // a GPU's
+  std::string gpu;        // how to open that
 
   ~Exported() {
     if (mapped) ::munmap(mapped, size);
@@ -103,7 +103,8 @@ Exported* export_host(const c10::Storage& storage) {
   auto made = std::make_unique<Exported>();
   made->size = storage.nbytes();
   made->file.fill(static_cast<const char*>(storage.data()), made->size);
-  auto* mapped = ::mmap(nullptr, made->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, made->file.descriptor(), 0);
+  auto* mapped =
+      ::mmap(nullptr, made->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, made->file.descriptor(), 0);
   if (mapped == MAP_FAILED) fail("mapping shared memory");
   made->mapped = mapped;
   return replace_pointer(storage, mapped, std::move(made));
@@ -148,7 +149,7 @@ Exported* export_gpu(const c10::Storage& storage) {
   return replace_pointer(storage, data, std::move(made));
 }
 
-// u32 process, u32 descriptor, u8[32] name, u64 bytes; then where it is on a GPU. Read by wire/references.py.
+// u32 process, u32 descriptor, u8[32] name, u64 bytes; then where it is on a GPU. Read by objects/references.py.
 std::string describe(const Exported* exported, uint64_t bytes, const std::string& gpu) {
   Writer w;
   w.u32(static_cast<uint32_t>(::getpid()));

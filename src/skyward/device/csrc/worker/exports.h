@@ -7,7 +7,8 @@
 
 namespace sky {
 
-// How to open the storage's memory; empty where it cannot be. On a CPU its bytes move to shareable memory the first time.
+// How to open the storage's memory; empty where it cannot be. On a CPU its bytes move to shareable memory the first
+// time.
 std::string exported(const c10::Storage& storage);
 
 // The pointer as its allocator made it.

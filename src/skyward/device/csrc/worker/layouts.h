@@ -11,13 +11,19 @@
 
 namespace sky {
 
-inline uint8_t bits_of(const at::Tensor& t) {
-  return (t.is_conj() ? kConjugated : 0) | (t.is_neg() ? kNegated : 0);
-}
+inline uint8_t bits_of(const at::Tensor& t) { return (t.is_conj() ? kConjugated : 0) | (t.is_neg() ? kNegated : 0); }
 
 inline void set_bits(const at::Tensor& t, uint8_t bits) {
   if (bits & kConjugated) t.unsafeGetTensorImpl()->_set_conj(true);
   if (bits & kNegated) t.unsafeGetTensorImpl()->_set_neg(true);
+}
+
+// Undefined is a dtype too, but no tensor has it.
+inline c10::ScalarType checked_dtype(uint8_t number) {
+  auto dtype = static_cast<c10::ScalarType>(number);
+  if (number >= static_cast<uint8_t>(c10::ScalarType::NumOptions) || dtype == c10::ScalarType::Undefined)
+    throw Malformed("an unknown dtype");
+  return dtype;
 }
 
 struct Layout {
@@ -25,13 +31,10 @@ struct Layout {
   std::vector<int64_t> sizes, strides;
   uint8_t bits = 0;
 
-  static Layout of(const at::Tensor& t) {
-    return {t.scalar_type(), t.sizes().vec(), t.strides().vec(), bits_of(t)};
-  }
+  static Layout of(const at::Tensor& t) { return {t.scalar_type(), t.sizes().vec(), t.strides().vec(), bits_of(t)}; }
 
   static Layout read(Reader& r, uint8_t dtype, uint8_t dim, uint8_t bits) {
-    if (dtype >= static_cast<uint8_t>(c10::ScalarType::NumOptions)) throw Malformed("an unknown dtype");
-    Layout layout{static_cast<c10::ScalarType>(dtype), {}, {}, bits};
+    Layout layout{checked_dtype(dtype), {}, {}, bits};
     for (int i = 0; i < dim; i++) layout.sizes.push_back(r.i64());
     for (int i = 0; i < dim; i++) layout.strides.push_back(r.i64());
     for (int i = 0; i < dim; i++)
@@ -43,14 +46,21 @@ struct Layout {
     return std::tie(dtype, bits, sizes, strides) < std::tie(o.dtype, o.bits, o.sizes, o.strides);
   }
 
-  // Bytes from the start of a storage that a tensor so laid out may touch.
+  // Bytes from the start of a storage that a tensor so laid out may touch; throws where no storage has as many.
   uint64_t extent(int64_t offset) const {
-    int64_t last = offset;
+    if (offset < 0) throw Malformed("a negative offset");
+    auto last = offset;
+    bool is_beyond = false;
     for (size_t i = 0; i < sizes.size(); i++) {
       if (!sizes[i]) return 0;
-      last += (sizes[i] - 1) * strides[i];
+      int64_t span;
+      is_beyond |= __builtin_mul_overflow(sizes[i] - 1, strides[i], &span);
+      is_beyond |= __builtin_add_overflow(last, span, &last);
     }
-    return (static_cast<uint64_t>(last) + 1) * c10::elementSize(dtype);
+    uint64_t bytes;
+    is_beyond |= __builtin_mul_overflow(static_cast<uint64_t>(last) + 1, c10::elementSize(dtype), &bytes);
+    if (is_beyond) throw Malformed("a tensor larger than any memory");
+    return bytes;
   }
 };
 

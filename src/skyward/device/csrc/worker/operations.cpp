@@ -1,4 +1,5 @@
 // Running operations: arguments from a payload, results into slots.
+#include "../wire/values.h"
 #include "session.h"
 
 #include <ATen/EmptyTensor.h>
@@ -33,33 +34,24 @@ void write_tensor(Writer& w, const at::Tensor& t) {
 }
 
 void write_value(Writer& w, const IValue& v) {
-  if (v.isInt()) { w.u8(kInt); w.i64(v.toInt()); }
-  else if (v.isDouble()) { w.u8(kDouble); w.f64(v.toDouble()); }
-  else if (v.isBool()) { w.u8(kBool); w.u8(v.toBool()); }
-  else if (v.isComplexDouble()) { w.u8(kComplex); w.f64(v.toComplexDouble().real()); w.f64(v.toComplexDouble().imag()); }
-  else if (v.isString()) { w.u8(kString); w.text(v.toStringRef()); }
-  else if (v.isNone()) w.u8(kNone);
-  else TORCH_CHECK(false, "an operation returns a ", v.tagKind(), ", which cannot travel");
+  auto seen = plain(v);
+  TORCH_CHECK(seen, "an operation returns a ", v.tagKind(), ", which cannot travel");
+  write_plain(w, seen->first, seen->second);
 }
 
 // Calls `f` with every tensor of a payload: its spec, slot, offset, and whether the operation writes to it.
 template <typename F>
 void each_tensor(Reader& r, const Spec& s, bool written, F&& f) {
   if (s.constant) return;
-  switch (s.kind) {
-    case kTensor: {
-      auto slot = r.u32();
-      int64_t offset = s.flag ? r.i64() : 0;
-      f(s, slot, offset, written);
-      break;
-    }
-    case kGeneratorArg: r.bytes(4); break;
-    case kNumber: case kDouble: r.bytes(8); break;
-    case kComplex: case kHostScalar: r.bytes(16); break;
-    case kList:
-      for (auto& e : s.items) each_tensor(r, e, written, f);
-      break;
-    default: break;
+  auto sent = row_of(s.kind).sent;
+  if (sent == Content::kPlace) {
+    auto slot = r.u32();
+    int64_t offset = s.flag ? r.i64() : 0;
+    f(s, slot, offset, written);
+  } else if (sent == Content::kItems) {
+    for (auto& e : s.items) each_tensor(r, e, written, f);
+  } else {
+    r.bytes(size_of(sent));
   }
 }
 
@@ -88,15 +80,12 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
 
 IValue Session::build(Reader& r, Spec& s) {
   if (s.constant) return s.value;
-  switch (s.kind) {
-    case kTensor: return tensor(r, s);
-    case kNumber: return r.i64();
-    case kDouble: return r.f64();
-    case kComplex: {
-      double real = r.f64(), imaginary = r.f64();
-      return c10::complex<double>(real, imaginary);
-    }
-    case kHostScalar: {
+  auto sent = row_of(s.kind).sent;
+  switch (sent) {
+    case Content::kPlace: return tensor(r, s);
+    case Content::kItems: return build_list(s, r);
+    case Content::kId: return generator_of(r.u32());
+    case Content::kScalar: {
       auto* bytes = r.bytes(s.bytes.size());
       if (s.number.defined() && !std::memcmp(s.bytes.data(), bytes, s.bytes.size())) return s.number;
       s.number = at::detail::empty_cpu({}, at::TensorOptions().dtype(s.dtype));
@@ -106,9 +95,7 @@ IValue Session::build(Reader& r, Spec& s) {
       s.shared = s.number.storage();
       return s.number;
     }
-    case kGeneratorArg: return generator_of(r.u32());
-    case kList: return build_list(s, r);
-    default: throw Malformed("an argument without a value");
+    default: return from_plain(s.kind, read(r, sent));
   }
 }
 
@@ -153,8 +140,8 @@ IValue Session::build_list(Spec& s, Reader& r) {
       for (auto& e : s.items) l.push_back(build(r, e).toStringRef());
       return l;
     }
+    default: throw Malformed("a list of unknown elements");
   }
-  throw Malformed("a list of unknown elements");
 }
 
 // Runs the template's operation on the stack; returns the reason if it failed.
@@ -213,7 +200,8 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
       return;
     }
     auto list = value.toListRef();
-    for (size_t i = 0; i < out.items.size(); i++) bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason);
+    for (size_t i = 0; i < out.items.size(); i++)
+      bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason);
     return;
   }
   if (out.kind != kNewTensor) return;
@@ -281,8 +269,8 @@ OutSpec Session::describe(Writer& w, Template& t, const IValue& value) {
   } else if (value.isTensor()) {
     auto tensor = value.toTensor();
     bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
-    TORCH_CHECK(tensor.layout() == c10::kStrided && lives_here,
-                t.name, " returns a tensor that cannot live on a sky device; call .cpu() first");
+    TORCH_CHECK(tensor.layout() == c10::kStrided && lives_here, t.name,
+                " returns a tensor that cannot live on a sky device; call .cpu() first");
     tensor = own(tensor);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));
@@ -323,7 +311,8 @@ bool Session::describe_resized(Writer& w, const Spec& s, uint32_t number, int64_
     if (held.layout[i] != s.layout || held.offset[i] != offset) continue;
     auto& view = held.view[i];
     const auto& before = layouts_[s.layout];
-    if (view.sizes() == c10::IntArrayRef(before.sizes) && view.strides() == c10::IntArrayRef(before.strides)) return false;
+    if (view.sizes() == c10::IntArrayRef(before.sizes) && view.strides() == c10::IntArrayRef(before.strides))
+      return false;
     w.u32(index);
     write_tensor(w, view);
     slots_.count(held);

@@ -212,9 +212,8 @@ void Session::event(Reader& r) {
   auto action = static_cast<EventAction>(r.u8());
   auto other = r.u32();
   switch (action) {
-    case kRecordTimed: case kRecord:
-      attempt("recording an event", [&] { streams_.record(number, other, action == kRecordTimed); });
-      break;
+    case kRecordTimed:
+    case kRecord: attempt("recording an event", [&] { streams_.record(number, other, action == kRecordTimed); }); break;
     case kBlock: attempt("waiting for an event", [&] { streams_.block(number, other); }); break;
     case kForgetEvent: streams_.forget(number); break;
     case kQuery: reply_with([&](Writer& w) { w.u8(streams_.has_happened(number)); }); break;
@@ -241,8 +240,12 @@ void Session::memory(Reader& r) {
       auto& allocated = stats.allocated_bytes[0];
       auto& reserved = stats.reserved_bytes[0];
       auto [free, total] = allocator->getMemoryInfo(device_.index());
-      figures = {uint64_t(allocated.current), uint64_t(allocated.peak), uint64_t(reserved.current),
-                 uint64_t(reserved.peak), free, total};
+      figures = {uint64_t(allocated.current),
+                 uint64_t(allocated.peak),
+                 uint64_t(reserved.current),
+                 uint64_t(reserved.peak),
+                 free,
+                 total};
     } else {
       if (action == kResetPeak) slots_.reset_peak();
       auto [free, total] = host_memory();

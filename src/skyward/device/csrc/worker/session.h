@@ -65,6 +65,9 @@ class Session {
   // Until the client leaves.
   void serve();
 
+  // probe.cpp, for tests: what arguments are after they were read from a template and a payload.
+  std::string probe(Reader& r, Reader& payload, uint32_t count);
+
  private:
   // session.cpp: records in, replies out.
   size_t step(const char* data, size_t size);
@@ -104,8 +107,11 @@ class Session {
 
   // templates.cpp: definitions.
   void define(Reader& r);
-  Spec read_spec(Reader& r);
+  Spec read_spec(Reader& r, bool is_item);
+  std::vector<Spec> read_specs(Reader& r, uint32_t count);
   OutSpec read_out(Reader& r, uint32_t& tensors);
+
+  void show(std::string& out, Reader& payload, Spec& s);
 
   // operations.cpp: running them.
   size_t operation(uint32_t id, const char* data, size_t size);
@@ -127,7 +133,7 @@ class Session {
   void resize(Reader& r);
   size_t upload(const char* data, size_t size);
   void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
-  void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes);
+  void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
   void send_bulk(const void* data, size_t bytes);
   void send_tensor(const at::Tensor& dense);

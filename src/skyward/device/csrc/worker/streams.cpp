@@ -41,7 +41,8 @@ void Streams::record(uint32_t number, uint32_t on, bool timed) {
   e.timed = timed;
   e.at = std::chrono::steady_clock::now();
   if (!real_) return;
-  if (!e.real) e.real.emplace(device_.type(), timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+  if (!e.real)
+    e.real.emplace(device_.type(), timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   e.real->record(stream(on));
 }
 

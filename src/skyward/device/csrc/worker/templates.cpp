@@ -1,48 +1,56 @@
 // Definitions: what an operation's arguments are made of, and what it returns.
+#include "../wire/values.h"
 #include "session.h"
 
 namespace sky {
 
-Spec Session::read_spec(Reader& r) {
+Spec Session::read_spec(Reader& r, bool is_item) {
   Spec s;
-  s.kind = static_cast<Argument>(r.u8());
-  switch (s.kind) {
-    case kNone: break;
-    case kUndefined: s.value = at::Tensor(); break;
-    case kTensor: {
+  s.kind = read_kind(r);
+  const auto& row = row_of(s.kind);
+  s.constant = row.sent == Content::kNothing;
+  switch (row.said) {
+    case Content::kLayout: {
       auto dtype = r.u8(), dim = r.u8(), bits = r.u8();
       s.flag = r.u8();
       s.layout = layouts_.number(Layout::read(r, dtype, dim, bits));
-      s.constant = false;
       break;
     }
-    case kHostScalar:
-      s.dtype = static_cast<c10::ScalarType>(r.u8());
+    case Content::kDtype:
+      s.dtype = checked_dtype(r.u8());
       s.flag = r.u8();
-      s.constant = false;
       break;
-    case kInt: s.value = r.i64(); break;
-    case kNumber: case kDouble: case kComplex: case kGeneratorArg: s.constant = false; break;
-    case kBool: s.value = static_cast<bool>(r.u8()); break;
-    case kString: s.value = r.text(); break;
-    case kDevice: s.value = device_; break;
-    case kHostDevice: s.value = c10::Device(c10::kCPU); break;
-    case kList: {
+    case Content::kItems: {
+      if (is_item) throw Malformed("a list in a list");
       s.list = static_cast<ListOf>(r.u8());
+      if (s.list >= kLists) throw Malformed("a list of unknown elements");
       auto n = r.u32();
+      s.constant = true;
       for (uint32_t i = 0; i < n; i++) {
-        s.items.push_back(read_spec(r));
+        s.items.push_back(read_spec(r, true));
         s.constant = s.constant && s.items.back().constant;
       }
-      if (s.constant) {
-        Reader empty(nullptr, 0);
-        s.value = build_list(s, empty);
-      }
+      Reader empty(nullptr, 0);
+      if (s.constant) s.value = build_list(s, empty);
       break;
     }
-    default: throw Malformed("an argument of unknown kind");
+    default: {
+      auto value = read(r, row.said);
+      if (s.kind == kDevice) s.value = device_;
+      else if (s.kind == kHostDevice) s.value = c10::Device(c10::kCPU);
+      else if (s.constant) s.value = from_plain(s.kind, value);
+    }
   }
   return s;
+}
+
+// The arguments of an operation; elements that do not fit their list are as malformed as bytes that end early.
+std::vector<Spec> Session::read_specs(Reader& r, uint32_t count) try {
+  std::vector<Spec> specs;
+  for (uint32_t i = 0; i < count; i++) specs.push_back(read_spec(r, false));
+  return specs;
+} catch (const c10::Error& e) {
+  throw Malformed(e.what_without_backtrace());
 }
 
 // What the client has worked out itself; checked against every result, as what we told it is.
@@ -58,8 +66,9 @@ OutSpec Session::read_out(Reader& r, uint32_t& tensors) {
 
 void Session::define(Reader& r) {
   auto name = r.text(), overload = r.text();
-  Template t{overload.empty() ? name : name + "." + overload,
-             c10::Dispatcher::singleton().findSchema({name, overload})};
+  Template t;
+  t.name = overload.empty() ? name : name + "." + overload;
+  t.op = c10::Dispatcher::singleton().findSchema({name, overload});
   t.payload = r.u32();
   auto n = r.u32();
   if (!t.op) {
@@ -68,10 +77,10 @@ void Session::define(Reader& r) {
   }
   const auto& schema = t.op->schema();
   if (n != schema.arguments().size()) throw Malformed("arguments that do not fit " + name);
+  t.args = read_specs(r, n);
   for (uint32_t i = 0; i < n; i++) {
-    t.args.push_back(read_spec(r));
     auto* alias = schema.arguments()[i].alias_info();
-    t.args.back().written = alias && alias->isWrite();
+    t.args[i].written = alias && alias->isWrite();
   }
   for (auto& ret : schema.returns()) t.alias.push_back(ret.alias_info() && ret.alias_info()->isWrite());
   if (r.u8()) {

@@ -1,0 +1,1 @@
+"""How a bare machine becomes a node."""

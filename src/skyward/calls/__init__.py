@@ -1,0 +1,1 @@
+"""A call, from `Pending` to its result."""

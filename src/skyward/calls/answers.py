@@ -1,0 +1,120 @@
+"""Answers: what came of a task, as a value, a stream of values, or a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from skyward.errors import RemoteError, SkywardError, TaskCancelledError
+from skyward.objects import encoding
+from skyward.objects.payloads import Pieces
+from skyward.wire.messages import Failure
+
+_EXIT_HINT = " (the function called sys.exit; the worker goes on)"
+
+
+class Answer:
+    """What came of a task; `get` decodes it on the caller's thread."""
+
+    def get(self) -> Any:
+        """Return the value, or raise the exception."""
+        raise NotImplementedError
+
+
+class Value(Answer):
+    """The value the function returned, not yet decoded."""
+
+    __slots__ = ("_pieces", "_where")
+
+    def __init__(self, pieces: Pieces, where: str) -> None:
+        self._pieces = pieces
+        self._where = where
+
+    def get(self) -> Any:
+        """Decode the value."""
+        try:
+            return encoding.decode(*self._pieces)
+        except SkywardError:
+            raise
+        except Exception as problem:
+            raise RemoteError(
+                f"the result of {self._where} arrived but cannot be rebuilt here "
+                f"({type(problem).__name__}: {problem}); return plain data, or install here what "
+                "it is made of",
+                type_name=type(problem).__qualname__,
+            ) from problem
+
+
+class Streaming(Answer):
+    """The function returned an iterator, whose items arrive one by one."""
+
+    __slots__ = ("_open",)
+
+    def __init__(self, open: Callable[[], Iterator[Any]]) -> None:
+        self._open = open
+
+    def get(self) -> Any:
+        """A new iterator; only the caller holds it, so that dropping it ends the stream."""
+        return self._open()
+
+
+class Failed(Answer):
+    """The task failed."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], BaseException]) -> None:
+        self._make = make
+
+    @classmethod
+    def because(cls, problem: BaseException) -> Failed:
+        """A failure with an exception that the client made."""
+        return cls(lambda: problem)
+
+    def get(self) -> Any:
+        """Raise the exception."""
+        raise self._make()
+
+
+def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: str) -> Failed:
+    """The exception a task raised, with a note of where it ran and the remote traceback."""
+
+    def make() -> BaseException:
+        if failure.cancelled:
+            return TaskCancelledError(f"{name} was cancelled on {where}")
+        text = remote_traceback(failure)
+        problem: BaseException | None = None
+        if pieces is not None:
+            with contextlib.suppress(Exception):
+                portable = encoding.decode(*pieces)
+                problem = portable.rebuild()
+        if not isinstance(problem, Exception):
+            problem = RemoteError(
+                f"{failure.type_name}: {failure.text}"
+                + (_EXIT_HINT if failure.type_name == "SystemExit" else ""),
+                type_name=failure.type_name,
+                remote_traceback=text,
+            )
+        problem.add_note(f"raised by {name} on {where}; remote traceback:\n{text}".rstrip())
+        if isinstance(problem, ModuleNotFoundError):
+            problem.add_note(
+                f"the module {problem.name!r} is missing on {where}; install it there, for example "
+                f"with sky.Image(pip=[{problem.name!r}]), or send it with sky.Image(includes=[...])"
+            )
+        return problem
+
+    return Failed(make)
+
+
+def remote_traceback(failure: Failure) -> str:
+    """The remote frames with source lines; where the worker has no file, the client's lines."""
+    lines = []
+    for file, number, function, source in failure.frames:
+        lines.append(f'  File "{file}", line {number}, in {function}')
+        source = source or linecache.getline(file, number).strip()
+        if source:
+            lines.append(f"    {source}")
+    lines.append(f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name)
+    return "\n".join(lines)

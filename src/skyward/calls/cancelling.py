@@ -1,0 +1,42 @@
+"""Cancelling: the remote work of a task is stopped, by killing its executor if need be."""
+
+from __future__ import annotations
+
+from skyward.calls.lane import Lane
+from skyward.calls.loop import Loop
+from skyward.calls.task import Task
+from skyward.wire.messages import Credit
+
+CANCEL_GRACE = 1.0
+"""Seconds a cancelled task has to end by itself before its process is killed."""
+
+
+class Canceller:
+    """Stops tasks on their executors."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def stop(self, lane: Lane, task: Task) -> None:
+        """Have an executor stop a task; one that does not is killed."""
+        lane.stop(task)
+        self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
+
+    def _kill_if_running(self, lane: Lane, task: Task) -> None:
+        if task.id not in lane.tasks or lane.lost:
+            return
+        if not lane.connection.connected_for(CANCEL_GRACE):
+            # The cancellation has not reached the executor, or only just.
+            self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
+        else:
+            lane.kill(f"{task.name} was cancelled and did not end within {CANCEL_GRACE} s")
+
+    def end_stream(self, lane: Lane, task: Task) -> None:
+        """Have an executor end a stream whose items nobody wants any more."""
+        lane.tell(Credit(task.id, -1, -1))
+        self._loop.later(CANCEL_GRACE, lambda: self._stop_if_running(lane, task))
+
+    def _stop_if_running(self, lane: Lane, task: Task) -> None:
+        if task.id in lane.tasks and not lane.lost:
+            task.cancelled = True
+            self.stop(lane, task)

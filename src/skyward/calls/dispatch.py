@@ -1,0 +1,403 @@
+"""Dispatch: brings tasks to executors and answers to callers, whatever is lost between."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from skyward.calls.answers import Failed, Streaming, Value, remote_failure
+from skyward.calls.cancelling import Canceller
+from skyward.calls.counts import Counts
+from skyward.calls.finishing import Finisher
+from skyward.calls.lane import Lane
+from skyward.calls.lanes import Lanes
+from skyward.calls.loop import Loop
+from skyward.calls.packing import Packer
+from skyward.calls.prospects import Prospects
+from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
+from skyward.calls.task import Task
+from skyward.console import Console
+from skyward.errors import (
+    NodeLostError,
+    PoolClosedError,
+    ProtocolError,
+    SkywardError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
+from skyward.wire import messages
+from skyward.wire.frames import Frame
+from skyward.wire.messages import (
+    Credit,
+    End,
+    Evicted,
+    Failure,
+    Item,
+    Missing,
+    Recall,
+    Recalled,
+    Released,
+    Result,
+    Written,
+)
+
+
+class Dispatcher:
+    """Owns the tasks of a pool and the lanes they run on."""
+
+    def __init__(self, loop: Loop, console: Console, packer: Packer, prospects: Prospects) -> None:
+        self.counts = Counts()
+        self.lanes = Lanes()
+        self.packer = packer
+        self.closed = False
+        self._prospects = prospects
+        self._loop = loop
+        self._console = console
+        self._finisher = Finisher(packer, self.counts)
+        self._canceller = Canceller(loop)
+        self._releasing: deque[Lane] = deque()
+        """Lanes whose executor can have memory back; appended to from finalizers."""
+        loop.after_each_round(self._after_round)
+
+    # Lanes come and go.
+
+    def add(self, lane: Lane, *, usable: bool) -> None:
+        """Take a lane on; unless it is `usable`, it gets no tasks."""
+        self.packer.recipients.add(lane)
+        self.lanes.add(lane, usable=usable)
+
+    def drain(self, lane: Lane) -> None:
+        """Give a lane nothing new."""
+        self.lanes.drain(lane)
+
+    def pause(self, lane: Lane) -> None:
+        """Give a lane that is out of reach nothing new for now; it keeps what it was sent."""
+        self.lanes.pause(lane)
+
+    def resume(self, lane: Lane) -> None:
+        """Use a lane again that is back within reach."""
+        self.lanes.resume(lane)
+
+    def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
+        """Give a lane up: tasks that ran there fail or are retried, the others are requeued."""
+        self.packer.recipients.discard(lane)
+        started, unstarted = self.lanes.remove(lane)
+        self.counts.bytes_sent += lane.channel.bytes_sent
+        self.counts.bytes_received += lane.channel.bytes_received
+        lane.close()
+        for task in started:
+            self._retry_or_fail(task, problem(task))
+        self.lanes.requeue(reversed(unstarted))
+        self.lanes.refill_all()
+        for task in (*started, *unstarted):
+            self._finisher.release(task)
+
+    def _retry_or_fail(self, task: Task, problem: SkywardError) -> None:
+        """Deal with a task that lost its executor through no fault of its own."""
+        if task.done or not task.retries or task.inputs:
+            self._finisher.fail(task, problem)
+            return
+        task.retries -= 1
+        self.counts.retried += 1
+        self.lanes.requeue([task])
+
+    # Tasks go out.
+
+    def submit(self, task: Task) -> None:
+        """Send a task to an executor with a free slot, or queue it."""
+        try:
+            with self.lanes.lock:
+                if self.closed:
+                    raise PoolClosedError("this pool is closed")
+                self.counts.submitted += 1
+                lane = self._assign(task)
+        except KeyboardInterrupt:
+            self._find_slots()
+            raise
+        if lane is not None:
+            self._send(lane, task)
+
+    def _find_slots(self) -> None:
+        """Find every free slot again after a Ctrl-C, and fill it."""
+        self.lanes.relist()
+        self._loop.call_soon(lambda: None)
+
+    def submit_all(self, tasks: list[Task]) -> None:
+        """Submit tasks such that no other comes between them on any worker."""
+        sends = []
+        try:
+            with self.lanes.lock:
+                if self.closed:
+                    raise PoolClosedError("this pool is closed")
+                for task in tasks:
+                    self.counts.submitted += 1
+                    lane = self._assign(task)
+                    if lane is not None:
+                        sends.append((lane, task))
+        except KeyboardInterrupt:
+            self._find_slots()
+            raise
+        if len(sends) == 1 or not any(task.parcel.heavy for _, task in sends):
+            for lane, task in sends:
+                self._send(lane, task)
+            return
+        # Several large transfers go at the same time; none waits for the others.
+        senders = [threading.Thread(target=self._send, args=pair, daemon=True) for pair in sends]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join()
+
+    def _assign(self, task: Task) -> Lane | None:
+        lane = self.lanes.assign(task)
+        if lane is None:
+            if self._prospects.can_run(task):
+                self.lanes.queue(task)
+            else:
+                task.finish(Failed.because(self._nowhere_to_run(task)))
+        return lane
+
+    def _send(self, lane: Lane, task: Task) -> None:
+        if task.timeout is not None and task.timer is None and not task.done:
+            task.timer = self._loop.later(task.timeout, lambda: self._time_out(task))
+        if task.inputs:
+            lane.feed(task)
+        try:
+            if not lane.send(task):
+                self.lanes.take_back(lane, task)
+                self._finisher.release(task)
+        except KeyboardInterrupt:
+            if lane.channel.aborted:
+                self.drain(lane)
+            raise
+        except OSError:
+            # The executor is gone; losing the lane decides what becomes of its tasks.
+            return
+        except SkywardError as problem:
+            self.lanes.take_back(lane, task)
+            self._finisher.finish(task, Failed.because(problem))
+
+    # What comes back: on the loop's thread, or on a transfer thread for a large body.
+
+    def receive(self, lane: Lane, frame: Frame) -> None:
+        """Deal with a frame from an executor."""
+        message = messages.decode(frame.kind, frame.meta)
+        match message:
+            case Result():
+                self._on_result(lane, frame, message)
+            case Failure():
+                self._on_failure(lane, frame, message)
+            case Written():
+                task = lane.tasks.get(message.task)
+                if task is not None:
+                    task.wrote = True
+                name = task.name if task is not None else ""
+                self._console.output(
+                    message.text, message.stream, lane.node, lane.worker, name, message.transient
+                )
+            case Item():
+                pieces = lane.connection.take(frame, message.payload)
+                task = lane.tasks.get(message.task)
+                if task is not None and task.stream is not None:
+                    task.stream.put(pieces)
+            case End():
+                self._on_end(lane, message)
+            case Credit():
+                lane.grant(message.task, message.stream, message.count)
+            case Released():
+                lane.released(message.segments)
+            case Evicted():
+                lane.evicted(message.digests)
+            case Missing():
+                task = lane.tasks.get(message.task)
+                if task is not None:
+                    sender = threading.Thread(
+                        target=self._resend, args=(lane, task, message), daemon=True
+                    )
+                    sender.start()
+            case Recalled():
+                self.lanes.recalled(lane, message.tasks)
+            case _:
+                raise ProtocolError(f"an executor does not send {type(message).__name__}")
+
+    def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
+        if result.payload is None:
+            task = lane.tasks.get(result.task)
+            if task is not None and not task.done:
+                self._open_stream(lane, task)
+            return
+        pieces = lane.connection.take(frame, result.payload)
+        task = self._leave(lane, result.task, result.ran)
+        if task is not None:
+            self._finisher.finish(task, Value(pieces, f"{task.name} on {lane.where}"))
+
+    def _open_stream(self, lane: Lane, task: Task) -> None:
+        task.stream = items = StreamItems()
+        # Before anybody takes the iterator: a short stream is over by then, and its slot free.
+        lane.tell(Credit(task.id, -1, WINDOW))
+        opened = functools.partial(
+            RemoteIterator,
+            task.id,
+            lane.channel,
+            items,
+            functools.partial(self._abandon, lane, task),
+            functools.partial(self.flush_output, task),
+        )
+        self._finisher.finish(task, Streaming(opened))
+
+    def _on_failure(self, lane: Lane, frame: Frame, failure: Failure) -> None:
+        payload = failure.payload
+        pieces = lane.connection.take(frame, payload) if payload is not None else None
+        task = self._leave(lane, failure.task, failure.ran)
+        if task is None:
+            return
+        answer = remote_failure(failure, pieces, task.name, lane.where)
+        self._finisher.end_stream(task, answer)
+        self._finisher.finish(task, answer)
+
+    def _on_end(self, lane: Lane, end: End) -> None:
+        task = self._leave(lane, end.task, 1.0)
+        if task is not None:
+            self._finisher.end_stream(task, None)
+            self._finisher.release(task)
+
+    def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
+        by_value = task.parcel.by_value
+        if missing.unreachable and by_value is not None:
+            try:
+                parcel = by_value()
+            except Exception as problem:
+                self.lanes.take_back(lane, task)
+                self._finisher.finish(task, Failed.because(problem))
+                self._loop.call_soon(lambda: None)
+                return
+            before, task.parcel = task.parcel, parcel
+            self.packer.release(before)
+            # The task may have been cancelled, and its parcel released, meanwhile.
+            self._finisher.release(task)
+        lane.resend(task, missing.digests, missing.keys)
+
+    def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
+        """Take a task off its lane, which can take another."""
+        task = self.lanes.leave(lane, task_id, ran)
+        lane.stop_feeding(task_id)
+        if task is not None and task.timer is not None:
+            task.timer.cancel()
+        return task
+
+    def flush_output(self, task: Task) -> None:
+        """Wait until everything the task printed has been shown."""
+        if task.wrote:
+            self._console.drain()
+
+    # After every round of the loop: refill lanes, tell executors what nobody uses any more.
+
+    def _after_round(self) -> None:
+        for lane in self.lanes.take_refillable():
+            self._fill(lane)
+        self.packer.tell_unused()
+        while self._releasing:
+            self._releasing.popleft().connection.flush_releases()
+
+    def note_release(self, lane: Lane) -> None:
+        """Have a lane's executor told what it can have back; may be called from a finalizer."""
+        self._releasing.append(lane)
+
+    def _fill(self, lane: Lane) -> None:
+        light: list[Task] = []
+        while (task := self.lanes.assign_next(lane)) is not None:
+            if lane.takes_long(task):
+                threading.Thread(target=self._send, args=(lane, task), daemon=True).start()
+            elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
+                lane.connection.when_free(functools.partial(self._send, lane, task))
+            else:
+                light.append(task)
+        if light:
+            lane.connection.when_free(lambda: self._send_light(lane, light))
+
+    def _send_light(self, lane: Lane, tasks: list[Task]) -> None:
+        try:
+            unsent = lane.send_small(tasks)
+        except OSError:
+            return
+        for task in unsent:
+            self.lanes.take_back(lane, task)
+            self._finisher.release(task)
+
+    def recall_stuck(self) -> None:
+        """Call back tasks that were sent ahead and now wait behind a slow one."""
+        for lane in self.lanes.take_stuck():
+            lane.tell(Recall())
+
+    # Cancelling.
+
+    def cancel(self, task: Task, problem: BaseException | None = None) -> None:
+        """Give a task up: the caller is released at once, the remote work is stopped."""
+        task.cancelled = problem is None
+        reason = problem or TaskCancelledError(f"{task.name} was cancelled")
+        with self.lanes.lock:
+            task.waiting = False
+            lane = self.lanes.with_task(task)
+        self._finisher.fail(task, reason)
+        if lane is not None:
+            self._canceller.stop(lane, task)
+            if lane.channel.aborted:
+                self.drain(lane)
+
+    def _abandon(self, lane: Lane, task: Task) -> None:
+        """The consumer of a stream wants no more of it."""
+        if task.id in lane.tasks and not self.closed:
+            self._canceller.end_stream(lane, task)
+
+    def _time_out(self, task: Task) -> None:
+        if task.done and task.stream is None:
+            return
+        where = f" on {task.load.where}" if task.load is not None else ""
+        self.cancel(
+            task,
+            TaskTimeoutError(
+                f"{task.name} ran longer than its timeout of {task.timeout:g} s{where}; the remote "
+                "work was cancelled"
+            ),
+        )
+
+    # Ending.
+
+    def fail_unrunnable(self) -> None:
+        """Fail the waiting tasks that no node will ever run."""
+        unrunnable = self.lanes.take_unrunnable(self._prospects.can_run)
+        for task in unrunnable:
+            self._finisher.finish(task, Failed.because(self._nowhere_to_run(task)))
+
+    def _nowhere_to_run(self, task: Task) -> NodeLostError:
+        why = self._prospects.why_not()
+        return NodeLostError(
+            f"{task.name} has nowhere to run: "
+            + (f"{why}; " if why else "every node it could use is lost; ")
+            + "enter a new Compute"
+        )
+
+    def close(self) -> None:
+        """Take nothing more; tasks that are not done fail."""
+        with self.lanes.lock:
+            self.closed = True
+            unfinished = self.lanes.take_all()
+        for task in unfinished:
+            # A user who closes the pool does not want the rest of a stream.
+            task.cancelled = task.cancelled or task.stream is not None
+            problem = PoolClosedError(f"the pool closed before {task.name} was done")
+            self._finisher.fail(task, problem)
+
+    @property
+    def backlog(self) -> int:
+        """How many tasks wait for a free slot."""
+        return self.lanes.backlog
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent to and received from executors, over sockets."""
+        lanes = list(self.lanes)
+        sent = sum(lane.channel.bytes_sent for lane in lanes)
+        received = sum(lane.channel.bytes_received for lane in lanes)
+        return self.counts.bytes_sent + sent, self.counts.bytes_received + received

@@ -1,0 +1,48 @@
+"""Finishing: a task gets its answer, is counted once, and gives back what it held."""
+
+from __future__ import annotations
+
+from skyward.calls.answers import Answer, Failed, Streaming
+from skyward.calls.counts import Counts
+from skyward.calls.packing import Packer
+from skyward.calls.task import Task
+
+
+class Finisher:
+    """Gives the tasks of a pool their answers."""
+
+    def __init__(self, packer: Packer, counts: Counts) -> None:
+        self._packer, self._counts = packer, counts
+
+    def finish(self, task: Task, answer: Answer) -> None:
+        """Give a task its answer; what it holds is released."""
+        if task.finish(answer) and not isinstance(answer, Streaming):
+            self._count(task, failed=isinstance(answer, Failed))
+        self.release(task)
+
+    def fail(self, task: Task, problem: BaseException) -> None:
+        """Give a task a failure known here for an answer, and end its stream if it is one."""
+        self.end_stream(task, Failed.because(problem))
+        self.finish(task, Failed.because(problem))
+
+    def end_stream(self, task: Task, problem: Answer | None) -> None:
+        """If the task is a stream, no more items of it come."""
+        if task.stream is not None:
+            task.stream.end(problem)
+            self._count(task, failed=problem is not None)
+
+    def release(self, task: Task) -> None:
+        """Free what a task holds, once it is done and no lane may still be sending it."""
+        if task.done and not task.on_executor:
+            self._packer.release(task.parcel)
+
+    def _count(self, task: Task, *, failed: bool) -> None:
+        if task.counted:
+            return
+        task.counted = True
+        if not failed:
+            self._counts.succeeded += 1
+        elif task.cancelled:
+            self._counts.cancelled += 1
+        else:
+            self._counts.failed += 1

@@ -1,0 +1,291 @@
+"""A lane: how the client uses one executor.
+
+It joins the connection to the executor, what the executor holds, and its load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from skyward.calls.connection import Connection
+from skyward.calls.holdings import Body, Holdings
+from skyward.calls.relays import Neighbor, Relays
+from skyward.calls.scheduler import Load
+from skyward.calls.streams import Feeder
+from skyward.calls.task import Task
+from skyward.objects import payloads
+from skyward.objects.blobs import BlobStore
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Cancel, Message, Run
+
+PROMPT_BYTES = 16 << 10
+"""What is not larger is sent without waiting, whatever the network does."""
+LONG_BYTES = 1 << 20
+"""Larger frames are not waited for to send a message after them."""
+
+
+@dataclass(slots=True)
+class Preparation:
+    """How far an executor is with the plugins' hooks."""
+
+    begun: bool = False
+    """Whether it was told to enter them, which it can do once."""
+    done: bool = False
+    """Whether it has entered them, or there are none."""
+    replaced: bool = False
+    """Whether its group of workers is over: it gets nothing new, and is ended when idle."""
+
+    def begin(self) -> bool:
+        """Note that the executor is told to prepare; False if it has been told before."""
+        before, self.begun = self.begun, True
+        return not before
+
+    def finish(self) -> bool:
+        """Note that the executor can be given tasks; False if that was known."""
+        before, self.done = self.done, True
+        return not before
+
+    def replace(self) -> bool:
+        """Note that another executor takes its place; False if that was known."""
+        before, self.replaced = self.replaced, True
+        return not before
+
+
+class Lane:
+    """One executor process."""
+
+    __slots__ = (
+        "_feeders",
+        "_kill",
+        "_sending",
+        "channel",
+        "connection",
+        "end_reason",
+        "holdings",
+        "load",
+        "neighbor",
+        "pid",
+        "port",
+        "preparation",
+        "tasks",
+    )
+
+    def __init__(
+        self,
+        load: Load[Task],
+        channel: Channel,
+        store: BlobStore,
+        *,
+        pid: int = 0,
+        port: int = 0,
+        neighbor: Neighbor | None = None,
+        relays: Relays | None = None,
+        kill: Callable[[Lane, str], None] = lambda lane, reason: None,
+        on_release: Callable[[Lane], None] = lambda lane: None,
+    ) -> None:
+        """`port` is kept free on the head's first worker.
+
+        `kill` has the agent end the executor and start a new one. `on_release` is called, also from
+        finalizers, when the executor can have memory back.
+        """
+        self.load = load
+        self.tasks = load.tasks
+        self.channel = channel
+        self.connection = Connection(channel, lambda: on_release(self))
+        self.neighbor = neighbor or Neighbor()
+        self.holdings = Holdings(channel, store, load.tasks, self.neighbor, relays)
+        self.preparation = Preparation()
+        self._feeders: dict[int, list[Feeder]] = {}
+        """For each task with streamed arguments, what sends their items."""
+        self.pid, self.port = pid, port
+        self.end_reason = ""
+        """Why the process ended, once the agent has said so."""
+        self._kill = kill
+        self._sending: Task | None = None
+        """The task that is being sent, with all that goes before it."""
+
+    @property
+    def node(self) -> int:
+        """The node the executor is on."""
+        return self.load.node
+
+    @property
+    def worker(self) -> int:
+        """The worker of the node that the executor belongs to."""
+        return self.load.worker
+
+    @property
+    def slot(self) -> int:
+        """Which of its worker's processes the executor is."""
+        return self.load.slot
+
+    @property
+    def where(self) -> str:
+        """The executor's node and worker, in words."""
+        return self.load.where
+
+    @property
+    def lost(self) -> bool:
+        """Whether the executor is gone for good."""
+        return self.connection.closed
+
+    def tell(self, message: Message) -> None:
+        """Send a small message; if the executor is gone, its watcher learns that anyway."""
+        self.connection.tell(message)
+
+    def kill(self, reason: str) -> None:
+        """Have the agent end the executor and start a new one."""
+        self._kill(self, reason)
+
+    def process_ended(self, reason: str) -> None:
+        """Note why the process ended, as its agent says."""
+        self.end_reason = reason
+
+    def takes_long(self, task: Task) -> bool:
+        """Whether sending a task may take long enough that the loop must not wait for it."""
+        parcel = task.parcel
+        if parcel.heavy or self.channel.shares_memory:
+            return parcel.heavy
+        return parcel.encoded.size > PROMPT_BYTES or any(
+            named.parcel.heavy and not self.holdings.has(named)
+            for named in (task.code, *task.handles)
+        )
+
+    def send(self, task: Task, *, fetch: bool = True) -> bool:
+        """Send a task with whatever its executor does not have yet, unless it was cancelled.
+
+        With `fetch`, the executor is told to get large buffers from other executors if it can.
+        """
+        with self.connection.lock:
+            if self.lost:
+                raise BrokenPipeError("the executor is gone")
+            # In this order: cancelling marks the task as done, and then looks whether it is sent.
+            self._sending = task
+            try:
+                return not task.done and self._send(task, fetch)
+            finally:
+                self._sending = None
+
+    def _send(self, task: Task, fetch: bool) -> bool:
+        holdings = self.holdings
+        holdings.define(task.code, fetch=fetch)
+        for named in task.handles:
+            holdings.define(named, fetch=fetch)
+        try:
+            payload, body, descriptors = holdings.pack(task.parcel, fetch=fetch)
+        except KeyboardInterrupt:
+            # `holdings` may say that the executor has memory which it will not get.
+            if task.parcel.digests:
+                self.channel.abort()
+            raise
+        names = [str(index) for index in range(len(task.inputs))]
+        keys = [named.key for named in task.handles]
+        task.sent = holdings.count_task()
+        self.channel.send(
+            Run(task.id, task.name, task.code.key, payload, keys, names), body, descriptors
+        )
+        return True
+
+    def send_small(self, tasks: list[Task]) -> list[Task]:
+        """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
+        with self.connection.lock:
+            unsent = [task for task in tasks if task.done]
+            batch: list[tuple[Message, Body]] = []
+            for task in tasks:
+                if task in unsent:
+                    continue
+                for named in (task.code, *task.handles):
+                    self.holdings.define(named)
+                packed = payloads.pack(task.parcel.encoded, None)
+                keys = [named.key for named in task.handles]
+                task.sent = self.holdings.count_task()
+                batch.append(
+                    (Run(task.id, task.name, task.code.key, packed.payload, keys, []), packed.body)
+                )
+            self.channel.send_many(batch)
+            return unsent
+
+    def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:
+        """Send a task again with what the executor turned out not to have."""
+        with self.connection.lock:
+            self.holdings.lacks(task, digests, keys)
+            # If the executor is gone, losing the lane decides what becomes of the task.
+            with contextlib.suppress(OSError):
+                # From the client: an executor asked for the buffers may be waiting for this one.
+                self.send(task, fetch=False)
+
+    def feed(self, task: Task) -> None:
+        """Send the items of a task's streamed arguments, as the executor asks for them."""
+        self._feeders[task.id] = [
+            Feeder(task.id, index, self.channel, source) for index, source in enumerate(task.inputs)
+        ]
+
+    def grant(self, task_id: int, stream: int, count: int) -> None:
+        """The executor wants so many more items of a streamed argument."""
+        for feeder in self._feeders.get(task_id, [])[stream:][:1]:
+            feeder.grant(count)
+
+    def stop_feeding(self, task_id: int) -> None:
+        """A task needs no more items of its streamed arguments."""
+        for feeder in self._feeders.pop(task_id, ()):
+            feeder.stop()
+
+    def stop(self, task: Task) -> None:
+        """Have a task stopped; amid a long transfer, only by ending the connection.
+
+        What is sent may be the caller's own memory, and the caller is about to have it back.
+        """
+        parcel = task.parcel
+        if self._sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
+            self.channel.abort()
+            return
+        # The executor may not be reading while a thread waits to send to it. The loop must not
+        # wait as well: it has the executor killed if need be.
+        connection = self.connection
+        run = connection.on_own_thread if self.channel.shares_memory else connection.when_free
+        run(lambda: self.tell(Cancel(task.id)))
+
+    def evicted(self, digests: list[bytes]) -> None:
+        """The executor dropped these buffers to stay within its cap."""
+        self.connection.when_free(lambda: self.holdings.drop_digests(digests))
+
+    def released(self, segments: list[int]) -> None:
+        """The executor no longer maps these segments of the client's."""
+        with self.connection.lock:
+            self.holdings.released(segments)
+
+    def forget(
+        self,
+        *,
+        segments: Sequence[int] = (),
+        keys: Sequence[bytes] = (),
+        digests: Sequence[bytes] = (),
+    ) -> None:
+        """Tell the executor that nobody will refer to these again."""
+
+        def tell() -> None:
+            message = self.holdings.forget(segments, keys, digests)
+            if message is not None:
+                self.tell(message)
+
+        self.connection.when_free(tell)
+
+    def disconnected(self) -> None:
+        """The executor is out of reach, for now."""
+        self.neighbor.connected = False
+
+    def reconnected(self) -> None:
+        """The executor is within reach again."""
+        self.neighbor.connected = True
+        self.connection.reconnected()
+
+    def close(self) -> None:
+        """The executor is gone for good."""
+        self.neighbor.connected = False
+        self.connection.close()
+        with self.connection.lock:
+            self.holdings.clear()
+        for task_id in list(self._feeders):
+            self.stop_feeding(task_id)

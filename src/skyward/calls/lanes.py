@@ -1,0 +1,190 @@
+"""Lanes: the executors of a pool and the tasks that wait for them, under one lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from skyward.calls.lane import Lane
+from skyward.calls.scheduler import Load, Scheduler
+from skyward.calls.task import Task
+
+RECALL_SECONDS = 0.05
+"""After so long without a result, tasks sent ahead are called back for other executors to take."""
+
+
+class Lanes:
+    """Gives tasks to lanes with a free slot, and keeps the others until one is free."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """To be held by callers of `assign` and `queue`, and around steps that belong together."""
+        self._scheduler: Scheduler[Task] = Scheduler()
+        self._by_load: dict[Load[Task], Lane] = {}
+        self._refillable: set[Lane] = set()
+        """Lanes that may have room for waiting tasks."""
+
+    def __iter__(self) -> Iterator[Lane]:
+        """The lanes there are now."""
+        return iter(list(self._by_load.values()))
+
+    # Lanes.
+
+    def add(self, lane: Lane, *, usable: bool) -> None:
+        """Take a lane on; unless it is `usable`, it gets no tasks."""
+        with self.lock:
+            self._by_load[lane.load] = lane
+            lane.load.open = usable
+            if usable:
+                self._scheduler.add(lane.load)
+            self._refillable.add(lane)
+
+    def drain(self, lane: Lane) -> None:
+        """Give a lane nothing new."""
+        with self.lock:
+            lane.load.paused = False
+            if lane.load.open:
+                self._scheduler.remove(lane.load)
+
+    def pause(self, lane: Lane) -> None:
+        """Give a lane that is out of reach nothing new for now; it keeps what it was sent."""
+        with self.lock:
+            lane.disconnected()
+            if lane.load.open:
+                self._scheduler.remove(lane.load)
+                lane.load.paused = True
+
+    def resume(self, lane: Lane) -> None:
+        """Use a lane again that is back within reach."""
+        with self.lock:
+            lane.reconnected()
+            if lane.load.paused and not lane.lost:
+                lane.load.paused, lane.load.open = False, True
+                self._scheduler.add(lane.load)
+                self._refillable.add(lane)
+
+    def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:
+        """Give a lane up; returns its tasks that may have started, and those that have not."""
+        with self.lock:
+            self.drain(lane)
+            self._by_load.pop(lane.load, None)
+            started, unstarted = lane.load.started(), lane.load.unstarted()
+            lane.tasks.clear()
+            return started, unstarted
+
+    def with_task(self, task: Task) -> Lane | None:
+        """The lane that has a task, if one does."""
+        with self.lock:
+            load = task.load if task.on_executor else None
+            return self._by_load.get(load) if load is not None else None
+
+    def relist(self) -> None:
+        """Find every free slot again: a Ctrl-C may have come between two steps of assigning."""
+        with self.lock:
+            for load in self._by_load:
+                self._scheduler.relist(load)
+        self.refill_all()
+
+    def refill_all(self) -> None:
+        """Have every lane asked whether it has room."""
+        with self.lock:
+            self._refillable.update(self._by_load.values())
+
+    def take_refillable(self) -> Iterable[Lane]:
+        """Lanes that may have room for waiting tasks, since this was last asked."""
+        if not self._refillable:
+            return ()
+        with self.lock:
+            refillable, self._refillable = self._refillable, set()
+        return refillable
+
+    def take_stuck(self) -> list[Lane]:
+        """Lanes whose tasks sent ahead wait behind a slow one; each is named once."""
+        now = time.monotonic()
+        stuck = []
+        for load, lane in list(self._by_load.items()):
+            if load.overfull and not load.recalling and now - load.last_result > RECALL_SECONDS:
+                load.recalling = True
+                stuck.append(lane)
+        return stuck
+
+    # Tasks.
+
+    def assign(self, task: Task) -> Lane | None:
+        """Give a task to a lane with a free slot, if there is one."""
+        load = self._scheduler.pick(task)
+        if load is None:
+            return None
+        # In this order, so that a task on a lane knows it, whatever interrupts us.
+        task.load = load
+        self._scheduler.begin(load, task)
+        return self._by_load[load]
+
+    def assign_next(self, lane: Lane) -> Task | None:
+        """Give a lane the waiting task it may take next, if it has room."""
+        with self.lock:
+            task = self._scheduler.next_for(lane.load)
+            if task is not None:
+                task.waiting = False
+                task.load = lane.load
+                self._scheduler.begin(lane.load, task)
+            return task
+
+    def queue(self, task: Task) -> None:
+        """Keep a task until a lane has room for it."""
+        task.waiting = True
+        self._scheduler.queue(task)
+
+    def requeue(self, tasks: Iterable[Task]) -> None:
+        """Keep tasks that lost their lane, before all others; the first given comes last."""
+        with self.lock:
+            for task in tasks:
+                if not task.done:
+                    task.load = None
+                    task.waiting = True
+                    self._scheduler.queue(task, first=True)
+
+    def take_back(self, lane: Lane, task: Task) -> None:
+        """Free the slot of a task that its executor does not run."""
+        with self.lock:
+            self._scheduler.end(lane.load, task.id)
+            self._refillable.add(lane)
+
+    def leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
+        """Free the slot of a task that has run for so many seconds."""
+        with self.lock:
+            task = self._scheduler.end(lane.load, task_id)
+            lane.load.note(ran)
+            lane.load.last_result = time.monotonic()
+            self._refillable.add(lane)
+        return task
+
+    def recalled(self, lane: Lane, task_ids: list[int]) -> None:
+        """Requeue tasks that an executor was sent ahead and has given back."""
+        with self.lock:
+            lane.load.recalling = False
+            lane.load.stop_sending_ahead()
+            ended = [self._scheduler.end(lane.load, task_id) for task_id in reversed(task_ids)]
+            self.requeue(task for task in ended if task is not None)
+            self.refill_all()
+
+    def take_unrunnable(self, can_run: Callable[[Task], bool]) -> list[Task]:
+        """Take the waiting tasks out that cannot run any more."""
+        with self.lock:
+            unrunnable = [task for task in self._scheduler.queued() if not can_run(task)]
+            for task in unrunnable:
+                task.waiting = False
+        return unrunnable
+
+    def take_all(self) -> list[Task]:
+        """Every task; those that waited do so no longer."""
+        with self.lock:
+            waiting = self._scheduler.forget_queue()
+            return waiting + [task for load in self._by_load for task in load.tasks.values()]
+
+    @property
+    def backlog(self) -> int:
+        """How many tasks wait for a free slot."""
+        with self.lock:
+            return self._scheduler.backlog

@@ -1,0 +1,260 @@
+"""Packing: calls, code and data become parcels, whose large buffers are hashed and held."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from skyward.calls.device_tensors import DeviceTensors
+from skyward.calls.parcels import NamedParcel, Parcel
+from skyward.calls.relays import RELAY_MIN
+from skyward.errors import ConfigurationError
+from skyward.functions import Pending
+from skyward.objects import encoding, memory
+from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
+from skyward.objects.code import Code
+from skyward.objects.encoding import Encoded
+from skyward.objects.handles import Handle
+
+DEFINITIONS_MAX = 1024
+RETURN_SECONDS = 0.01
+"""How long to wait for executors to release replaced contents: a round trip, not a task."""
+
+
+def blob_room() -> tuple[int, str | None]:
+    """How many bytes of blobs to keep, and in which folder; None: in memory."""
+    folder = os.environ.get("SKYWARD_BLOB_DIR") or None
+    cap = min(memory.machine_memory() // 8, 4 << 30)
+    if folder is not None:
+        if not os.path.isdir(folder):
+            raise ConfigurationError(
+                f"SKYWARD_BLOB_DIR={folder!r}: it is not a folder; make it, or unset the variable "
+                "to use memory"
+            )
+        # Segments that hold blobs, that executors still map, and that are free must fit together.
+        cap = min(cap, shutil.disk_usage(folder).free // 4)
+    given = os.environ.get("SKYWARD_BLOB_CAP")
+    if given is None:
+        return cap, folder
+    if not given.isdecimal():
+        raise ConfigurationError(f"SKYWARD_BLOB_CAP={given!r}: give a number of bytes")
+    return int(given), folder
+
+
+class Recipient(Protocol):
+    """An executor that holds parcels it was sent."""
+
+    def forget(
+        self,
+        *,
+        segments: Sequence[int] = (),
+        keys: Sequence[bytes] = (),
+        digests: Sequence[bytes] = (),
+    ) -> None:
+        """Tell the executor that nobody will refer to these again."""
+
+
+class Packer:
+    """Makes parcels, and keeps the one parcel for everything that executors hold under a key."""
+
+    def __init__(self, *, encrypted: bool, relayed: bool) -> None:
+        self.recipients: set[Recipient] = set()
+        """The executors that may hold what was packed here."""
+        self._encrypted = encrypted
+        self._relayed = relayed
+        self.cap, folder = blob_room()
+        self.store = BlobStore(self.cap, folder)
+        self._sources = Sources()
+        self._definitions: OrderedDict[bytes, NamedParcel] = OrderedDict()
+        self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def call(
+        self,
+        pending: Pending[Any],
+        *,
+        keep: bool,
+        for_many: bool = False,
+        refer: DeviceTensors | None = None,
+    ) -> tuple[Parcel, list[Iterator[Any]]]:
+        """Pack a call's arguments; returns also the iterators among them that travel item by item.
+
+        `keep` copies what the caller may change before it is sent; `for_many` says that others
+        are sent the same; `refer` decides which tensors stay where they are.
+        """
+        function = pending.function
+        args, kwargs, inputs = split_streams(pending)
+        call = encoding.Arguments(function.name, function.parameter_names, args, kwargs)
+        encoded = encoding.encode(call, own_modules=True, refer=refer)
+        parcel = self.parcel(encoded, keep=keep, for_many=for_many)
+        if encoded.referred:
+            parcel.by_value = lambda: self.parcel(
+                encoding.encode(call, own_modules=True), keep=True
+            )
+        return parcel, inputs
+
+    def parcel(self, encoded: Encoded, *, keep: bool, for_many: bool = False) -> Parcel:
+        """Pack an encoded object: name its large buffers, and copy them to shared memory."""
+        if for_many and self._relayed and encoded.pickle_length >= RELAY_MIN:
+            encoded = encoded.with_pickle_as_buffer()
+        parcel = Parcel(encoded)
+        large = [buffer for buffer in encoded.buffers if len(buffer) >= BLOB_MIN]
+        if keep and len(large) < len(encoded.buffers):
+            encoded.buffers = [
+                buffer if len(buffer) >= BLOB_MIN else memoryview(bytes(buffer))
+                for buffer in encoded.buffers
+            ]
+        if not large or not memory.can_share():
+            return parcel
+        held = keep or not self._encrypted
+        before = self._sources.surely_new(large) if held else None
+        if before is not None:
+            if before:
+                self._drop_stale(before)
+            parcel.blobs = self.store.place_new(large)
+            parcel.digests = [blob.digest for blob in parcel.blobs]
+            self._sources.replaced(large, parcel.digests)
+        else:
+            parcel.digests = memory.digests(large)
+            stale = self._sources.replaced(large, parcel.digests)
+            if stale:
+                self._drop_stale(stale)
+            if held:
+                parcel.blobs = self.store.place(large, parcel.digests)
+        if held:
+            # The bytes are in shared memory now; the caller may change or free its own memory.
+            encoded.buffers = [
+                memory.placeholder(len(buffer)) if len(buffer) >= BLOB_MIN else buffer
+                for buffer in encoded.buffers
+            ]
+        if self._encrypted:
+            parcel.large = large
+        return parcel
+
+    def _drop_stale(self, stale: list[bytes]) -> None:
+        """Drop contents that the caller has replaced, so that the new ones can use their memory."""
+        segments = [self.store.evict(digest) for digest in stale]
+        retired = self._take_retired()
+        for recipient in list(self.recipients):
+            recipient.forget(digests=stale, segments=retired)
+        for segment in segments:
+            if segment is not None:
+                self.store.arena.await_return(segment, RETURN_SECONDS)
+
+    def shared(self, parcel: Parcel) -> Parcel:
+        """The same parcel for one more task, with blobs pinned for that task."""
+        for blob in parcel.blobs:
+            self.store.pin(blob.segment)
+        return Parcel(parcel.encoded, list(parcel.blobs), parcel.digests, parcel.large)
+
+    def release(self, parcel: Parcel) -> None:
+        """Free what a parcel holds, which nobody will send again."""
+        blobs, parcel.blobs = parcel.blobs, []
+        for blob in blobs:
+            self.store.unpin(blob.segment.id)
+        if parcel.by_value is not None:
+            # On another thread: freeing a tensor may wait for its device, and the loop must not.
+            held = [parcel.by_value, parcel.encoded.referred]
+            parcel.by_value, parcel.encoded.referred = None, []
+            threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()
+
+    def code(self, code: Code) -> NamedParcel:
+        """Pack a function's code; the same code gives the same parcel."""
+        with self._lock:
+            known = self._definitions.get(code.key)
+            if known is not None:
+                self._definitions.move_to_end(code.key)
+                return known
+        made = NamedParcel(code.key, self._kept(code.encoded), False)
+        with self._lock:
+            self._definitions[code.key] = made
+            old = None
+            if len(self._definitions) > DEFINITIONS_MAX:
+                old = next((d for d in self._definitions.values() if not d.frozen), None)
+            if old is not None:
+                del self._definitions[old.key]
+        if old is not None:
+            self.release(old.parcel)
+        return made
+
+    def _kept(self, encoded: Encoded) -> Parcel:
+        return self.parcel(_copied(encoded), keep=True, for_many=True)
+
+    def handle(self, handle: Handle[Any]) -> NamedParcel:
+        """Pack data given to `put`; the parcel lives as long as the handle."""
+        with self._lock:
+            known = self._definitions.get(handle.key)
+        if known is not None:
+            return known
+        made = NamedParcel(handle.key, self._kept(handle.encoded), True)
+        with self._lock:
+            self._definitions[handle.key] = made
+        weakref.finalize(handle, self._forgotten.put, handle.key).atexit = False
+        return made
+
+    def tell_unused(self) -> None:
+        """Tell the executors which segments and which data of `put` nobody uses any more."""
+        retired, forgotten = self._take_retired(), self._take_forgotten()
+        if retired or forgotten:
+            for recipient in list(self.recipients):
+                recipient.forget(segments=retired, keys=forgotten)
+
+    def _take_forgotten(self) -> list[bytes]:
+        """Release the data of handles that have died since; returns their keys."""
+        keys: list[bytes] = []
+        while not self._forgotten.empty():
+            keys.append(self._forgotten.get())
+        if not keys:
+            return keys
+        with self._lock:
+            dropped = [self._definitions.pop(key, None) for key in keys]
+        for definition in dropped:
+            if definition is not None:
+                self.release(definition.parcel)
+        return keys
+
+    def _take_retired(self) -> list[int]:
+        """Segments that hold nothing any more, which executors need not map any longer."""
+        retired = []
+        while self.store.retired:
+            retired.append(self.store.retired.popleft())
+        self.store.evicted.clear()
+        return retired
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.store.close()
+
+
+def split_streams(
+    pending: Pending[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Iterator[Any]]]:
+    """Replace the arguments that stream by references; returns also their iterators."""
+    streamed = pending.function.streamed_parameters
+    if not streamed:
+        return pending.args, pending.kwargs, []
+    inputs: list[Iterator[Any]] = []
+
+    def swap(name: str, value: Any) -> Any:
+        if name not in streamed or value is None:
+            return value
+        inputs.append(iter(value))
+        return encoding.StreamRef(len(inputs) - 1)
+
+    names = pending.function.parameter_names
+    args = tuple(
+        swap(names[index] if index < len(names) else "", value)
+        for index, value in enumerate(pending.args)
+    )
+    kwargs = {name: swap(name, value) for name, value in pending.kwargs.items()}
+    return args, kwargs, inputs
+
+
+def _copied(encoded: Encoded) -> Encoded:
+    return Encoded(encoded.pieces, list(encoded.buffers), encoded.storages, encoded.handles)

@@ -1,0 +1,67 @@
+"""Prospects: which nodes may still run tasks, and why the others will not."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+
+class Aimed(Protocol):
+    """What says where a task may run."""
+
+    @property
+    def on(self) -> int | None:
+        """The node it must run on."""
+
+    @property
+    def worker(self) -> tuple[int, int] | None:
+        """The (node, worker) it must run on."""
+
+
+class Prospects:
+    """The nodes of a pool that run tasks, or will once they are up.
+
+    The fleet says what becomes of its nodes; the dispatcher asks whether a task can still run.
+    """
+
+    def __init__(self, *, grouped: bool) -> None:
+        """`grouped`: the workers are one group, of which none is of use without the others."""
+        self._grouped = grouped
+        self._expected: set[int] = set()
+        self._failures: dict[int, BaseException] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, node: int) -> None:
+        """A node has been added to the pool."""
+        with self._lock:
+            self._expected.add(node)
+            self._failures.pop(node, None)
+
+    def fail(self, node: int, failure: BaseException) -> None:
+        """A node has failed for good; one that has left the pool is nobody's concern."""
+        with self._lock:
+            if node in self._expected:
+                self._expected.discard(node)
+                self._failures[node] = failure
+
+    def leave(self, node: int) -> None:
+        """A node takes no more tasks, because the pool shrinks."""
+        with self._lock:
+            self._expected.discard(node)
+            self._failures.pop(node, None)
+
+    def can_run(self, task: Aimed) -> bool:
+        """Whether some node runs tasks like this one, or will."""
+        with self._lock:
+            if self._grouped and self._failures:
+                return False
+            wanted = task.worker[0] if task.worker is not None else task.on
+            return bool(self._expected) if wanted is None else wanted in self._expected
+
+    def why_not(self) -> str:
+        """Why nodes failed, in words; empty if none did."""
+        with self._lock:
+            reasons = [str(self._failures[node]) for node in sorted(self._failures)]
+        if not self._grouped:
+            return "; ".join(reasons)
+        return f"its workers are a group, and {reasons[0]}" if reasons else ""

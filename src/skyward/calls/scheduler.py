@@ -1,0 +1,222 @@
+"""The scheduler: which task goes to which executor.
+
+A pure structure, which takes constant time per task whatever the number of nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+FAST_SECONDS = 0.001
+"""Tasks shorter than this are sent ahead, so that the worker never waits for the next one."""
+AHEAD_MAX = 64
+AHEAD_SECONDS = 0.004
+
+
+class Work(Protocol):
+    """What the scheduler knows of a task."""
+
+    id: int
+    on: int | None
+    """The node it must run on."""
+    worker: tuple[int, int] | None
+    """The (node, worker) it must run on."""
+    waiting: bool
+    """Whether it is queued; False once it was cancelled there."""
+    order: int
+    """Its number in the queue, given by the scheduler."""
+
+
+W = TypeVar("W", bound=Work)
+
+
+@dataclass(slots=True, eq=False)
+class Load(Generic[W]):
+    """What the scheduler knows of one executor process: its tasks, and how many it may have."""
+
+    node: int
+    worker: int
+    slot: int
+    """Which of its worker's processes the executor is."""
+    capacity: int = 1
+    """How many tasks the executor runs at once."""
+    tasks: dict[int, W] = field(default_factory=dict)
+    """In flight, in the order they were sent; the first `capacity` have started."""
+    window: int = 0
+    """How many tasks the executor may have, with those sent ahead; at first its capacity."""
+    open: bool = True
+    """Whether the executor is given new tasks."""
+    paused: bool = False
+    """Whether it is given none only because it is out of reach."""
+    listed: bool = False
+    """Whether the scheduler has it among those with a free slot."""
+    average: float = 1.0
+    """Seconds that its recent tasks ran."""
+    last_result: float = 0.0
+    """When its last task ended."""
+    recalling: bool = False
+    """Whether it was asked to give tasks back, and has not answered."""
+
+    def __post_init__(self) -> None:
+        self.window = self.window or self.capacity
+
+    def note(self, ran: float) -> None:
+        """Learn from how long a task ran how many may be sent ahead."""
+        self.average = ran if ran > 10 * FAST_SECONDS else 0.7 * self.average + 0.3 * ran
+        if self.average > FAST_SECONDS:
+            self.window = self.capacity
+        else:
+            ahead = int(AHEAD_SECONDS / max(self.average, 1e-5))
+            self.window = self.capacity + min(AHEAD_MAX, ahead)
+
+    def stop_sending_ahead(self) -> None:
+        """Send no tasks ahead until short ones have run again."""
+        self.average, self.window = 1.0, self.capacity
+
+    @property
+    def where(self) -> str:
+        """The executor's node and worker, in words."""
+        return f"node {self.node}" + (f" worker {self.worker}" if self.worker else "")
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots without a task."""
+        return max(0, self.capacity - len(self.tasks))
+
+    @property
+    def overfull(self) -> bool:
+        """Whether tasks that were sent ahead wait for those that run."""
+        return len(self.tasks) > self.capacity
+
+    def started(self) -> list[W]:
+        """Tasks that may have begun to run."""
+        return list(itertools.islice(self.tasks.values(), self.capacity))
+
+    def unstarted(self) -> list[W]:
+        """Tasks that were sent ahead and wait behind others."""
+        return list(itertools.islice(self.tasks.values(), self.capacity, None))
+
+
+class Scheduler(Generic[W]):
+    """Round-robin over executors with a free slot; else a queue, also per node and per worker."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Load[W]] = deque()
+        self._loads: dict[tuple[int, int], list[Load[W]]] = {}
+        self._at_node: dict[int, list[Load[W]]] = {}
+        self._queue: deque[W] = deque()
+        self._aimed: dict[object, deque[W]] = {}
+        self._order = itertools.count()
+        self._first = itertools.count(-1, -1)
+
+    def add(self, load: Load[W]) -> None:
+        """An executor is there to be used."""
+        self._loads.setdefault((load.node, load.worker), []).append(load)
+        self._at_node.setdefault(load.node, []).append(load)
+        self._list(load)
+
+    def remove(self, load: Load[W]) -> None:
+        """An executor gets nothing new; what it has is the caller's to deal with."""
+        load.open = False
+        self._loads[load.node, load.worker].remove(load)
+        self._at_node[load.node].remove(load)
+
+    def pick(self, task: W) -> Load[W] | None:
+        """An executor with a free slot for this task, now."""
+        # Never past one that waits for the same aim: broadcasts must keep one order everywhere.
+        if task.worker is not None:
+            if self._awaited(task.worker):
+                return None
+            return self._most_idle(self._loads.get(task.worker, ()))
+        if task.on is not None:
+            if self._awaited(task.on):
+                return None
+            return self._most_idle(self._at_node.get(task.on, ()))
+        while self._ready:
+            load = self._ready.popleft()
+            load.listed = False
+            if load.open and len(load.tasks) < load.capacity:
+                return load
+        return None
+
+    def _awaited(self, aim: object) -> bool:
+        queue = self._aimed.get(aim)
+        while queue and not queue[0].waiting:
+            queue.popleft()
+        return bool(queue)
+
+    @staticmethod
+    def _most_idle(loads: list[Load[W]] | tuple[()]) -> Load[W] | None:
+        best = max(loads, key=lambda load: load.idle_slots, default=None)
+        return best if best is not None and best.open and best.idle_slots else None
+
+    def begin(self, load: Load[W], task: W) -> None:
+        """The task is about to be sent to that executor."""
+        load.tasks[task.id] = task
+        self._list(load)
+
+    def queue(self, task: W, *, first: bool = False) -> None:
+        """Keep a task until an executor has room; `first` puts it before all others."""
+        task.order = next(self._first) if first else next(self._order)
+        aim: object = task.worker if task.worker is not None else task.on
+        queue = self._queue if aim is None else self._aimed.setdefault(aim, deque())
+        if first:
+            queue.appendleft(task)
+        else:
+            queue.append(task)
+
+    def end(self, load: Load[W], task_id: int) -> W | None:
+        """The task has left that executor."""
+        task = load.tasks.pop(task_id, None)
+        self._list(load)
+        return task
+
+    def next_for(self, load: Load[W]) -> W | None:
+        """The longest waiting task that this executor may take, if it has room."""
+        if not load.open or len(load.tasks) >= load.window:
+            return None
+        # Aimed tasks are not sent ahead: a broadcast must run everywhere at once.
+        queues = [self._queue]
+        if len(load.tasks) < load.capacity and self._aimed:
+            queues += [
+                queue
+                for aim in ((load.node, load.worker), load.node)
+                if (queue := self._aimed.get(aim)) is not None
+            ]
+        best: deque[W] | None = None
+        for queue in queues:
+            while queue and not queue[0].waiting:
+                queue.popleft()
+            if queue and (best is None or queue[0].order < best[0].order):
+                best = queue
+        return best.popleft() if best else None
+
+    def queued(self) -> list[W]:
+        """Every waiting task."""
+        everything = [*self._queue, *(t for queue in self._aimed.values() for t in queue)]
+        return [task for task in everything if task.waiting]
+
+    @property
+    def backlog(self) -> int:
+        """How many tasks wait, those cancelled meanwhile included."""
+        return len(self._queue) + sum(map(len, self._aimed.values()))
+
+    def forget_queue(self) -> list[W]:
+        """Take every waiting task out."""
+        tasks = self.queued()
+        self._queue.clear()
+        self._aimed.clear()
+        return tasks
+
+    def relist(self, load: Load[W]) -> None:
+        """Make sure that an executor which has room is found."""
+        load.listed = load in self._ready
+        self._list(load)
+
+    def _list(self, load: Load[W]) -> None:
+        if load.open and not load.listed and len(load.tasks) < load.capacity:
+            load.listed = True
+            self._ready.append(load)

@@ -1,0 +1,158 @@
+"""Streams: results that arrive item by item, and arguments that are sent item by item."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from skyward.calls.answers import Answer
+from skyward.errors import SkywardError
+from skyward.objects import encoding, payloads
+from skyward.objects.payloads import Pieces
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Credit, End, Item
+
+WINDOW = 16
+"""Items the worker may be ahead of the consumer."""
+
+
+class StreamItems:
+    """The items of a stream that have come and were not taken yet.
+
+    The task holds this and not the iterator, so that a user who drops the iterator ends the stream.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Pieces | Answer | None] = queue.SimpleQueue()
+
+    def put(self, pieces: Pieces) -> None:
+        """An item came in."""
+        self._queue.put(pieces)
+
+    def end(self, problem: Answer | None) -> None:
+        """There are no more items; with a problem, this is why."""
+        self._queue.put(problem)
+
+    def get(self) -> Pieces | Answer | None:
+        """Wait for an item, or for the end: the problem, or None."""
+        return self._queue.get()
+
+
+class RemoteIterator(Iterator[Any]):
+    """Iterates over what a remote generator yields, letting it run only so far ahead.
+
+    Closing it, leaving a `with` block, or dropping it stops the remote generator.
+    """
+
+    def __init__(
+        self,
+        task_id: int,
+        channel: Channel,
+        items: StreamItems,
+        abandon: Callable[[], None],
+        flush_output: Callable[[], None],
+    ) -> None:
+        self._task_id, self._channel, self._items = task_id, channel, items
+        self._abandon, self._flush_output = abandon, flush_output
+        self._owed = WINDOW
+        self._done = False
+
+    def _grant(self, count: int) -> None:
+        self._owed += count
+        with contextlib.suppress(OSError):
+            self._channel.send(Credit(self._task_id, -1, count))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._done:
+            raise StopIteration
+        item = self._items.get()
+        if isinstance(item, tuple):
+            self._owed -= 1
+            if self._owed <= WINDOW // 2:
+                self._grant(WINDOW - self._owed)
+            return encoding.decode(*item)
+        self._done = True
+        self._flush_output()
+        if item is None:
+            raise StopIteration
+        return item.get()
+
+    def close(self) -> None:
+        """Stop the remote generator; iterating further ends at once."""
+        if not self._done:
+            self._done = True
+            self._abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Feeder:
+    """Sends the items of a caller's iterator as the worker asks for them, on its own thread."""
+
+    def __init__(self, task_id: int, index: int, channel: Channel, source: Iterator[Any]) -> None:
+        self._task_id, self._index, self._channel, self._source = task_id, index, channel, source
+        self._wanted = threading.Semaphore(0)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="skyward-feeder", daemon=True)
+        self._thread.start()
+
+    def grant(self, count: int) -> None:
+        """The worker wants so many more."""
+        self._wanted.release(max(1, count))
+
+    def stop(self) -> None:
+        """The task is over."""
+        self._stopped = True
+        self._wanted.release()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wanted.acquire()
+                if self._stopped:
+                    return
+                try:
+                    item = next(self._source)
+                    packed = payloads.pack(encoding.encode(item, own_modules=True), None)
+                except StopIteration:
+                    self._channel.send(End(self._task_id, self._index, None))
+                    return
+                except BaseException as problem:
+                    # Whatever it is, the function that waits for the item must be told.
+                    self._send_problem(problem)
+                    return
+                message = Item(self._task_id, self._index, packed.payload)
+                self._channel.send(message, packed.body)
+        except OSError:
+            # The executor is gone; losing its lane decides what becomes of the task.
+            return
+        finally:
+            close = getattr(self._source, "close", None)
+            if close is not None:
+                close()
+
+    def _send_problem(self, problem: BaseException) -> None:
+        try:
+            if not isinstance(problem, Exception):
+                raise SkywardError("only exceptions proper are raised in other processes")
+            portable = encoding.PortableException(problem, {}, False)
+            encoded = encoding.encode(portable, own_modules=True)
+        except SkywardError:
+            replacement = SkywardError(f"the argument stream failed: {problem!r}")
+            encoded = encoding.encode(encoding.PortableException(replacement, {}, False))
+        packed = payloads.pack(encoded, None)
+        with contextlib.suppress(OSError):
+            self._channel.send(End(self._task_id, self._index, packed.payload), packed.body)

@@ -1,0 +1,96 @@
+#include "operations.h"
+
+#include <ATen/core/enum_tag.h>
+
+#include <set>
+
+#include "shapes.h"
+
+namespace sky {
+
+bool strictly_contiguous(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  int64_t expected = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != expected) return false;
+    expected *= std::max<int64_t>(sizes[i], 1);
+  }
+  return true;
+}
+
+namespace {
+
+ListOf list_of(const c10::Type& element) {
+  switch (element.kind()) {
+    case c10::TypeKind::TensorType: return kTensors;
+    case c10::TypeKind::OptionalType: return kOptionalTensors;
+    case c10::TypeKind::FloatType: return kDoubles;
+    case c10::TypeKind::BoolType: return kBools;
+    case c10::TypeKind::NumberType: return kScalars;
+    case c10::TypeKind::StringType: return kStrings;
+    default: return kInts;
+  }
+}
+
+std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
+  auto info = std::make_unique<OpInfo>();
+  const auto& schema = op.schema();
+  info->name = &op.operator_name();
+  info->arguments = schema.arguments().size();
+  for (auto& a : schema.arguments()) {
+    auto type = a.type();
+    if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+    info->number.push_back(type->kind() == c10::TypeKind::NumberType);
+    info->written.push_back(a.alias_info() && a.alias_info()->isWrite());
+    if (info->written.back() && a.kwarg_only()) info->outs.push_back(info->written.size() - 1);
+    auto list = type->cast<c10::ListType>();
+    info->list.push_back(list ? list_of(*list->getElementType()) : kInts);
+  }
+  bool returns_tensors = schema.returns().empty();
+  for (auto& r : schema.returns()) {
+    if (r.type()->str().find("Tensor") != std::string::npos) returns_tensors = true;
+    int found = -1;
+    if (r.alias_info() && r.alias_info()->isWrite())
+      for (size_t i = 0; i < info->arguments; i++) {
+        auto* a = schema.arguments()[i].alias_info();
+        if (a && a->beforeSets() == r.alias_info()->beforeSets()) found = static_cast<int>(i);
+      }
+    info->returns.push_back(found);
+  }
+  const auto& name = info->name->name;
+  info->asks_always = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  static const std::set<std::string> indexing{"aten::index", "aten::index_put", "aten::index_put_",
+                                              "aten::_index_put_impl_", "aten::_unsafe_index"};
+  static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace",
+                                                "aten::_fused_sdp_choice"};  // not with dropout
+  info->indexes = indexing.count(name);
+  info->scalars_shape = by_scalars.count(name);
+  if (info->indexes) info->asks_always = false;
+  // A number or a truth is about the data; which attention kernel fits is about the shapes.
+  if (!returns_tensors && name != "aten::_fused_sdp_choice") info->asks_always = true;
+  info->shape = shape_kernel(*info->name);
+  info->only_writes = only_writes(*info->name);
+  // The worker's tables are sized by the longest target.
+  if (name == "aten::_ctc_loss") info->asks_always = true;
+  // Its only result is the error, which callers catch where they call.
+  if (name == "aten::_linalg_check_errors") info->asks_always = true;
+  return info;
+}
+
+}  // namespace
+
+const OpInfo& info_of(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static std::unordered_map<const void*, std::unique_ptr<OpInfo>> known;
+  thread_local std::unordered_map<const void*, const OpInfo*> mine;
+  const void* id = &op.operator_name();
+  auto& found = mine[id];
+  if (!found) {
+    std::lock_guard lock(mutex);
+    auto& shared = known[id];
+    if (!shared) shared = study(op);
+    found = shared.get();
+  }
+  return *found;
+}
+
+}  // namespace sky

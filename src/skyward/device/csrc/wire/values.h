@@ -1,0 +1,70 @@
+// Values of arguments and results as PyTorch has them, to and from what travels.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <utility>
+
+#include "records.h"
+
+namespace sky {
+
+// The kind and value of what stands for itself: no tensor, list, device or generator.
+inline std::optional<std::pair<Argument, Value>> plain(const c10::IValue& v) {
+  Value value;
+  if (v.isInt()) {
+    value.integer = v.toInt();
+    return std::pair(kInt, value);
+  }
+  if (v.isDouble()) {
+    value.real = v.toDouble();
+    return std::pair(kDouble, value);
+  }
+  if (v.isBool()) {
+    value.integer = v.toBool();
+    return std::pair(kBool, value);
+  }
+  if (v.isNone()) return std::pair(kNone, value);
+  if (v.isString()) {
+    value.text = v.toStringRef();
+    return std::pair(kString, value);
+  }
+  if (v.isComplexDouble()) {
+    auto number = v.toComplexDouble();
+    value.real = number.real();
+    value.imaginary = number.imag();
+    return std::pair(kComplex, value);
+  }
+  return std::nullopt;
+}
+
+inline c10::IValue from_plain(Argument kind, const Value& value) {
+  switch (kind) {
+    case kNone: return c10::IValue();
+    case kUndefined: return at::Tensor();
+    case kInt:
+    case kNumber: return value.integer;
+    case kDouble: return value.real;
+    case kComplex: return c10::complex<double>(value.real, value.imaginary);
+    case kBool: return value.integer != 0;
+    case kString: return std::string(value.text);
+    default: throw Malformed("an argument without a value");
+  }
+}
+
+// A result that is a value: its kind, and all there is of it.
+inline void write_plain(Writer& w, Argument kind, const Value& value) {
+  w.u8(kind);
+  write(w, row_of(kind).said, value);
+  write(w, row_of(kind).sent, value);
+}
+
+inline c10::IValue read_plain(Reader& r) {
+  auto kind = read_kind(r);
+  auto row = row_of(kind);
+  auto value = read(r, row.said == Content::kNothing ? row.sent : row.said);
+  return from_plain(kind, value);
+}
+
+}  // namespace sky

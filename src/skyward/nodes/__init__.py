@@ -1,0 +1,1 @@
+"""What a pool knows of its machines, and does with them."""

@@ -1,0 +1,123 @@
+"""A briefing: what the nodes of a pool are told about the pool and about each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+
+from skyward.context import InstanceInfo, Peer
+from skyward.errors import ConfigurationError
+from skyward.nodes.node import Node
+from skyward.nodes.roster import Roster
+from skyward.nodes.spec import PoolSpec
+from skyward.wire.identity import Authority, node_name
+from skyward.wire.messages import Topology
+from skyward.worker.config import AgentConfig
+
+
+class Briefing:
+    """Writes the briefing of every node, as the pool is at that moment."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        spec: PoolSpec,
+        authority: Authority | None,
+        roster: Roster,
+        *,
+        clustered: bool,
+    ) -> None:
+        self._id = pool_id
+        self._spec = spec
+        self._authority = authority
+        self._roster = roster
+        self._clustered = clustered
+        self._head_port = _free_port()
+        self._telling = threading.Lock()
+
+    def agent_config(self, node: Node, blob_cap: int) -> AgentConfig:
+        """The configuration that a node's agent starts with."""
+        worker = self._spec.worker
+        per_node = self.workers_on(node)
+        credentials = None
+        if self._authority is not None:
+            issued = self._authority.issue(node_name(self._id, node.index))
+            credentials = (issued.authority, issued.certificate, issued.key)
+        return AgentConfig(
+            pool=self._id,
+            node=node.index,
+            address="",
+            folder="",
+            workers=per_node,
+            slots=worker.concurrency,
+            threads=worker.executor == "thread",
+            compute_pool=[self.compute_pool(node, index) for index in range(per_node)],
+            visible=[
+                str(index) if worker.per_node == "accelerator" else "" for index in range(per_node)
+            ],
+            env=dict(self._spec.request.image.env),
+            search_path=[path or os.getcwd() for path in sys.path],
+            working_directory=os.getcwd(),
+            orphan_timeout=self._spec.options.orphan_timeout,
+            client_pid=0,
+            credentials=credentials,
+            blob_cap=blob_cap,
+            plugged=bool(self._spec.preparations),
+            hooks_first=bool(self._spec.preparations.for_nodes),
+            private=node.host.address if self._clustered else "",
+        )
+
+    def workers_on(self, node: Node) -> int:
+        """How many workers a node has."""
+        per_node = self._spec.worker.per_node
+        if per_node != "accelerator":
+            return per_node
+        if not node.host.accelerators:
+            raise ConfigurationError(
+                f"Worker(per_node='accelerator'): node {node.index} has no accelerator; give a "
+                "number of workers instead"
+            )
+        return node.host.accelerators
+
+    def compute_pool(self, node: Node, worker: int, group: list[Node] | None = None) -> str:
+        """What `instance_info` says on a worker, in a group of these nodes or of all."""
+        nodes = self._roster.members(but_also=node) if group is None else group
+        peers = tuple(Peer(each.index, each.host.address) for each in nodes)
+        return InstanceInfo(
+            node=node.index,
+            worker=worker,
+            total_nodes=len(nodes),
+            workers_per_node=self.workers_on(node),
+            head_addr=nodes[0].host.address if nodes else "127.0.0.1",
+            head_port=self._head_port,
+            accelerators=node.host.accelerators,
+            accelerator=node.host.accelerator,
+            peers=peers if self._spec.options.cluster else (),
+            job_id=self._id,
+            hostname=node.host.hostname,
+            place=nodes.index(node) if node in nodes else node.index,
+        ).to_json()
+
+    def tell_all(self) -> None:
+        """Nodes have come or gone: tell every worker that is there."""
+        # One at a time: what a worker is told last must not be what was true first.
+        with self._telling:
+            for node in self._roster.members():
+                for worker in range(self.workers_on(node)):
+                    message = Topology(worker, self.compute_pool(node, worker))
+                    node.tell(message)
+                    for lane in list(node.lanes.values()):
+                        if lane.worker == worker and not lane.lost:
+                            lane.tell(message)
+
+    def meet_at(self, port: int) -> None:
+        """Set the port at which the workers of a group meet on the first node."""
+        self._head_port = port
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

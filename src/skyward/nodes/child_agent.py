@@ -1,0 +1,119 @@
+"""An agent that runs as a command of the client's own machine, and is watched as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import psutil
+
+from skyward.errors import PoolStartError
+from skyward.providers import Equipment, Machine
+from skyward.worker.config import AgentConfig
+
+START_SECONDS = 60.0
+TERMINATE_SECONDS = 2.0
+"""How long an agent that got a SIGTERM has before it is killed."""
+QUOTED = 2000
+"""So many of the last bytes that an agent wrote are shown when it did not start."""
+
+
+class ChildAgent:
+    """One agent process; its methods, but for the marked ones, run on the providers' loop."""
+
+    def __init__(self, machine: Machine, equipment: Equipment) -> None:
+        self.pid = 0
+        self._machine, self._equipment = machine, equipment
+        self._said = b""
+        self._news = asyncio.Event()
+        self._running: asyncio.Task[int] | None = None
+
+    async def start(self, config: AgentConfig) -> str:
+        """Start the process and return the endpoint that it announces."""
+        config.folder = self._equipment.folder
+        config.client_pid = os.getpid()
+        work = self._equipment.working_directory
+        if work is not None:
+            config.search_path.insert(0, work)
+            config.working_directory = work
+        command = [self._machine.python or "python3", "-P", "-m", "skyward.worker.agent"]
+        told = msgspec.json.encode(config) + b"\n"
+        running = self._machine.run(command, input=told, output=self._hear)
+        self._running = asyncio.create_task(self._run(running))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                while not (self._announcement or self._running.done()):
+                    await self._news.wait()
+                    self._news.clear()
+        if not self._announcement:
+            raise self._failure()
+        announced = msgspec.json.decode(self._announcement)
+        self.pid = int(announced["pid"])
+        return str(announced["endpoint"])
+
+    async def _run(self, running: Coroutine[Any, Any, int]) -> int:
+        try:
+            return await running
+        finally:
+            self._news.set()
+
+    def _hear(self, data: bytes) -> None:
+        if not self._announcement:
+            self._said = (self._said + data)[-(1 << 20) :]
+            self._news.set()
+
+    @property
+    def _announcement(self) -> bytes:
+        for line in self._said.splitlines(keepends=True):
+            if line.startswith(b'{"endpoint":') and line.endswith(b"\n"):
+                return line
+        return b""
+
+    def _failure(self) -> PoolStartError:
+        assert self._running is not None
+        if not self._running.done():
+            problem = f"did not start within {START_SECONDS:.0f} s"
+        elif (raised := self._running.exception()) is not None:
+            problem = f"could not be run: {raised}"
+        else:
+            problem = f"ended with exit status {self._running.result()}"
+        said = self._said.decode(errors="replace").strip()[-QUOTED:]
+        return PoolStartError(
+            f"node {self._machine.node}: its agent {problem}"
+            + (f"; it said:\n{said}" if said else "")
+        )
+
+    def looks_dead(self) -> bool:
+        """Whether the process has ended or is stopped by a signal; on any thread."""
+        if self._running is None or self._running.done():
+            return True
+        if not self.pid:
+            return False
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end; on any thread."""
+        if self.pid and self._running is not None and not self._running.done():
+            # A stopped process gets a SIGTERM only once it is continued.
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+
+    async def end(self, seconds: float) -> None:
+        """Wait for the process to end by itself, then ask it, then kill it."""
+        running = self._running
+        if running is None:
+            return
+        await asyncio.wait({running}, timeout=seconds)
+        if not running.done():
+            self.terminate()
+            await asyncio.wait({running}, timeout=TERMINATE_SECONDS if self.pid else 0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,125 @@
+"""Contact: how the client connects to agents and executors, and notices that a node is silent.
+
+Over a network a connection is a link, which reconnects by itself. `Contacts` makes the links of a
+silent node reconnect, keeps new tasks from executors that are cut off, and decides when a node
+is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import time
+from collections.abc import Callable
+
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.lane import Lane
+from skyward.calls.loop import Loop
+from skyward.console import Console
+from skyward.errors import SkywardError
+from skyward.nodes.node import LOST_SECONDS, PING_SECONDS, QUIET_SECONDS, Node
+from skyward.wire.channel import Channel
+from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
+from skyward.wire.identity import Credentials, Dial, connect
+from skyward.wire.messages import Hello, Welcome
+
+SILENCE_SECONDS = 4.0
+"""The client reconnects to an agent that has not answered for so long."""
+
+
+def reach(
+    endpoint: str,
+    hello: Hello,
+    credentials: Credentials | None,
+    name: str,
+    dial: Dial,
+    *,
+    gone: str = "",
+    patience: float = math.inf,
+    persist: Callable[[], bool] = lambda: False,
+) -> tuple[Channel, Welcome]:
+    """Connect to a process of a node; over a network the channel outlives its connections.
+
+    A first connection that fails is tried again while `persist` is true, unless nobody listens
+    there. For `gone` and `patience`, see `Dialer`.
+    """
+    if credentials is None:
+        return connect(endpoint, hello, None, name)
+    dialer = Dialer(endpoint, hello, credentials, name, dial, gone=gone, patience=patience)
+    refused_since: float | None = None
+    pause, longest = PAUSES
+    while True:
+        try:
+            return dialer.open()
+        except (OSError, EOFError, SkywardError) as problem:
+            refused_since = refused(problem, refused_since)
+            impostor = isinstance(problem.__cause__, ssl.SSLCertVerificationError)
+            if impostor or refused_too_long(refused_since) or not persist():
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+class Contacts:
+    """Watches the links of a pool's nodes; all on the loop's thread."""
+
+    def __init__(
+        self, loop: Loop, dispatcher: Dispatcher, console: Console, patience: float
+    ) -> None:
+        self._loop, self._dispatcher, self._console = loop, dispatcher, console
+        self._patience = patience
+
+    def watch_node(self, node: Node, control: Channel) -> None:
+        """Notice when the connection to an agent is lost, and when it is made again."""
+        control.on_change(
+            lambda connected: self._loop.call_soon(lambda: self._changed(node, control, connected))
+        )
+
+    def _changed(self, node: Node, control: Channel, connected: bool) -> None:
+        if node.control is not control or node.state == "stopped":
+            return
+        if connected:
+            node.reconnect()
+            self._console.phase(node.index, node.state)
+        else:
+            node.disconnect()
+            self._console.note(f"node {node.index}: connection lost, reconnecting")
+            self._console.phase(node.index, "reconnecting")
+
+    def watch_lane(self, lane: Lane, lost: Callable[[str], None]) -> None:
+        """Pause an executor that is cut off; `lost` is called if its process has ended."""
+
+        def changed(connected: bool) -> None:
+            if connected:
+                self._dispatcher.resume(lane)
+            else:
+                self._dispatcher.pause(lane)
+                if lane.end_reason:
+                    lost(lane.end_reason)
+
+        lane.channel.on_change(lambda connected: self._loop.call_soon(lambda: changed(connected)))
+
+    def why_lost(self, node: Node) -> str:
+        """Why a node must be taken for lost, or nothing; asked at every beat."""
+        control = node.control
+        if control is None:
+            return ""
+        silence = node.silence
+        dead = (
+            silence > QUIET_SECONDS or (control.resumes and not control.connected)
+        ) and node.host.looks_dead()
+        if not control.resumes:
+            return "it has stopped answering" if dead or silence > LOST_SECONDS else ""
+        # The agent has heard from the client last a little before the client from the agent.
+        if silence > self._patience or (dead and silence > self._patience - 2 * PING_SECONDS):
+            return (
+                f"there was no contact for {self._patience:g} s (orphan_timeout), "
+                "after which a node ends itself"
+            )
+        if dead:
+            return "its agent is gone"
+        if control.connected and node.unanswered > SILENCE_SECONDS:
+            # Where the agent does not answer, the executors' links hardly get anything through.
+            for channel in (control, *(lane.channel for lane in node.lanes.values())):
+                channel.reconnect()
+        return ""

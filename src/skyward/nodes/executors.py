@@ -1,0 +1,173 @@
+"""Executors: the client connects to them, watches them, and fails their tasks when they end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.lane import Lane
+from skyward.calls.loop import Loop
+from skyward.calls.relays import Neighbor, Relays
+from skyward.calls.scheduler import Load
+from skyward.console import Console
+from skyward.errors import PoolStartError, SkywardError, WorkerDiedError
+from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.node import Node
+from skyward.nodes.preparing import Preparer
+from skyward.nodes.roster import Roster
+from skyward.spec import Worker
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.identity import Credentials, host_and_port, my_versions, node_name
+from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
+
+LAST_RESULTS_SECONDS = 1.0
+"""How long a dead executor's connection is read on before its tasks count as lost."""
+
+
+class Executors:
+    """The lanes of a pool's nodes."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        worker: Worker,
+        roster: Roster,
+        loop: Loop,
+        dispatcher: Dispatcher,
+        console: Console,
+        contacts: Contacts,
+        preparer: Preparer,
+        *,
+        credentials: Credentials | None,
+        clustered: bool,
+        give_up: Callable[[Node, PoolStartError], None],
+    ) -> None:
+        """`give_up` is called with a node that cannot start, and why."""
+        self._id, self._worker, self._roster = pool_id, worker, roster
+        self._loop, self._dispatcher, self._console = loop, dispatcher, console
+        self._contacts, self._preparer = contacts, preparer
+        self._credentials, self._versions = credentials, my_versions()
+        self._relays = Relays() if clustered else None
+        self._give_up = give_up
+
+    def up(self, node: Node, up: ExecutorUp) -> None:
+        """Connect to an executor that its agent has announced; waits for the connection."""
+        hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
+        control = node.control
+        try:
+            channel, _ = reach(
+                node.host.route(up.endpoint),
+                hello,
+                self._credentials,
+                node_name(self._id, node.index),
+                node.host.dial,
+                persist=lambda: not self._roster.closed and node.control is control is not None,
+            )
+        except (OSError, EOFError, SkywardError) as problem:
+            if not self._roster.closed and node.state == "starting":
+                self._give_up(
+                    node,
+                    PoolStartError(
+                        f"node {node.index}: its worker cannot be reached, though its agent can: "
+                        f"{problem}; if a firewall is in between, let all ports through, or use "
+                        "sky.SSH(..., direct=False), which takes that of SSH alone"
+                    ),
+                )
+            elif not self._roster.closed:
+                # The agent starts a new executor, which is tried in turn.
+                node.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
+            return
+        self._add_lane(node, up, channel)
+
+    def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
+        worker = self._worker
+        capacity = worker.concurrency if worker.executor == "thread" else 1
+        address = _among(up.endpoint, node.host.address)
+        lane = Lane(
+            Load(node.index, up.worker, up.slot, capacity, open=False),
+            channel,
+            self._dispatcher.packer.store,
+            pid=up.pid,
+            port=up.port,
+            neighbor=Neighbor(address, node_name(self._id, node.index)),
+            relays=self._relays,
+            kill=node.kill,
+            on_release=self._dispatcher.note_release,
+        )
+        if self._roster.closed or not node.add_lane(lane):
+            channel.close()
+            return
+        self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
+        self._loop.watch(
+            channel,
+            lambda frame: self._on_data(node, lane, frame),
+            lambda problem: self._lane_lost(node, lane, problem),
+        )
+        self._preparer.lane_up(node, lane)
+
+    def _on_data(self, node: Node, lane: Lane, frame: Frame) -> None:
+        if frame.kind == Prepared.KIND:
+            prepared = messages.decode_as(Prepared, frame.kind, frame.meta)
+            self._preparer.lane_prepared(node, lane, prepared.problem)
+        else:
+            self._dispatcher.receive(lane, frame)
+
+    def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
+        """The connection ended; the agent says why, unless the agent is gone too."""
+        if lane.lost or self._roster.closed:
+            return
+        self._dispatcher.drain(lane)
+        resumes = lane.channel.resumes
+        lane.close()
+        if resumes:
+            # The process waits for the client to reconnect, which the client will not do.
+            node.kill(lane, f"its connection was given up: {problem}")
+        if lane.end_reason:
+            self._lose(node, lane, lane.end_reason)
+            return
+        # The agent's report follows within moments; without one, the link itself broke.
+        self._loop.later(2.0, lambda: self._lose(node, lane, "its connection was lost"))
+
+    def down(self, node: Node, down: ExecutorDown) -> None:
+        """The agent reports that an executor has ended."""
+        lane = node.lanes.get((down.worker, down.slot))
+        if lane is not None and lane.pid == down.pid:
+            # Results that the executor sent before it ended come before the end of its connection,
+            # unless a process that it left behind keeps the connection open.
+            lane.process_ended(down.reason)
+            over = lane.lost or lane.channel.exhausted
+            seconds = 0.0 if over else LAST_RESULTS_SECONDS
+            self._loop.later(seconds, lambda: self._lose(node, lane, down.reason))
+        if not down.restarting:
+            failure = PoolStartError(
+                f"node {node.index} worker {down.worker} cannot run: {down.reason}"
+            )
+            if node.state == "starting":
+                self._give_up(node, failure)
+            else:
+                self._console.note(str(failure))
+        elif node.state == "starting" and lane is None:
+            self._console.note(f"node {node.index}: worker {down.worker}: {down.reason}")
+
+    def _lose(self, node: Node, lane: Lane, reason: str) -> None:
+        """An executor is gone: its tasks fail or are retried."""
+        if not node.remove_lane(lane):
+            return
+        if lane.tasks:
+            self._dispatcher.counts.workers_died += 1
+        self._preparer.lane_lost(node, lane, reason)
+        self._loop.forget(lane.channel)
+        self._dispatcher.lose(
+            lane,
+            lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
+        )
+
+
+def _among(endpoints: str, address: str) -> str:
+    """Of the places where an executor listens, the one at its node's address for the others."""
+    wanted = address.removeprefix("[").removesuffix("]")
+    places = (each for each in endpoints.split() if each.startswith("tcp:"))
+    return next((each for each in places if host_and_port(each)[0] == wanted), "")

@@ -1,0 +1,39 @@
+"""Failures of a start, without the frames of the threads on which they were noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+_OURS = (
+    str(Path(__file__).parents[1]),
+    str(Path(asyncio.__file__).parent),
+    str(Path(concurrent.futures.__file__).parent),
+)
+
+
+def shown_from_outside(failure: E) -> E:
+    """Drop the frames of skyward and asyncio from an error and its causes.
+
+    The message says what happened, and where in a thread of the pool it was noticed helps nobody.
+    Frames of a provider that somebody else wrote stay, for they show where it failed.
+    """
+    failure.__traceback__ = None
+    seen: set[int] = {id(failure)}
+    cause = failure.__cause__ or failure.__context__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        cause.__traceback__ = _outside(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return failure
+
+
+def _outside(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    return frames

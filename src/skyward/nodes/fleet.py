@@ -1,0 +1,341 @@
+"""The fleet: a pool's nodes, put together from what starts, watches, resizes and ends them."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.lane import Lane
+from skyward.calls.loop import Loop
+from skyward.calls.prospects import Prospects
+from skyward.console import Console
+from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
+from skyward.nodes.briefing import Briefing
+from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.devices import DeviceDesk
+from skyward.nodes.executors import Executors
+from skyward.nodes.host import DESTROY_SECONDS
+from skyward.nodes.journal import Journal, NoJournal
+from skyward.nodes.losses import Losses
+from skyward.nodes.membership import Membership
+from skyward.nodes.node import PING_SECONDS, Node, NodeView
+from skyward.nodes.preparing import Preparer
+from skyward.nodes.roster import Roster
+from skyward.nodes.scaling import Scaler
+from skyward.nodes.spec import PoolSpec
+from skyward.nodes.startup import Callbacks, Startup
+from skyward.providers import encrypted, is_here
+from skyward.spec import Nodes
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.identity import (
+    CLIENT,
+    Authority,
+    my_versions,
+    node_name,
+)
+from skyward.wire.messages import (
+    DeviceDown,
+    DeviceUp,
+    ExecutorDown,
+    ExecutorUp,
+    Hello,
+    Message,
+    Ping,
+    Prepared,
+    Shutdown,
+    Written,
+)
+
+LAUNCH_SECONDS = 5.0
+"""How long a thread that brings a node up is waited for when the node is stopped."""
+
+
+class Fleet:
+    """Owns the nodes of a pool."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        spec: PoolSpec,
+        loop: Loop,
+        dispatcher: Dispatcher,
+        prospects: Prospects,
+        console: Console,
+    ) -> None:
+        self._id, self._spec = pool_id, spec
+        self._loop, self._dispatcher, self._console = loop, dispatcher, console
+        self._is_here = is_here(spec.provider)
+        self._journal = NoJournal() if self._is_here else Journal()
+        authority = Authority(pool_id) if encrypted(spec.provider) else None
+        self._credentials = authority.issue(CLIENT) if authority else None
+        # Executors on one host share memory with the client; over a network they help each other.
+        clustered = authority is not None and spec.options.cluster
+        self._roster = Roster()
+        self._briefing = Briefing(pool_id, spec, authority, self._roster, clustered=clustered)
+        contacts = self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
+        self._preparer = Preparer(
+            spec.preparations,
+            loop,
+            self._roster,
+            self._briefing,
+            drain=dispatcher.drain,
+            ready=self._executor_ready,
+            failed=lambda node, failure: self._losses.plugin_failed(node, failure),
+        )
+        self._startup = Startup(
+            pool_id,
+            spec,
+            self._roster,
+            loop,
+            dispatcher,
+            prospects,
+            console,
+            self._journal,
+            self._briefing,
+            contacts,
+            self._preparer,
+            self._credentials,
+            Callbacks(
+                self._on_control,
+                lambda node, control, why: self._losses.control_ended(node, control, why),
+            ),
+        )
+        self._executors = Executors(
+            pool_id,
+            spec.worker,
+            self._roster,
+            loop,
+            dispatcher,
+            console,
+            contacts,
+            self._preparer,
+            credentials=self._credentials,
+            clustered=clustered,
+            give_up=self._startup.give_up,
+        )
+        self._devices = DeviceDesk(self._tell_node, self._connect_device)
+        self._losses = Losses(
+            self._roster,
+            loop,
+            dispatcher,
+            prospects,
+            console,
+            self._devices,
+            self._preparer,
+            self._startup,
+        )
+        self._membership = Membership(
+            self._roster,
+            self._startup,
+            dispatcher,
+            prospects,
+            self._briefing,
+            self._preparer,
+            is_slow=not self._is_here or bool(spec.preparations),
+            stop_node=self._stop_node,
+        )
+        self._scaler = Scaler(
+            spec.nodes,
+            spec.options,
+            dispatcher,
+            console,
+            grow=self._membership.grow,
+            shrink=lambda count: self._membership.resize(count, count),
+        )
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, by index."""
+        return self._roster.nodes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was taken down."""
+        return self._roster.closed
+
+    def start(self) -> None:
+        """Bring all nodes up, in parallel; raises the first failure that leaves too few."""
+        provider, request, nodes = self._spec.provider, self._spec.request, self._spec.nodes
+        self._journal.open_pool(
+            self._id, self._spec.name, provider.name, provider.describe(), provider.price(request)
+        )
+        self._roster.need(nodes.floor)
+        self._membership.start(nodes.desired, nodes.floor)
+        if not self._is_here or self._roster.coming:
+            # Only now it is known where the nodes are, or which of them are there.
+            self._briefing.tell_all()
+        self._loop.later(PING_SECONDS, self._beat)
+
+    def resize(self, nodes: int | Nodes) -> None:
+        """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
+        if isinstance(nodes, Nodes):
+            self._membership.resize(nodes.desired, nodes.floor)
+            self._scaler.bound(nodes)
+            self._roster.need(nodes.floor)
+        else:
+            self._membership.resize(nodes, nodes)
+            self._roster.need(min(self._roster.needed, nodes))
+
+    def close(self, seconds: float) -> None:
+        """End every node, in parallel."""
+        self._roster.close()
+        self._devices.close("its pool was closed")
+        enders = [
+            threading.Thread(target=self._stop_node, args=(node, seconds)) for node in self.nodes
+        ]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        self._journal.close_pool(self._id)
+
+    def hurry(self) -> None:
+        """End every machine now, though another thread gives the agents time to end."""
+        for node in self.nodes:
+            threading.Thread(target=node.host.stop, args=(0,), daemon=True).start()
+
+    def _stop_node(self, node: Node, seconds: float) -> None:
+        node.stop()
+        node.tell(Shutdown())
+        # An agent that is not connected was not told to end, and will not end by itself.
+        node.host.stop(seconds if node.is_connected else 0)
+        node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
+        if node.control is not None:
+            self._loop.forget(node.control)
+        for lane in list(node.lanes.values()):
+            self._loop.forget(lane.channel)
+            self._dispatcher.lose(
+                lane, lambda task: NodeLostError(f"{task.name} was on a node that was stopped")
+            )
+
+    # Torch devices.
+
+    def device(self, node: int, kind: str) -> int:
+        """The index of the sky device that stands for that kind on that node."""
+        return self._devices.get(node, kind)
+
+    def device_holder(self, index: int) -> tuple[int, int | None] | None:
+        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        found = self._devices.find(index)
+        if found is None:
+            return None
+        node, kinds = found
+        gpus = [int(kind[5:]) for kind in kinds if kind.startswith("cuda:")]
+        alone = self._spec.worker.per_node == "accelerator" and gpus
+        return node, gpus[0] if alone else None
+
+    def _tell_node(self, index: int, message: Message) -> None:
+        node = self._roster.get(index)
+        if node is None or not node.serves:
+            there = [each.index for each in self.nodes if each.serves]
+            raise ConfigurationError(
+                f"device(node={index}): that node is not ready; ready are {there}"
+                if node is not None
+                else f"device(node={index}): the pool's nodes are {there}"
+            )
+        node.tell(message)
+
+    def _connect_device(self, index: int, endpoint: str, role: str) -> Channel:
+        node = self._roster.get(index)
+        if node is None:
+            raise ConfigurationError(f"device(node={index}): that node has left the pool")
+        channel, _ = reach(
+            node.host.route(endpoint),
+            Hello(self._id, role, versions=my_versions(), pid=os.getpid()),
+            self._credentials,
+            node_name(self._id, index),
+            node.host.dial,
+            gone="its process has ended",
+            patience=self._spec.options.orphan_timeout,
+        )
+        return channel
+
+    # What agents and executors send.
+
+    def _on_control(self, node: Node, frame: Frame) -> None:
+        message = messages.decode(frame.kind, frame.meta)
+        node.hear()
+        match message:
+            case Ping():
+                pass
+            case ExecutorUp():
+                threading.Thread(
+                    target=self._executors.up,
+                    args=(node, message),
+                    name="skyward-lane",
+                    daemon=True,
+                ).start()
+            case ExecutorDown():
+                self._executors.down(node, message)
+            case Prepared():
+                self._preparer.node_prepared(node, message.problem)
+            case DeviceUp() | DeviceDown():
+                self._devices.heard(message)
+            case Written():
+                self._console.output(
+                    message.text, message.stream, node.index, 0, "", message.transient
+                )
+            case _:
+                raise ProtocolError(f"an agent does not send {type(message).__name__}")
+
+    def _executor_ready(self, node: Node, lane: Lane) -> None:
+        """An executor can be given tasks; with the last one, the node is ready."""
+        self._dispatcher.add(lane, usable=not node.leaves and not lane.preparation.replaced)
+        worker = self._spec.worker
+        processes = 1 if worker.executor == "thread" else worker.concurrency
+        expected = self._briefing.workers_on(node) * processes
+        if self._roster.serves and node.join(expected):
+            self._briefing.tell_all()
+        if node.become_ready(expected):
+            self._console.phase(node.index, "ready")
+
+    # At every beat: heartbeats, tasks behind slow ones, nodes that did not start, scaling.
+
+    def _beat(self) -> None:
+        if self.closed:
+            return
+        self._loop.later(PING_SECONDS, self._beat)
+        for node in self.nodes:
+            if node.control is None:
+                continue
+            node.ping()
+            reason = self._contacts.why_lost(node)
+            if reason:
+                self._losses.lose(node, reason)
+        self._dispatcher.recall_stuck()
+        self._membership.retry_failed()
+        count, coming = len(self.nodes), len(self._roster.coming)
+        self._scaler.look(count, coming=coming, slots=-(-self.slots() // max(1, count - coming)))
+
+    # Looking.
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Every (node, worker) that is there or comes back, in rank order."""
+        return [
+            (node.index, worker)
+            for node in self.nodes
+            if node.joined
+            for worker in range(self._briefing.workers_on(node))
+        ]
+
+    def slots(self) -> int:
+        """Tasks the pool can run at once."""
+        return max(1, len(self.workers()) * self._spec.worker.concurrency)
+
+    def views(self) -> list[NodeView]:
+        """The nodes as a user sees them."""
+        with self._roster.lock:
+            return [
+                NodeView(
+                    node.index,
+                    node.state,
+                    node.host.address,
+                    node.host.accelerator,
+                    node.host.accelerators,
+                    tuple(t.name for lane in node.lanes.values() for t in lane.load.started()),
+                )
+                for node in self.nodes
+            ]

@@ -1,0 +1,293 @@
+"""A host: a provider's machine with an agent on it, made, watched and destroyed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from skyward.bootstrap import preparation
+from skyward.bootstrap.preparation import Environment
+from skyward.errors import PoolStartError
+from skyward.nodes import provider_loop
+from skyward.nodes.child_agent import ChildAgent
+from skyward.nodes.journal import Journal
+from skyward.providers import Machine, Order, Provider, encrypted, equipment_of, is_here
+from skyward.wire.identity import direct
+from skyward.worker.config import AgentConfig
+
+DIRECT_SECONDS = 1.5
+"""How long a direct connection is tried before the machine's `dial` is used."""
+SETTLE_SECONDS = 2.0
+"""How long a provider that makes a machine is waited for before it is cancelled."""
+DESTROY_SECONDS = 60.0
+LAST_TRY_SECONDS = 5.0
+"""How long a host that was lost, and may be back, is given to remove what it still has."""
+ALIVE_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class Host:
+    """The machine of one node, and the agent on it.
+
+    Its methods are called on the threads of the pool; what they ask of the provider runs on the
+    providers' loop.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        order: Order,
+        journal: Journal,
+        phase: Callable[[str], None],
+        note: Callable[[str], None],
+        *,
+        lost: Host | None = None,
+    ) -> None:
+        """`lost` is the host that this one replaces; what is left of it is removed first."""
+        self.endpoint = ""
+        """Where the agent listens: one place, or several separated by spaces."""
+        self.address = "127.0.0.1" if is_here(provider) else ""
+        """How the other nodes reach this one."""
+        self.hostname = ""
+        self.accelerators = 0
+        self.accelerator: str | None = None
+        self.agent_pid = 0
+        """The agent's process, on its machine."""
+        self.may_return = not is_here(provider)
+        """Whether a machine that cannot be reached may be reached later."""
+        self._provider = provider
+        self._order = order
+        self._journal = journal
+        self._phase, self._note = phase, note
+        self._machine: Machine | None = None
+        self._child: ChildAgent | None = None
+        self._environment: Environment | None = None
+        self._is_direct = False
+        self._known_gone = False
+        self._looking: concurrent.futures.Future[None] | None = None
+        self._work: concurrent.futures.Future[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """The work itself: it ends later than the future that was cancelled."""
+        self._stopped = False
+        self._intended = False
+        self._lost = lost
+        self._may_have_remains = False
+        """Whether something of a machine that was lost may still be there."""
+        self._settled = threading.Event()
+        """Not set while it is open whether the provider's `create` makes a machine."""
+        self._settled.set()
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+
+    @property
+    def made(self) -> bool:
+        """Whether there is a machine to remove."""
+        return self._machine is not None
+
+    # Starting.
+
+    def prepare(self) -> None:
+        """Make the machine and its environment."""
+        lost, self._lost = self._lost, None
+        with self._lock:
+            self._refuse_if_stopped()
+            self._may_have_remains = lost is not None and (lost._intended or lost._may_have_remains)
+            self._journal.intend(self._order.pool, self._order.node)
+            self._intended = True
+            self._settled.clear()
+        self._do(self._prepare())
+
+    def start(self, config: AgentConfig) -> None:
+        """Start the agent, and find out how to connect to it."""
+        if self._order.request.vcpus:
+            config.env.setdefault("OMP_NUM_THREADS", str(max(1, int(self._order.request.vcpus))))
+        self._do(self._launch(config))
+
+    async def _prepare(self) -> None:
+        order = self._order
+        try:
+            machine = self._machine = await self._provider.create(order)
+        except Exception:
+            # A `create` that fails leaves nothing, but an earlier machine may have left something.
+            if not self._may_have_remains:
+                await self._recorded(self._journal.gone, order.pool, order.node)
+            self._intended = False
+            raise
+        finally:
+            self._settled.set()
+        await self._recorded(
+            self._journal.made, order.pool, order.node, machine.id, machine.address
+        )
+        self.address = machine.address
+        equipment = equipment_of(machine)
+        if equipment is not None:
+            self._child = ChildAgent(machine, equipment)
+            self.hostname = equipment.hostname
+            self.accelerators, self.accelerator = equipment.accelerators, equipment.accelerator
+            return
+        if self._may_have_remains:
+            # On a host that came back: the old agent's folder, and the old agent if it lives.
+            await preparation.remove(machine, order.pool, order.node)
+            self._may_have_remains = False
+        environment = await preparation.prepare(
+            machine, order.pool, order.node, order.request.image, self._phase, self._note
+        )
+        preparation.check_accelerators(environment, order.node, order.request.accelerator)
+        self._environment = environment
+        self.hostname = environment.hostname
+        self.accelerators, self.accelerator = environment.accelerators, environment.accelerator
+
+    async def _recorded(self, write: Callable[..., None], *what: object) -> None:
+        """Write to the journal, which may wait for its lock, on another thread."""
+        if not is_here(self._provider):
+            await asyncio.to_thread(write, *what)
+
+    async def _launch(self, config: AgentConfig) -> None:
+        machine = self._machine
+        assert machine is not None
+        if self._child is not None:
+            config.address = machine.address if encrypted(self._provider) else "unix"
+            self.endpoint = await self._child.start(config)
+            self.agent_pid = self._child.pid
+            self._is_direct = machine.direct is not None
+            return
+        assert self._environment is not None
+        config.direct = machine.direct or ""
+        self._phase("starting the agent")
+        announced = await preparation.launch(machine, self._environment, config)
+        self._is_direct = await asyncio.to_thread(self._can_connect, announced.endpoint)
+        self.endpoint, self.agent_pid = announced.endpoint, announced.pid
+
+    def _can_connect(self, endpoints: str) -> bool:
+        """Whether a direct connection to the agent can be made."""
+        try:
+            direct(self._direct_endpoint(endpoints), DIRECT_SECONDS).close()
+        except (OSError, LookupError):
+            return False
+        return True
+
+    def _direct_endpoint(self, endpoints: str) -> str:
+        found = [each for each in endpoints.split() if each.startswith("tcp:")]
+        if not found or self._machine is None or self._machine.direct is None:
+            raise LookupError(endpoints)
+        return f"tcp:{self._machine.direct}:{found[0].rpartition(':')[2]}"
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._lock:
+            try:
+                self._refuse_if_stopped()
+            except PoolStartError:
+                work.close()
+                raise
+            future: concurrent.futures.Future[T] = provider_loop.submit(self._noted(work))
+            self._work = future
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise self._stopped_early() from None
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise self._stopped_early()
+
+    def _stopped_early(self) -> PoolStartError:
+        return PoolStartError(f"node {self._order.node} was stopped while it started")
+
+    async def _noted(self, work: Coroutine[Any, Any, T]) -> T:
+        self._task = asyncio.current_task()
+        return await work
+
+    # Serving.
+
+    def route(self, endpoints: str) -> str:
+        """Choose, of the places where a process there listens, the one to connect to."""
+        if self._child is not None:
+            return endpoints.split()[0]
+        if self._is_direct:
+            return self._direct_endpoint(endpoints)
+        return next(each for each in endpoints.split() if each.startswith("unix:"))
+
+    def dial(self, endpoint: str, seconds: float) -> socket.socket:
+        """Connect to one of those places.
+
+        Raises `ConnectionRefusedError` only if it is known that nobody listens there.
+        """
+        if self._is_direct and endpoint.startswith("tcp:"):
+            return direct(endpoint, seconds)
+        assert self._machine is not None
+        opening = provider_loop.submit(self._machine.dial(endpoint))
+        try:
+            return opening.result(seconds)
+        except concurrent.futures.TimeoutError:
+            opening.cancel()
+            raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
+
+    def looks_dead(self) -> bool:
+        """Whether it is known that the agent or its machine has ended or stands still.
+
+        A provider is asked without waiting: this says what it answered last.
+        """
+        if self._child is not None:
+            return self._child.looks_dead()
+        machine = self._machine
+        if machine is not None and (self._looking is None or self._looking.done()):
+            self._looking = provider_loop.submit(self._look(machine))
+        return self._known_gone
+
+    async def _look(self, machine: Machine) -> None:
+        # An error in asking says nothing about the machine.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ALIVE_SECONDS):
+                self._known_gone = not await machine.alive()
+
+    # Ending.
+
+    def stop(self, seconds: float) -> None:
+        """Give the agent time to end by itself, then destroy the machine."""
+        with self._lock:
+            self._stopped = True
+            work, child = self._work, self._child
+        if work is not None and not work.done():
+            # A provider that is about to fail leaves nothing; one that is cancelled may have to be
+            # asked what it has made.
+            self._settled.wait(SETTLE_SECONDS)
+            work.cancel()
+        if not seconds and child is not None:
+            # Another thread may be waiting for the agent to end by itself.
+            child.terminate()
+        with self._ending:
+            if self._intended or self._may_have_remains:
+                provider_loop.submit(self._destroy(seconds)).result()
+
+    async def _destroy(self, seconds: float) -> None:
+        order, own = self._order, self._intended
+        try:
+            async with asyncio.timeout(DESTROY_SECONDS if own else LAST_TRY_SECONDS):
+                if self._task is not None:
+                    await asyncio.wait([self._task])
+                if self._child is not None:
+                    await self._child.end(seconds)
+                machines = [self._machine] if self._machine is not None else []
+                # Whether a machine was made is not known when its `create` was cancelled.
+                for machine in machines or await self._provider.find(order.pool):
+                    if machine.node != order.node:
+                        continue
+                    if equipment_of(machine) is not None:
+                        await machine.destroy()
+                    else:
+                        await preparation.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
+        except Exception as problem:
+            if own:
+                self._note(
+                    f"node {order.node}: its machine could not be removed: "
+                    f"{str(problem) or type(problem).__name__}; `sky down` tries again"
+                )
+            return
+        self._intended = self._may_have_remains = False
+        await self._recorded(self._journal.gone, order.pool, order.node)

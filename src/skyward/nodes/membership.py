@@ -1,0 +1,141 @@
+"""Membership: how many nodes a pool has, and how that number changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.prospects import Prospects
+from skyward.errors import PoolClosedError, PoolStartError
+from skyward.nodes.briefing import Briefing
+from skyward.nodes.node import Node
+from skyward.nodes.preparing import Preparer
+from skyward.nodes.roster import Roster
+from skyward.nodes.startup import Startup
+
+READY_SECONDS = 120.0
+PREPARE_SECONDS = 1800.0
+"""How much longer installing an image, and plugins, may take: some download gigabytes."""
+
+
+class Membership:
+    """Adds nodes to a pool and removes them from it."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        startup: Startup,
+        dispatcher: Dispatcher,
+        prospects: Prospects,
+        briefing: Briefing,
+        preparer: Preparer,
+        *,
+        is_slow: bool,
+        stop_node: Callable[[Node, float], None],
+    ) -> None:
+        """`is_slow`: machines have to be made, or plugins prepared, before a node is ready."""
+        self._roster, self._startup = roster, startup
+        self._dispatcher, self._prospects = dispatcher, prospects
+        self._briefing, self._preparer = briefing, preparer
+        self._seconds = READY_SECONDS + (PREPARE_SECONDS if is_slow else 0.0)
+        self._stop_node = stop_node
+        self._resizing = threading.Lock()
+
+    def start(self, count: int, needed: int) -> None:
+        """Start nodes together; returns when so many as are needed are ready."""
+        added = self._add(count)
+        self._await_ready(added, needed)
+        self._roster.begin_serving()
+        for node in added:
+            if node.state == "failed":
+                self._startup.tell_retry(node)
+
+    def resize(self, count: int, needed: int) -> None:
+        """Grow or shrink to so many nodes; what runs on a leaving node is finished first.
+
+        Returns when so many as are needed are there. If they cannot be had, the pool stays as it
+        was.
+        """
+        with self._resizing:
+            have = len(self._roster.nodes)
+            if count < have:
+                self._retire(self._roster.nodes[count:])
+                return
+            added = self._add(count - have)
+            try:
+                self._await_ready(added, needed - have)
+            except BaseException:
+                self._drop(added)
+                raise
+            self._briefing.tell_all()
+
+    def grow(self, count: int) -> bool:
+        """Add nodes until there are so many, without waiting for them; False if not now."""
+        if not self._resizing.acquire(blocking=False):
+            return False
+        try:
+            return bool(self._add(count - len(self._roster.nodes)))
+        finally:
+            self._resizing.release()
+
+    def retry_failed(self) -> None:
+        """Start the nodes again that did not start and have waited long enough."""
+        if self._roster.serves:
+            for node in self._roster.nodes:
+                if node.retry_is_due:
+                    self._startup.start_again(node)
+
+    def _add(self, count: int) -> list[Node]:
+        first = len(self._roster.nodes)
+        added = [self._startup.new_node(index) for index in range(first, first + count)]
+        self._roster.add(added)
+        for node in added:
+            self._startup.start(node)
+        return added
+
+    def _await_ready(self, nodes: list[Node], needed: int) -> None:
+        """Wait until so many of these are ready; raises when too many have failed."""
+        deadline = time.monotonic() + self._seconds
+        while sum(node.serves for node in nodes) < needed:
+            failures = [node.failure for node in nodes if node.failure is not None]
+            if len(nodes) - len(failures) < needed:
+                raise failures[0]
+            if self._roster.closed:
+                raise PoolClosedError("this pool was closed while it started")
+            waiting = [node for node in nodes if not node.settled.is_set()]
+            if time.monotonic() > deadline:
+                late = next(node.index for node in nodes if not node.serves)
+                raise PoolStartError(f"node {late} was not ready within {self._seconds:.0f} s")
+            # Not for long at a time, so that Ctrl-C and the failure of another node are noticed.
+            if waiting:
+                waiting[0].settled.wait(0.1)
+            else:
+                time.sleep(0.01)
+
+    def _drop(self, nodes: list[Node]) -> None:
+        """Remove nodes that were added and did not all come."""
+        self._roster.remove(nodes)
+        for node in nodes:
+            self._prospects.leave(node.index)
+            self._stop_node(node, 0)
+        self._dispatcher.fail_unrunnable()
+        self._briefing.tell_all()
+
+    def _retire(self, leaving: list[Node]) -> None:
+        with self._roster.lock:
+            lanes = [lane for node in leaving for lane in node.lanes.values()]
+            for node in leaving:
+                node.drain()
+                self._prospects.leave(node.index)
+        for lane in lanes:
+            self._dispatcher.drain(lane)
+        self._dispatcher.fail_unrunnable()
+        while any(lane.tasks for lane in lanes if not lane.lost) and not self._roster.closed:
+            time.sleep(0.01)
+        self._roster.remove(leaving)
+        self._briefing.tell_all()
+        self._preparer.regroup()
+        for node in leaving:
+            self._stop_node(node, 5.0)

@@ -1,0 +1,232 @@
+"""Preparing workers: plugins' hooks are entered before a worker gets its first task.
+
+The workers of a distributed plugin are prepared together, as one group. A process joins a group
+once: when a member is lost, or the pool's size changes, the others are replaced as they become
+idle, and the new ones form a new group.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+from skyward.calls.lane import Lane
+from skyward.calls.loop import Loop
+from skyward.errors import PluginError
+from skyward.nodes.briefing import Briefing
+from skyward.nodes.node import Node
+from skyward.nodes.preparations import Preparations
+from skyward.nodes.roster import Roster
+from skyward.wire.messages import Prepare
+
+STUCK_SECONDS = 8.0
+"""How long the others of a broadcast have to fail by themselves once one of them was lost."""
+IDLE_LOOK_SECONDS = 0.02
+GATHER_SECONDS = 10.0
+"""How much longer a group waits for its missing nodes once so many are there as a pool needs."""
+ATTEMPTS = 3
+"""How often workers are prepared that fail at it, before their node counts as lost."""
+
+
+class Preparer:
+    """Decides when which worker is told to prepare."""
+
+    def __init__(
+        self,
+        preparations: Preparations,
+        loop: Loop,
+        roster: Roster,
+        briefing: Briefing,
+        *,
+        drain: Callable[[Lane], None],
+        ready: Callable[[Node, Lane], None],
+        failed: Callable[[Node, PluginError], None],
+    ) -> None:
+        """`ready` is called with executors that can be given tasks, `failed` with nodes."""
+        self._loop, self._roster, self._briefing = loop, roster, briefing
+        self._drain, self._ready, self._failed = drain, ready, failed
+        self.together = preparations.together
+        self._for_nodes = preparations.for_nodes
+        self._for_processes = preparations.for_processes
+        self._attempts = 0
+        """How often workers were prepared since all of them were ready."""
+        self._gathering = False
+        """Whether a group without the nodes that are still missing is about to be made."""
+        self._waits_for_all = True
+        self._lock = threading.RLock()
+
+    # Nodes.
+
+    def node_up(self, node: Node) -> None:
+        """An agent is connected."""
+        if self._for_nodes:
+            node.tell(Prepare("", self._for_nodes))
+        else:
+            node.enter_hooks()
+
+    def node_prepared(self, node: Node, problem: str) -> None:
+        """An agent has entered its hooks, or not."""
+        if problem:
+            self._failed(node, PluginError(f"node {node.index}: {problem}"))
+            return
+        node.enter_hooks()
+        for lane in list(node.lanes.values()):
+            self.lane_up(node, lane)
+
+    # Workers.
+
+    def lane_up(self, node: Node, lane: Lane) -> None:
+        """An executor is connected, or its node is prepared now."""
+        if not node.prepared:
+            return
+        if not self._for_processes:
+            self._usable(node, lane)
+        elif not self.together:
+            self._tell(node, lane)
+        else:
+            self._group()
+
+    def lane_prepared(self, node: Node, lane: Lane, problem: str) -> None:
+        """An executor has entered its hooks, or not."""
+        if not problem:
+            self._usable(node, lane)
+            return
+        failure = PluginError(f"{lane.where}: {problem}")
+        with self._lock:
+            if not self.together:
+                self._attempts += 1
+            give_up = self._attempts >= ATTEMPTS or node.state == "starting"
+        if give_up:
+            self._failed(node, failure)
+        else:
+            lane.kill(str(failure))
+
+    def _usable(self, node: Node, lane: Lane) -> None:
+        with self._lock:
+            if lane.lost or not lane.preparation.finish():
+                return
+            if all(map(self._is_prepared, self._roster.nodes)):
+                self._attempts = 0
+        self._ready(node, lane)
+
+    def _tell(self, node: Node, lane: Lane, group: list[Node] | None = None) -> None:
+        with self._lock:
+            if not lane.preparation.begin():
+                return
+        told = self._briefing.compute_pool(node, lane.worker, group)
+        lane.tell(Prepare(told, self._for_processes))
+
+    # Groups.
+
+    def _workers(self, node: Node) -> list[Lane]:
+        """The workers of a node that are there, in rank order."""
+        count = self._briefing.workers_on(node)
+        found = (node.lanes.get((worker, 0)) for worker in range(count))
+        return [lane for lane in found if lane is not None]
+
+    def _is_complete(self, node: Node) -> bool:
+        if node.control is None or not node.prepared:
+            return False
+        return len(self._workers(node)) == self._briefing.workers_on(node)
+
+    def _is_prepared(self, node: Node) -> bool:
+        """Whether all workers of a node are prepared, or the node is missing for now."""
+        if not node.joined and node.state != "starting":
+            return True
+        return self._is_complete(node) and all(w.preparation.done for w in self._workers(node))
+
+    def _complete(self) -> list[Node]:
+        """The nodes all of whose workers are there."""
+        with self._roster.lock:
+            return [node for node in self._roster.nodes if self._is_complete(node)]
+
+    def _group(self) -> None:
+        """Form a group if every worker is there and none belongs to an earlier one.
+
+        A node that has never been ready is waited for only as long as too few others are there,
+        and a moment longer.
+        """
+        with self._lock, self._roster.lock:
+            if self._roster.closed:
+                return
+            complete = self._complete()
+            missing = [n for n in self._roster.nodes if n.is_expected and n not in complete]
+            missing = [n for n in missing if n.joined or n.state == "starting"]
+            if missing and (
+                self._waits_for_all
+                or len(complete) < self._roster.needed
+                or any(node.joined for node in missing)
+            ):
+                self._gather(complete)
+                return
+            lanes = [(node, lane) for node in complete for lane in self._workers(node)]
+            if not lanes:
+                return
+            if any(lane.preparation.begun for _, lane in lanes):
+                self.regroup()
+                return
+            self._attempts += 1
+            self._briefing.meet_at(lanes[0][1].port)
+            for node, lane in lanes:
+                self._tell(node, lane, complete)
+
+    def _gather(self, complete: list[Node]) -> None:
+        """Begin to count the time after which a group is formed of those that are there."""
+        if self._gathering or len(complete) < self._roster.needed:
+            return
+        self._gathering = True
+
+        def over() -> None:
+            self._waits_for_all = False
+            self._group()
+
+        self._loop.later(GATHER_SECONDS, over)
+
+    def node_failed(self) -> None:
+        """A node will not come for now: the others may be all there are."""
+        if self.together and self._for_processes:
+            self._group()
+
+    def lane_lost(self, node: Node, lane: Lane, reason: str) -> None:
+        """A worker is gone; if it was a member of a group, that group is over."""
+        preparation = lane.preparation
+        if preparation.begun and not preparation.done and not preparation.replaced:
+            self.lane_prepared(node, lane, f"its process ended in a plugin's hook: {reason}")
+        if self.together and preparation.begun:
+            self.regroup(lost=True)
+
+    def regroup(self, *, lost: bool = False) -> None:
+        """Replace every member of the group, each when it is idle.
+
+        With `lost`, a member is gone: those in a broadcast with it are not waited for long.
+        """
+        if not self.together:
+            return
+        with self._roster.lock:
+            lanes = [(n, lane) for n in self._roster.nodes for lane in n.lanes.values()]
+        for node, lane in lanes:
+            if not lane.preparation.begun:
+                continue
+            with self._lock:
+                first = lane.preparation.replace()
+            if first:
+                self._drain(lane)
+                self._replace_when_idle(node, lane)
+            for task in lane.load.started() if lost else ():
+                # Its next collective call fails, unless nothing tells it that a peer is gone.
+                if task.worker is not None:
+                    self._loop.later(STUCK_SECONDS, functools.partial(_end, lane, task.id))
+
+    def _replace_when_idle(self, node: Node, lane: Lane) -> None:
+        if lane.lost:
+            return
+        if lane.tasks:
+            self._loop.later(IDLE_LOOK_SECONDS, lambda: self._replace_when_idle(node, lane))
+            return
+        node.kill(lane, "the group of workers is made anew")
+
+
+def _end(lane: Lane, task_id: int) -> None:
+    if task_id in lane.tasks and not lane.lost:
+        lane.kill("another worker of its group was lost, and it did not notice")

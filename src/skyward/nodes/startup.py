@@ -1,0 +1,206 @@
+"""Start-up: from a node that was asked for to its connected agent, and what a failure means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.loop import Loop
+from skyward.calls.prospects import Prospects
+from skyward.console import Console
+from skyward.errors import NodeLostError, PoolStartError, SkywardError
+from skyward.nodes.briefing import Briefing
+from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.host import Host
+from skyward.nodes.journal import Journal
+from skyward.nodes.node import RETURN_SECONDS, Node
+from skyward.nodes.preparing import Preparer
+from skyward.nodes.roster import Roster
+from skyward.nodes.spec import PoolSpec
+from skyward.providers import Order
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.identity import Credentials, check_compatible, my_versions, node_name
+from skyward.wire.messages import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """Who is told what comes of an agent's connection."""
+
+    frame: Callable[[Node, Frame], None]
+    """The agent has sent a frame."""
+    ended: Callable[[Node, Channel, BaseException], None]
+    """The connection is over."""
+
+
+class Startup:
+    """Brings nodes up, each on a thread of its own."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        spec: PoolSpec,
+        roster: Roster,
+        loop: Loop,
+        dispatcher: Dispatcher,
+        prospects: Prospects,
+        console: Console,
+        journal: Journal,
+        briefing: Briefing,
+        contacts: Contacts,
+        preparer: Preparer,
+        credentials: Credentials | None,
+        callbacks: Callbacks,
+    ) -> None:
+        self._id, self._spec, self._roster = pool_id, spec, roster
+        self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
+        self._console, self._journal = console, journal
+        self._briefing, self._contacts, self._preparer = briefing, contacts, preparer
+        self._credentials = credentials
+        self._callbacks = callbacks
+        self._versions = my_versions()
+        self._told_out_of_reach: set[Node] = set()
+
+    def new_node(self, index: int) -> Node:
+        """A node that nothing has been started for."""
+        return Node(index, self._host(index), self._roster.lock)
+
+    def _host(self, index: int, lost: Host | None = None) -> Host:
+        return Host(
+            self._spec.provider,
+            Order(self._id, index, self._spec.request),
+            self._journal,
+            phase=lambda phase: self._console.phase(index, phase),
+            note=self._console.note,
+            lost=lost,
+        )
+
+    def start(self, node: Node) -> None:
+        """Begin to bring a new node up."""
+        self._prospects.expect(node.index)
+        node.launch(self._bring_up)
+
+    def start_again(self, node: Node) -> None:
+        """Begin to bring a lost or failed node up on a new host, unless it is leaving."""
+        with self._roster.lock:
+            # The lock keeps `close` from stopping the old host only.
+            if self._roster.closed or not node.start_again(
+                lambda lost: self._host(node.index, lost)
+            ):
+                return
+            node.launch(self._bring_up)
+
+    def _bring_up(self, node: Node) -> None:
+        try:
+            self._console.phase(node.index, "starting")
+            node.begin_start()
+            host = node.host
+            if host.may_return:
+                self._console.phase(node.index, "creating")
+            host.prepare()
+            host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
+            self._console.phase(node.index, "connecting")
+            self._connect(node, host)
+        except Exception as problem:
+            # Whatever a provider raises: nobody else would notice that the node never comes.
+            self._start_failed(node, problem)
+
+    def _connect(self, node: Node, host: Host) -> None:
+        control, welcome = reach(
+            host.route(host.endpoint),
+            Hello(self._id, "control", versions=self._versions, pid=os.getpid()),
+            self._credentials,
+            node_name(self._id, node.index),
+            host.dial,
+            gone="its agent is gone",
+        )
+        if not node.connect(control):
+            control.close()
+            raise PoolStartError(f"node {node.index} was stopped while it started")
+        self._told_out_of_reach.discard(node)
+        self._contacts.watch_node(node, control)
+        for warning in check_compatible(self._versions, welcome.versions, f"node {node.index}"):
+            self._console.note(warning)
+        self._console.phase(node.index, "starting workers")
+        self._preparer.node_up(node)
+        self._loop.watch(
+            control,
+            lambda frame: self._callbacks.frame(node, frame),
+            lambda problem: self._callbacks.ended(node, control, problem),
+        )
+
+    def _start_failed(self, node: Node, problem: Exception) -> None:
+        out_of_reach = isinstance(problem, (OSError, EOFError))
+        if isinstance(problem, SkywardError):
+            failure: Exception = problem
+        elif out_of_reach:
+            failure = PoolStartError(
+                f"node {node.index} cannot be reached: {problem}; see that its machine is up, "
+                "and that this one may connect to it"
+            )
+        else:
+            failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
+            failure.__cause__ = problem
+        if not (out_of_reach and self.await_return(node, failure)):
+            self.give_up(node, failure)
+
+    def await_return(self, node: Node, failure: Exception) -> bool:
+        """A node that was lost cannot be reached: whether it is tried again."""
+        pause = None if self._roster.closed else node.await_return()
+        if pause is None:
+            return False
+        if node not in self._told_out_of_reach:
+            self._told_out_of_reach.add(node)
+            self._console.note(
+                f"node {node.index} is out of reach: {failure}; it is tried again for "
+                f"{RETURN_SECONDS / 60:g} minutes"
+            )
+        self._console.phase(node.index, "out of reach")
+        self._loop.later(pause, lambda: self.start_again(node))
+        return True
+
+    def give_up(self, node: Node, failure: BaseException) -> None:
+        """A node did not start: one that has never been ready is tried again later."""
+        with self._roster.lock:
+            is_missed = not self._roster.closed and not node.leaves
+            served = node.lost_since is not None
+            if served and is_missed:
+                failure = PoolStartError(
+                    f"node {node.index} was lost and did not come back: {failure}"
+                )
+            first = node.failed_starts == 0
+            failed = node.fail(failure, retry=not node.joined)
+            control, lanes = node.release()
+        if control is not None:
+            self._loop.forget(control)
+        for lane in lanes:
+            self._loop.forget(lane.channel)
+            self._dispatcher.lose(
+                lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {failure}")
+            )
+        node.host.stop(0)
+        if any(lane.preparation.begun for lane in lanes):
+            self._preparer.regroup(lost=True)
+        if failed:
+            self._tell_failed(node, failure, first=first)
+
+    def _tell_failed(self, node: Node, failure: BaseException, *, first: bool) -> None:
+        self._console.phase(node.index, "failed")
+        if node.retry_at is None:
+            if not self._roster.closed:
+                self._console.note(str(failure))
+            self._prospects.fail(node.index, failure)
+        elif self._roster.serves and first:
+            self.tell_retry(node)
+        self._dispatcher.fail_unrunnable()
+        self._preparer.node_failed()
+
+    def tell_retry(self, node: Node) -> None:
+        """Say, once, that a node is missing and will be tried again."""
+        self._console.note(
+            f"node {node.index} could not be started: {node.failure}; it is tried again, "
+            "less and less often"
+        )

@@ -1,0 +1,1 @@
+"""How objects become bytes: encoding, tensors, modules, references and blobs."""

@@ -1,0 +1,61 @@
+"""Handles: data that is sent to each node once, and then used in any number of calls."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Generic, TypeVar, cast
+
+from skyward.objects import encoding
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """Frozen data that is sent to each node once; made by `put`."""
+
+    __sky_handle__ = True
+    __slots__ = ("__weakref__", "_value", "encoded", "key")
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self.key = uuid.uuid4().bytes
+        self.encoded = encoding.encode(value, own_modules=True)
+
+    @property
+    def value(self) -> T:
+        """The data itself."""
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (self._value,)
+
+    def __repr__(self) -> str:
+        text = repr(self._value)
+        return f"<sky.put {text if len(text) <= 40 else text[:37] + '...'}>"
+
+
+def put(value: T) -> T:
+    """Declare data frozen: it is sent once per node, and then free to use in any number of calls.
+
+    Pass the handle as you would the data; the function sees the data itself. Neither side may
+    change it.
+
+    >>> images = sky.put(images)
+    >>> [train(images, lr) > compute for lr in rates]
+    """
+    return cast(T, value if isinstance(value, Handle) else Handle(value))
+
+
+def opened(values: Any) -> Any:
+    """Arguments with every handle replaced by its data; the same objects if there is none."""
+    if isinstance(values, Handle):
+        return values.value
+    if type(values) in (list, tuple):
+        items = [opened(value) for value in values]
+        changed = any(new is not old for new, old in zip(items, values, strict=True))
+        return type(values)(items) if changed else values
+    if type(values) is dict:
+        by_key = {key: opened(value) for key, value in values.items()}
+        changed = any(by_key[key] is not value for key, value in values.items())
+        return by_key if changed else values
+    return values

@@ -1,0 +1,117 @@
+"""Payloads: encoded objects as the bodies of frames, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from skyward.errors import ProtocolError
+from skyward.objects.blobs import BLOB_MIN
+from skyward.objects.encoding import Encoded
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame
+from skyward.wire.messages import INLINE, STREAMED, Buffer, Payload
+
+Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
+"""A received object: its pickle, its buffers, and each tensor storage's first byte and size."""
+
+_ALIGN = 64
+_PADDING = bytes(_ALIGN)
+
+
+@dataclass(slots=True)
+class Packed:
+    """A payload ready to send."""
+
+    payload: Payload
+    body: list[bytes | memoryview]
+
+
+def pack(encoded: Encoded, large: Callable[[list[memoryview]], list[Buffer]] | None) -> Packed:
+    """Lay out an encoded object; `large` says where buffers of blob size are, None: inline."""
+    body: list[bytes | memoryview] = list(encoded.pieces)
+    length = at = encoded.pickle_length
+    if not encoded.buffers:
+        return Packed(Payload(length, inline=at), body)
+    big = [b for b in encoded.buffers if len(b) >= BLOB_MIN] if large is not None else []
+    placed = iter(large(big) if large is not None and big else ())
+    refs = []
+    for buffer in encoded.buffers:
+        if large is not None and len(buffer) >= BLOB_MIN:
+            refs.append(next(placed))
+            continue
+        gap = -at % _ALIGN
+        if gap:
+            body.append(_PADDING[:gap])
+        at += gap
+        refs.append(Buffer(len(buffer), INLINE, offset=at))
+        body.append(buffer)
+        at += len(buffer)
+    return Packed(Payload(length, refs, encoded.storages, inline=at), body)
+
+
+def check(frame: Frame, payload: Payload) -> None:
+    """Refuse a payload that does not add up, before anything is set aside for it."""
+    streamed = sum(ref.length for ref in payload.buffers if ref.where == STREAMED)
+    if payload.inline + streamed != frame.body_length:
+        problem = "does not account for its body"
+    elif len(payload.segments) != len(frame.descriptors):
+        problem = f"has {len(payload.segments)} segments, {len(frame.descriptors)} descriptors"
+    elif not all(ref.length for ref in payload.buffers if ref.where != INLINE):
+        problem = "has an empty buffer outside of its body"
+    else:
+        return
+    for descriptor in frame.descriptors:
+        os.close(descriptor)
+    raise ProtocolError(f"a payload that {problem}")
+
+
+def unpack(
+    payload: Payload,
+    body: bytearray | memoryview,
+    find: Callable[[Buffer], memoryview],
+) -> Pieces:
+    """The pieces `encoding.decode` wants; `find` resolves what is not inline."""
+    view = memoryview(body)
+    if not payload.buffers and not payload.storages and payload.pickle == len(view):
+        return view, [], []
+    in_buffer = not payload.pickle
+    if payload.pickle > len(view) or len(payload.storages) + in_buffer > len(payload.buffers):
+        raise ProtocolError("a payload that does not fit its body")
+    buffers = []
+    for ref in payload.buffers:
+        if ref.where != INLINE:
+            buffers.append(find(ref))
+            continue
+        if ref.offset < payload.pickle or ref.offset + ref.length > len(view):
+            raise ProtocolError("a buffer outside of its body")
+        buffers.append(view[ref.offset : ref.offset + ref.length])
+    pickle = buffers.pop(0) if in_buffer else view[: payload.pickle]
+    return pickle, buffers, payload.storages
+
+
+def read_body(
+    channel: Channel,
+    frame: Frame,
+    payload: Payload,
+    places: Sequence[memoryview],
+    told: Callable[[int], None] = lambda done: None,
+) -> bytearray:
+    """Read the inline part of a frame's body, and the streamed buffers behind it into `places`.
+
+    Calls `told` now and then with how many bytes of the streamed buffers have come.
+    """
+    if payload.inline < 0 or payload.inline + sum(map(len, places)) != frame.body_length:
+        raise ProtocolError("a payload that does not account for its body")
+    if frame.body is None:
+        body = bytearray(payload.inline)
+        channel.read_body(
+            frame, [memoryview(body), *places], lambda done: told(max(0, done - payload.inline))
+        )
+        return body
+    at = payload.inline
+    for place in places:
+        place[:] = frame.body[at : at + len(place)]
+        at += len(place)
+    return frame.body

@@ -1,0 +1,204 @@
+"""The pool: a running set of nodes and the tasks on them, as `Compute` uses it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from skyward.calls.counts import Counts
+from skyward.calls.device_tensors import DeviceTensors, Holder
+from skyward.calls.dispatch import Dispatcher
+from skyward.calls.loop import Loop
+from skyward.calls.packing import Packer
+from skyward.calls.prospects import Prospects
+from skyward.calls.task import Task
+from skyward.console import Console
+from skyward.errors import PoolClosedError
+from skyward.functions import Pending
+from skyward.nodes.fleet import Fleet
+from skyward.nodes.node import Node, NodeView
+from skyward.nodes.spec import PoolSpec
+from skyward.providers import encrypted
+from skyward.spec import Nodes
+
+
+class Pool:
+    """Joins the fleet of nodes with the dispatch of tasks."""
+
+    def __init__(self, spec: PoolSpec, console: Console) -> None:
+        self.spec = spec
+        self.id = uuid.uuid4().hex[:12]
+        self._console = console
+        self._loop = Loop()
+        secret = encrypted(spec.provider)
+        self._packer = Packer(encrypted=secret, relayed=secret and spec.options.cluster)
+        prospects = Prospects(grouped=spec.preparations.together)
+        self._dispatcher = Dispatcher(self._loop, console, self._packer, prospects)
+        self._fleet = Fleet(self.id, spec, self._loop, self._dispatcher, prospects, console)
+        self._ids = itertools.count(1)
+        self._results: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results_thread: threading.Thread | None = None
+        self._results_lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._owner = os.getpid()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been taken down."""
+        return self._fleet.closed
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, by index."""
+        return self._fleet.nodes
+
+    @property
+    def counts(self) -> Counts:
+        """What has been done so far."""
+        return self._dispatcher.counts
+
+    def start(self) -> None:
+        """Bring the nodes up; raises the first failure that leaves too few."""
+        self._fleet.start()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """End everything; tasks not done are told. Nothing is left behind."""
+        if not self._closing.acquire(blocking=False):
+            return
+        self._dispatcher.close()
+        self._fleet.close(seconds)
+        self._loop.stop()
+        for node in self.nodes:
+            if node.control is not None:
+                node.control.close()
+        if self._results_thread is not None:
+            self._results.put(None)
+            if threading.current_thread() is not self._results_thread:
+                self._results_thread.join()
+        self._packer.close()
+
+    def hurry(self) -> None:
+        """End the machines at once, while `close` still gives them time."""
+        self._fleet.hurry()
+
+    def resize(self, nodes: int | Nodes) -> None:
+        """Grow or shrink to that many nodes."""
+        self._check_open()
+        self._fleet.resize(nodes)
+
+    def prepare(
+        self,
+        pending: Pending[Any],
+        *,
+        keep: bool,
+        on: int | None = None,
+        worker: tuple[int, int] | None = None,
+        like: Task | None = None,
+    ) -> Task:
+        """Encode a call; `keep` copies what the caller may change before it is sent.
+
+        `like` is a task of the same call, whose parcel is used again. Unless a worker is given,
+        tensors on a device of this pool stay where they are, and the call goes there.
+        """
+        self._check_open()
+        function = pending.function
+        code = function.code()
+        inputs: list[Iterator[Any]] = []
+        refer = DeviceTensors(self._fleet.device_holder, on) if worker is None else None
+        if like is not None and not like.inputs:
+            parcel = self._packer.shared(like.parcel)
+        else:
+            parcel, inputs = self._packer.call(
+                pending, keep=keep, for_many=worker is not None, refer=refer
+            )
+        if refer is not None and refer.holder is not None:
+            on = refer.holder[0]
+            worker = None if refer.holder[1] is None else (on, refer.holder[1])
+        handles = (*code.encoded.handles, *parcel.encoded.handles)
+        options = self.spec.options
+        return Task(
+            next(self._ids),
+            function.name,
+            self._packer.code(code),
+            parcel,
+            [self._packer.handle(handle) for handle in handles] if handles else [],
+            inputs,
+            on=on,
+            worker=worker,
+            timeout=options.default_timeout if function.timeout is None else function.timeout,
+            retries=function.retries or options.retries,
+        )
+
+    def submit(self, task: Task) -> None:
+        """Send a task to a free place, or queue it."""
+        self._dispatcher.submit(task)
+
+    def submit_all(self, tasks: list[Task]) -> None:
+        """Submit tasks such that no other comes between them on any worker."""
+        self._dispatcher.submit_all(tasks)
+
+    def cancel(self, task: Task) -> None:
+        """Give a task up: the caller is released at once, the remote work is stopped."""
+        self._dispatcher.cancel(task)
+
+    def after(self, task: Task, action: Callable[[], None]) -> None:
+        """Off the loop's thread, once the task is done; to be called before it is submitted."""
+        with self._results_lock:
+            if self._results_thread is None:
+                self._results_thread = threading.Thread(
+                    target=self._serve_results, name="skyward-results", daemon=True
+                )
+                self._results_thread.start()
+        task.when_done(lambda _: self._results.put(action))
+
+    def _serve_results(self) -> None:
+        while (action := self._results.get()) is not None:
+            action()
+
+    def flush_output(self, task: Task) -> None:
+        """Wait until everything the task printed has been shown."""
+        self._dispatcher.flush_output(task)
+
+    def device(self, node: int, kind: str) -> int:
+        """The index of the sky device that stands for that kind on that node."""
+        self._check_open()
+        return self._fleet.device(node, kind)
+
+    def device_holder(self, index: int) -> Holder | None:
+        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        return self._fleet.device_holder(index)
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Every (node, worker), in rank order."""
+        return self._fleet.workers()
+
+    def ready_nodes(self) -> int:
+        """How many nodes have come so far."""
+        return sum(node.joined for node in self.nodes)
+
+    def slots(self) -> int:
+        """Tasks the pool can run at once."""
+        return self._fleet.slots()
+
+    def views(self) -> list[NodeView]:
+        """The nodes as a user sees them."""
+        return self._fleet.views()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent to and received from executors, over sockets."""
+        return self._dispatcher.traffic()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PoolClosedError(
+                "this pool is closed; run functions inside its `with sky.Compute()` block"
+            )
+        if os.getpid() != self._owner:
+            raise PoolClosedError(
+                "this pool belongs to the process that made it; a forked child must make its own"
+            )

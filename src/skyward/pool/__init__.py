@@ -1,1 +1,0 @@
-"""The client's side of a cluster: nodes, lanes, scheduling, recovery, scaling."""

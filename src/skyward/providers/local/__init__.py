@@ -1,0 +1,83 @@
+"""Local: worker processes on this machine, with nothing to set up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from skyward.errors import ConfigurationError
+from skyward.providers import Order, Request
+from skyward.providers.local import image
+from skyward.providers.local.cards import check_accelerator, installed_cards
+from skyward.providers.local.machine import LocalMachine
+
+
+@dataclass(frozen=True)
+class Local:
+    """Workers on this machine.
+
+    `transport` is how the client reaches them: "unix" (sockets and shared memory, the default) or
+    "tcp" (loopback with TLS 1.3, as over a network).
+
+    >>> with sky.Compute(sky.Local(transport="tcp"), nodes=2) as compute: ...
+    """
+
+    transport: Literal["auto", "unix", "tcp"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "unix", "tcp"):
+            raise ConfigurationError(
+                f"Local(transport={self.transport!r}): choose 'auto', 'unix' or 'tcp'"
+            )
+
+    name = "local"
+
+    here = True
+    """The agents are child processes of the client."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Only TCP needs credentials."""
+        return self.transport == "tcp"
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments."""
+        return {"transport": self.transport}
+
+    def price(self, request: Request) -> float | None:
+        """This machine is paid for."""
+        return 0.0
+
+    async def create(self, order: Order) -> LocalMachine:
+        """Make a folder of this machine, in which commands run."""
+        wanted = order.request.image
+        if wanted.pip or wanted.apt or wanted.includes:
+            await asyncio.to_thread(image.check, wanted)
+        cards = installed_cards()
+        machine = LocalMachine.made(
+            order, accelerators=len(cards), accelerator=cards[0].name if cards else None
+        )
+        if wanted.includes:
+            try:
+                await asyncio.to_thread(machine.place_includes, wanted)
+            except BaseException:
+                await machine.destroy()
+                raise
+        return machine
+
+    async def find(self, pool: str) -> list[LocalMachine]:
+        """The folders of a pool that are still there."""
+        return LocalMachine.of(pool)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request for what this machine does not have."""
+        image.check_python(request.image)
+        check_accelerator(request.accelerator)
+        for volume in request.volumes:
+            if volume.target != volume.source or not Path(volume.source).exists():
+                raise ConfigurationError(
+                    f"{volume}: local workers see this machine's files where they are; give an "
+                    "existing path without a different target, or use a provider with containers"
+                )

@@ -1,0 +1,191 @@
+"""A manifest: what one version of a model consists of and where its bytes are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated, Any
+
+import msgspec
+import xxhash
+
+from skyward.errors import StoreDamagedError
+
+FORMAT = 1
+MANIFEST_LIMIT = 256 << 20
+RANK_LIMIT = 64
+SIZE_LIMIT = 1 << 48
+
+# The dtypes a manifest may name, and how many bytes an element has.
+ITEM_SIZES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_LIMIT)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+ObjectName = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}-[0-9a-f]{8}$")]
+
+_ENVELOPE = re.compile(rb'\{"checksum":"([0-9a-f]{32})","manifest":')
+_END = b"}\n"
+
+
+class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One safetensors file: its name below `objects/` and its length."""
+
+    name: ObjectName
+    size: Size
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of bytes that one tensor, or several that overlap, lie in; loaded as one storage."""
+
+    digest: Digest
+    size: Annotated[int, msgspec.Meta(ge=1, le=SIZE_LIMIT)]
+    object: Size
+    start: Size
+
+
+class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tensor: where in its region it begins and how it is laid out; an empty one has none."""
+
+    dtype: str
+    shape: list[Size]
+    region: Size | None = None
+    offset: Size = 0
+    strides: list[Size] | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The strides in elements, those of a contiguous tensor where none are given."""
+        return contiguous(self.shape) if self.strides is None else self.strides
+
+    @property
+    def packed_size(self) -> int:
+        """How many bytes the elements have, without the gaps between them."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One published version."""
+
+    format: int
+    name: str
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    created: datetime
+    skyward: str
+    torch: str
+    class_path: str | None
+    metadata: dict[str, Any]
+    added: Size
+    objects: list[StoredObject]
+    regions: list[Region]
+    tensors: list[View]
+    tree: Any
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def contiguous(shape: list[int]) -> list[int]:
+    """The strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return strides
+
+
+def object_path(name: str) -> str:
+    """Where an object lies."""
+    return f"objects/{name[:2]}/{name}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """A JSON document with the checksum of its contents in front of them."""
+    body = msgspec.json.encode(manifest)
+    checksum = xxhash.xxh3_128_hexdigest(body).encode()
+    return b'{"checksum":"' + checksum + b'","manifest":' + body + _END
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Read a manifest from anyone: every index and extent in it is good afterwards."""
+    start = _ENVELOPE.match(data)
+    if start is None or not data.endswith(_END):
+        raise _damaged(where, "it is not a whole manifest")
+    body = data[start.end() : -len(_END)]
+    if xxhash.xxh3_128_hexdigest(body).encode() != start[1]:
+        raise _damaged(where, "its checksum does not match")
+    try:
+        kind = msgspec.json.decode(body, type=_Format).format
+        if kind != FORMAT:
+            raise StoreDamagedError(
+                f"{where}: a manifest of format {kind}, and this version of skyward reads "
+                f"{FORMAT}; update skyward"
+            )
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+        raise _damaged(where, str(problem)) from None
+    for flaw in flaws(manifest):
+        raise _damaged(where, flaw)
+    return manifest
+
+
+def _damaged(where: str, what: str) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"{where}: the manifest is damaged: {what}; load another version, "
+        "or delete this one and save the model again"
+    )
+
+
+def flaws(manifest: Manifest) -> Iterator[str]:
+    """What makes a manifest one that no reader accepts."""
+    for index, region in enumerate(manifest.regions):
+        if region.object >= len(manifest.objects):
+            yield f"region {index} lies in object {region.object} of {len(manifest.objects)}"
+        elif region.start + region.size > manifest.objects[region.object].size:
+            yield f"region {index} ends behind the end of its object"
+    for index, view in enumerate(manifest.tensors):
+        flaw = _flaw(view, manifest.regions)
+        if flaw is not None:
+            yield f"tensor {index} {flaw}"
+
+
+def _flaw(view: View, regions: list[Region]) -> str | None:
+    item = ITEM_SIZES.get(view.dtype)
+    if item is None:
+        return f"has the unknown dtype {view.dtype!r}"
+    if len(view.shape) > RANK_LIMIT or len(view.steps) != len(view.shape):
+        return "has more or fewer dimensions than it may"
+    if 0 in view.shape or view.region is None:
+        return None if 0 in view.shape and view.region is None else "has no bytes"
+    if view.region >= len(regions):
+        return f"lies in region {view.region} of {len(regions)}"
+    if view.offset % item:
+        return "begins between two elements"
+    last = sum((extent - 1) * step for extent, step in zip(view.shape, view.steps, strict=True))
+    if view.offset + (last + 1) * item > regions[view.region].size:
+        return "ends behind the end of its region"
+    return None

@@ -1,0 +1,1 @@
+"""Saving and loading by the node of a torch device, so that the weights skip the client."""

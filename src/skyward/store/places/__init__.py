@@ -1,0 +1,1 @@
+"""Where the files of a store are: a folder, a model server, or a filesystem of fsspec."""

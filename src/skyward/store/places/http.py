@@ -1,0 +1,370 @@
+"""A store behind a model server: its files over HTTP, in ranges that go on where they broke."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import http.client
+import logging
+import re
+import socket
+import ssl
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from skyward.checks import argument
+from skyward.errors import ConfigurationError, StoreError, StoreFullError
+from skyward.store.places.access import (
+    AUTHORITY,
+    MARK,
+    PROTOCOL,
+    TOKEN,
+    chosen_token,
+    is_loopback,
+    store_at,
+)
+from skyward.store.places.connections import HttpConnections, close
+from skyward.store.places.files import Buffer, FileEntry
+
+PAUSES = (0.1, 0.3, 0.9)
+"""Seconds before each new attempt; after progress, the pauses start again at the first."""
+_SLICE = 1 << 20
+"""How much is sent or received at a time: a break costs no more than this, and `sendall` has one
+time limit for all that it is given."""
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
+
+_log = logging.getLogger("skyward.store")
+_Made = TypeVar("_Made")
+
+
+class _Listing(msgspec.Struct):
+    now: float
+    files: list[FileEntry]
+
+
+class HttpFiles:
+    """The files of one model server."""
+
+    transfers = 4
+    whole = 16 << 20
+    drafts = False
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url, self._base = _checked(url)
+        self._token = chosen_token(token)
+        where = urlsplit(self.url)
+        host = where.hostname or ""
+        if self._token and where.scheme == "http" and not is_loopback(host):
+            _log.warning(
+                "%s: the token travels in the clear, readable on the way; "
+                "serve with a certificate and use https://",
+                self.url,
+            )
+        self._connections = HttpConnections(where.scheme, host, where.port)
+        weakref.finalize(self, self._connections.close)
+
+    def __repr__(self) -> str:
+        return f"HttpFiles({self.url!r})"
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        return bytes(self._range(path, start, length, None))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from `start` on."""
+        return len(self._range(path, start, len(buffer), buffer))
+
+    def view(self, path: str) -> memoryview | None:
+        """Nothing remote is in reach without a copy."""
+        return None
+
+    def size(self, path: str) -> int | None:
+        """How long the file is."""
+
+        def ask() -> int | None:
+            with self._exchange("HEAD", path, "reading") as answer:
+                if answer.status == 404:
+                    return None
+                return int(answer.getheader("Content-Length") or 0)
+
+        return self._repeated(path, "reading", ask)
+
+    def write(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Upload a file whole; the server renames it into place when it has all of it."""
+        self._put(path, parts, {})
+
+    def draft(self) -> None:
+        """An upload has its name from the beginning."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Upload a file unless one is there, which the server decides."""
+        made, attempts = self._put(path, [data], {"If-None-Match": "*"})
+        # The answer to the first attempt may have got lost after the file was made.
+        return made or (attempts > 1 and self.read(path, 0, len(data) + 1) == data)
+
+    def list(self, folder: str) -> builtins.list[FileEntry]:
+        """Every file below a folder, with times as this machine's clock would have them."""
+
+        def ask() -> bytes:
+            with self._exchange("GET", f"{folder}/", "listing") as answer:
+                return answer.read()
+
+        try:
+            found = msgspec.json.decode(self._repeated(folder, "listing", ask), type=_Listing)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+            raise StoreError(
+                f"{self.url}/{folder}/: not a listing: {problem}; "
+                "check that both ends have the same version of skyward"
+            ) from None
+        # The time after the answer, not before: a file that seems younger is kept longer.
+        ahead = time.time() - found.now
+        return [FileEntry(each.path, each.size, each.modified + ahead) for each in found.files]
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+
+        def ask() -> None:
+            with self._exchange("DELETE", path, "deleting"):
+                pass
+
+        self._repeated(path, "deleting", ask)
+
+    def _range(self, path: str, start: int, length: int, into: memoryview | None) -> memoryview:
+        """The part of the buffer that could be filled; one is made if none is given."""
+        if length == 0:
+            if self.size(path) is None:
+                raise FileNotFoundError(f"{self.url}/{path}")
+            return memoryview(b"")
+        buffer, done, tag = into, 0, ""
+
+        def ask() -> memoryview:
+            nonlocal buffer, done, tag
+            headers = {"Range": f"bytes={start + done}-{start + length - 1}"}
+            if tag and done:
+                headers["If-Match"] = tag
+            with self._exchange("GET", path, "reading", headers) as answer:
+                if answer.status == 404:
+                    raise FileNotFoundError(f"{self.url}/{path}")
+                if answer.status == 412:
+                    done = 0
+                    raise ConnectionResetError("the file was replaced while it was read")
+                if answer.status == 416:
+                    return memoryview(b"") if buffer is None else buffer[:done]
+                left = min(self._extent(answer, path, start + done), length - done)
+                if buffer is None:
+                    buffer = memoryview(bytearray(left))
+                tag, end = answer.getheader("ETag") or "", done + left
+                while done < end:
+                    count = answer.readinto(buffer[done : min(done + _SLICE, end)])
+                    if not count:
+                        raise ConnectionResetError(
+                            f"it broke off {end - done} bytes before the end"
+                        )
+                    done += count
+                return buffer[:done]
+
+        return self._repeated(path, "reading", ask, lambda: done)
+
+    def _extent(self, answer: http.client.HTTPResponse, path: str, start: int) -> int:
+        """How many bytes come, after a check that they begin where they were asked to."""
+        found = _RANGE.match(answer.getheader("Content-Range") or "")
+        begin = int(found[1]) if found and answer.status == 206 else 0
+        if begin != start or answer.length is None:
+            raise StoreError(
+                f"{self.url}/{path}: asked for the bytes from {start} on and got those from "
+                f"{begin}; if there is a proxy in between, let ranges through"
+            )
+        return answer.length
+
+    def _put(self, path: str, parts: Sequence[Buffer], headers: dict[str, str]) -> tuple[bool, int]:
+        """Whether the file is there as sent, False where one was already; and the attempts."""
+        views = [memoryview(part).cast("B") for part in parts]
+        attempts = 0
+
+        def ask() -> bool:
+            nonlocal attempts
+            attempts += 1
+            with self._exchange("PUT", path, "writing", headers, views) as answer:
+                return answer.status != 412
+
+        return self._repeated(path, "writing", ask), attempts
+
+    def _repeated(
+        self,
+        path: str,
+        doing: str,
+        ask: Callable[[], _Made],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> _Made:
+        """Ask, and ask again when the connection breaks."""
+        pauses, reached = iter(PAUSES), 0
+        while True:
+            try:
+                return ask()
+            except (StoreError, FileNotFoundError):
+                raise
+            except _StaleError:
+                self._connections.close()
+                continue
+            except (OSError, http.client.HTTPException) as problem:
+                if progress() > reached:
+                    pauses, reached = iter(PAUSES), progress()
+                pause = next(pauses, None)
+                if pause is None or _is_final(problem):
+                    raise self._unreachable(f"{self.url}/{path}: {doing}", problem) from problem
+                _log.debug("%s/%s: %s is repeated after: %s", self.url, path, doing, problem)
+            time.sleep(pause)
+
+    @contextlib.contextmanager
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        doing: str,
+        headers: dict[str, str] | None = None,
+        views: Sequence[memoryview] | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """One request; the connection is kept if the answer is read to its end."""
+        connection, kept = self._connections.take()
+        answer = None
+        try:
+            try:
+                answer = self._answer(connection, method, path, headers or {}, views)
+            except (ConnectionError, http.client.BadStatusLine, ssl.SSLEOFError) as problem:
+                if kept:
+                    raise _StaleError from problem
+                raise
+            self._check(answer, method, path, doing)
+            yield answer
+            if answer.status != 200 or method != "GET":
+                answer.read(_SLICE)
+            if answer.isclosed() and not answer.will_close:
+                self._connections.give(connection)
+                return
+        except BaseException:
+            close(connection, answer)
+            raise
+        close(connection, answer)
+
+    def _answer(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        views: Sequence[memoryview] | None,
+    ) -> http.client.HTTPResponse:
+        connection.putrequest(method, f"{self._base}/{quote(path)}")
+        if self._token:
+            connection.putheader("Authorization", f"Bearer {self._token}")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if views is not None:
+            connection.putheader("Content-Length", str(sum(len(view) for view in views)))
+        try:
+            connection.endheaders()
+            for view in views or ():
+                for at in range(0, len(view), _SLICE):
+                    connection.send(view[at : at + _SLICE])
+        except ConnectionError as problem:
+            # A server that refuses an upload answers why, and closes before it has read all of it.
+            try:
+                return connection.getresponse()
+            except (OSError, http.client.HTTPException):
+                raise problem from None
+        return connection.getresponse()
+
+    def _check(self, answer: http.client.HTTPResponse, method: str, path: str, doing: str) -> None:
+        """Raise unless a model server answered, with a status that the caller can handle."""
+        status = answer.status
+        mark = answer.getheader(MARK)
+        if mark != PROTOCOL:
+            raise self._foreign(answer, mark)
+        expected = {"GET": (404, 412, 416), "HEAD": (404,), "PUT": (412,), "DELETE": (404,)}
+        if status < 300 or status in expected[method]:
+            return
+        told = answer.read(500).decode(errors="replace").strip().partition("\n")[0]
+        where = f"{self.url}/{path}: {doing} failed"
+        if status == 401:
+            problem = "the server refused the token" if self._token else "the server wants a token"
+            raise StoreError(f"{where}: {problem}; pass {argument('token')} or set {TOKEN}")
+        if status == 507:
+            raise StoreFullError(
+                f"{where}: {told}; make room there, or delete versions and call "
+                f"{argument('gc', python='gc()')}, then save "
+                "again: what has been written is not written twice"
+            )
+        raise StoreError(f"{where}: {status} {told or answer.reason}")
+
+    def _foreign(self, answer: http.client.HTTPResponse, mark: str | None) -> StoreError:
+        if mark is not None:
+            return StoreError(
+                f"{self.url}: a model server of version {mark[:20]}, and this end speaks version "
+                f"{PROTOCOL}; install the same skyward on both"
+            )
+        place = answer.getheader("Location")
+        leads = f" and leads to {place[:200]}, where no token is sent" if place else ""
+        return StoreError(
+            f"{self.url}: this is no model server: it answers {answer.status} "
+            f"{answer.reason}{leads}; check the address, or start a server there with "
+            "`sky models serve DIR`"
+        )
+
+    def _unreachable(self, where: str, problem: Exception) -> StoreError:
+        if isinstance(problem, ssl.SSLCertVerificationError):
+            return StoreError(
+                f"{where} failed: the server's certificate is not trusted: "
+                f"{problem.verify_message}; name the file of its authority in {AUTHORITY}"
+            )
+        if isinstance(problem, ssl.SSLError):
+            return StoreError(
+                f"{where} failed: no TLS there: {problem.reason or problem}; "
+                "use http:// if the server has no certificate"
+            )
+        if isinstance(problem, http.client.BadStatusLine | ConnectionResetError):
+            advice = "check the server's log; one with a certificate wants https://"
+        elif isinstance(problem, http.client.HTTPException):
+            advice = "check the address"
+        else:
+            advice = "check the address and the network, and that `sky models serve` runs there"
+        told = str(problem) or type(problem).__name__
+        if isinstance(problem, TimeoutError):
+            told = "no answer in time"
+        return StoreError(f"{where} failed: {told}; {advice}")
+
+
+class _StaleError(Exception):
+    """The server had closed a kept connection; that says nothing about the server."""
+
+
+def _checked(url: str) -> tuple[str, str]:
+    """The address without a trailing slash, and the path in it."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigurationError(
+            f"{store_at('http...://***@...')}: no credentials in the address; pass "
+            f"{argument('token')}"
+        )
+    try:
+        port_fits = parts.port is None or parts.port > 0
+    except ValueError:
+        port_fits = False
+    odd = any(ord(sign) <= 32 or ord(sign) >= 127 for sign in url)
+    if not parts.hostname or not port_fits or parts.query or parts.fragment or odd:
+        raise ConfigurationError(
+            f"{store_at(re.split('[?#]', url)[0])}: not a server's address; write http://host:8470"
+        )
+    base = parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{base}", base
+
+
+def _is_final(problem: Exception) -> bool:
+    """Whether another attempt would end the same way."""
+    if isinstance(problem, socket.gaierror):
+        return problem.errno != socket.EAI_AGAIN
+    return isinstance(problem, ssl.SSLError) and not isinstance(problem, ssl.SSLEOFError)

@@ -1,0 +1,225 @@
+"""A store in a folder of this machine: files are mapped to read, and renamed into place."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from skyward.checks import argument
+from skyward.errors import StoreError, StoreFullError
+from skyward.objects import memory
+from skyward.store.places.files import Buffer, Draft, FileEntry
+from skyward.store.places.mapping import mapped
+
+
+class LocalFiles:
+    """The files of one folder.
+
+    With `durable`, a written file has reached the disk when `write` returns; without it, the
+    operating system has it, and a power failure may still take it.
+    """
+
+    transfers = 3
+    whole = 1 << 20
+    drafts = True
+
+    def __init__(self, root: Path, *, durable: bool = False) -> None:
+        self.url = str(root)
+        self._root = root
+        self._durable = durable
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        """Bytes from `start` on."""
+        with self.reported("reading", path), self._path(path).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from `start` on."""
+        done = 0
+        with self.reported("reading", path), self._path(path).open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+        return done
+
+    def view(self, path: str) -> memoryview | None:
+        """The file, mapped copy-on-write; it stays readable after the file is removed."""
+        with self.reported("reading", path), self._path(path).open("rb") as file:
+            return mapped(file.fileno())
+
+    def size(self, path: str) -> int | None:
+        """How long the file is."""
+        try:
+            with self.reported("reading", path):
+                return self._path(path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Write to a temporary file, then rename it."""
+        with self.reported("writing", path), self.temporary() as (temporary, descriptor):
+            start = 0
+            for part in parts:
+                memory.write_all(descriptor, start, memoryview(part))
+                start += len(part)
+            self.rename(descriptor, temporary, path)
+
+    @contextlib.contextmanager
+    def draft(self) -> Iterator[Draft]:
+        """A temporary file, until it is renamed."""
+        with self.reported("writing", "tmp"), self.temporary() as (temporary, descriptor):
+            yield _Draft(self, temporary, descriptor)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write to a temporary file, then link it, which fails where a file is."""
+        with self.reported("writing", path), self.temporary() as (temporary, descriptor):
+            memory.write_all(descriptor, 0, memoryview(data))
+            return self.link(descriptor, temporary, path)
+
+    def list(self, folder: str) -> builtins.list[FileEntry]:
+        """Every file below a folder; a part that cannot be read fails the whole.
+
+        Links to folders are followed, each folder once, and under its own path where it has one:
+        what can be loaded through a link is in use.
+        """
+        found: list[FileEntry] = []
+        seen: set[tuple[int, int]] = set()
+        folders, links = collections.deque([folder]), collections.deque[str]()
+        while folders or links:
+            path = (folders or links).popleft()
+            with self.reported("listing", path), contextlib.suppress(FileNotFoundError):
+                about = self._path(path).stat()
+                if (about.st_dev, about.st_ino) not in seen:
+                    seen.add((about.st_dev, about.st_ino))
+                    self._list_one(path, found, folders, links)
+        return found
+
+    def _list_one(
+        self,
+        folder: str,
+        found: builtins.list[FileEntry],
+        folders: collections.deque[str],
+        links: collections.deque[str],
+    ) -> None:
+        with os.scandir(self._path(folder)) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(path)
+                        continue
+                    about = entry.stat()
+                    if stat.S_ISDIR(about.st_mode):
+                        links.append(path)
+                    else:
+                        found.append(FileEntry(path, about.st_size, about.st_mtime))
+
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+        with self.reported("deleting", path):
+            self._path(path).unlink(missing_ok=True)
+
+    def _path(self, path: str) -> Path:
+        return self._root.joinpath(*path.split("/"))
+
+    def rename(self, descriptor: int, temporary: Path, path: str) -> None:
+        """Give a temporary file its name."""
+        target = self._ready(descriptor, path)
+        temporary.replace(target)
+        self._sync(target.parent)
+
+    def link(self, descriptor: int, temporary: Path, path: str) -> bool:
+        """The same, unless a file has the name already."""
+        target = self._ready(descriptor, path)
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        self._sync(target.parent)
+        return True
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[tuple[Path, int]]:
+        """A new file in `tmp/` to write to, gone afterwards unless it was renamed."""
+        folder = self._root / "tmp"
+        self._make_folder(folder)
+        temporary = folder / uuid.uuid4().hex
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                yield temporary, file.fileno()
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _ready(self, descriptor: int, path: str) -> Path:
+        """Make a written file durable, if asked for, and its folder; returns the final path."""
+        if self._durable:
+            os.fsync(descriptor)
+        target = self._path(path)
+        self._make_folder(target.parent)
+        return target
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it; a durable one is on the disk before it is used."""
+        if not folder.is_dir():
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            self._sync(folder.parent)
+
+    def _sync(self, folder: Path) -> None:
+        if self._durable:
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def reported(self, doing: str, path: str) -> Iterator[None]:
+        """Turn an error of the operating system into one that says what to do."""
+        try:
+            yield
+        except (FileNotFoundError, StoreError):
+            raise
+        except OSError as problem:
+            where = f"{self.url}/{path}: {doing} failed: {problem.strerror or problem}"
+            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFullError(
+                    f"{where}; make room, or delete versions and call "
+                    f"{argument('gc', python='gc()')}, then save again: "
+                    "what has been written is not written twice"
+                ) from problem
+            if problem.errno in (errno.EMFILE, errno.ENFILE):
+                raise StoreError(
+                    f"{where}; close files that are not needed, or raise the limit (`ulimit -n`)"
+                ) from problem
+            raise StoreError(
+                f"{where}; check that the folder is there and that you may use it"
+            ) from problem
+
+
+class _Draft:
+    """A file that has no name in the store yet."""
+
+    def __init__(self, files: LocalFiles, temporary: Path, descriptor: int) -> None:
+        self._files = files
+        self._temporary = temporary
+        self._descriptor = descriptor
+
+    def write(self, start: int, data: memoryview) -> bytes:
+        """Write and hash in one go."""
+        with self._files.reported("writing", "objects"):
+            return memory.write_named(self._descriptor, start, data)
+
+    def publish(self, path: str, head: bytes) -> None:
+        """Write the beginning, then rename."""
+        with self._files.reported("writing", path):
+            memory.write_all(self._descriptor, 0, memoryview(head))
+            self._files.rename(self._descriptor, self._temporary, path)

@@ -1,0 +1,1 @@
+"""The model server, `sky models serve`: a store's folder over HTTP."""

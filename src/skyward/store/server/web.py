@@ -1,0 +1,324 @@
+"""The HTTP interface of a store's folder: what each request may do, and what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from skyward.errors import ModelNotFoundError, SerializationError, SkywardError
+from skyward.objects import memory
+from skyward.store.catalog import Catalog
+from skyward.store.places.access import MARK, PROTOCOL, TOKEN, is_loopback
+from skyward.store.places.local import LocalFiles
+from skyward.store.server.download import Download
+
+STALLED_SECONDS = 60.0
+"""How long an upload may bring nothing before it is given up."""
+BATCH = 4 << 20
+"""How much of an upload is in memory at most before it goes to the disk."""
+_LONGEST = 1000
+
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_FOLDER = re.compile(rf"(models|objects|saves|tmp)(/{_SEGMENT})*")
+_FILE = re.compile(rf"(models|objects|saves|tmp)(/{_SEGMENT})+")
+_DOWNLOAD = re.compile(rf"download/({_SEGMENT}(?:/{_SEGMENT})*)\.safetensors")
+
+_log = logging.getLogger("skyward.store")
+_Made = TypeVar("_Made")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Interface:
+    """Answers requests for one folder."""
+
+    def __init__(
+        self, root: Path, *, token: str | None, read_only: bool, durable: bool, private: bool
+    ) -> None:
+        self._root = root.resolve()
+        self._files = LocalFiles(self._root, durable=durable)
+        self._token = token
+        self._read_only = read_only
+        self._private = private
+        """Listens on this machine alone, for every user of it."""
+
+    def application(self) -> web.Application:
+        """An application of aiohttp that answers every path."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/{path:.*}", self._get)
+        app.router.add_put("/{path:.*}", self._put)
+        app.router.add_delete("/{path:.*}", self._delete)
+        app.on_response_prepare.append(_mark)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if self._token is not None:
+            self._check_token(request.headers.get("Authorization", ""))
+        elif self._private:
+            self._check_host(request.headers.get("Host", ""))
+        if self._read_only and request.method not in ("GET", "HEAD"):
+            raise web.HTTPForbidden(text="this store is served read-only\n")
+        try:
+            return await handler(request)
+        except ConnectionError:
+            raise
+        except ModelNotFoundError as problem:
+            raise web.HTTPNotFound(text=f"{self._told(problem)}\n") from None
+        except SerializationError as problem:
+            raise web.HTTPUnprocessableEntity(text=f"{self._told(problem)}\n") from None
+        except SkywardError as problem:
+            _log.error("%s %s: %s", request.method, request.path, problem)
+            raise web.HTTPInternalServerError(text=f"{self._told(problem)}\n") from None
+        except OSError as problem:
+            raise _failure(problem) from None
+        except web.HTTPException:
+            raise
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
+            raise web.HTTPInternalServerError(text="the server failed; see its log\n") from None
+
+    def _check_token(self, given: str) -> None:
+        wanted = f"Bearer {self._token}".encode()
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), wanted):
+            raise web.HTTPUnauthorized(
+                text=f"this store wants a token; send it as `Authorization: Bearer ${TOKEN}`\n",
+                headers={"WWW-Authenticate": 'Bearer realm="skyward"'},
+            )
+
+    def _check_host(self, given: str) -> None:
+        """Refuse a website whose name its owner made point to this machine."""
+        host = given.rpartition(":")[0] if re.search(r":\d+$", given) else given
+        if not is_loopback(host.strip("[]")):
+            raise web.HTTPMisdirectedRequest(
+                text="without a token this store answers to localhost only\n"
+            )
+
+    def _told(self, problem: Exception) -> str:
+        """The message without the paths of the server's disk."""
+        return str(problem).replace(f"{self._root}/", "").replace(str(self._root), "the store")
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        path = _path(request)
+        if path == "":
+            return await self._index(request)
+        if match := _DOWNLOAD.fullmatch(path):
+            return await self._download(request, match[1])
+        if path.startswith("download/"):
+            raise web.HTTPBadRequest(
+                text="not a download: ask for /download/<name>.safetensors, "
+                "with ?version=N for an older one\n"
+            )
+        if path.endswith("/"):
+            return await self._list(path.removesuffix("/"))
+        place = await _in_thread(self._file, path)
+        kind = "application/json" if path.endswith(".json") else "application/octet-stream"
+        return web.FileResponse(place, headers={"Content-Type": kind})
+
+    async def _list(self, folder: str) -> web.Response:
+        def found() -> bytes:
+            self._inside(folder, _FOLDER)
+            now = time.time()
+            files = [each for each in self._files.list(folder) if _FILE.fullmatch(each.path)]
+            return msgspec.json.encode({"now": now, "files": files})
+
+        return web.Response(body=await _in_thread(found), content_type="application/json")
+
+    async def _put(self, request: web.Request) -> web.Response:
+        path = _path(request)
+        await _in_thread(self._inside, path)
+        size = request.content_length
+        if size is None:
+            raise web.HTTPLengthRequired(text="an upload says its Content-Length first\n")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise web.HTTPUnsupportedMediaType(text="uploads are taken as they are only\n")
+        condition = request.headers.get("If-None-Match")
+        if condition not in (None, "*"):
+            raise web.HTTPBadRequest(text="If-None-Match takes * here\n")
+        opened = contextlib.ExitStack()
+        try:
+            await _in_thread(self._check_room, size)
+            # The stack knows the open file also when this request is cancelled meanwhile.
+            temporary, handle = await _in_thread(opened.enter_context, self._files.temporary())
+            await self._receive(request, handle, size)
+            name = self._files.rename if condition is None else self._files.link
+            if await _in_thread(name, handle, temporary, path) is False:
+                raise web.HTTPPreconditionFailed(text="there is one already\n")
+        finally:
+            await _in_thread(opened.close)
+        return web.Response(status=201)
+
+    async def _receive(self, request: web.Request, handle: int, size: int) -> None:
+        received, held = 0, 0
+        batch: list[bytes] = []
+        while True:
+            try:
+                async with asyncio.timeout(STALLED_SECONDS):
+                    data = await request.content.readany()
+            except TimeoutError:
+                raise web.HTTPRequestTimeout(text="the upload stalled\n") from None
+            batch.append(data)
+            held += len(data)
+            received += len(data)
+            if held >= BATCH or not data:
+                await _in_thread(_write_all, handle, received - held, batch)
+                batch, held = [], 0
+            if not data:
+                break
+        if received != size:
+            raise web.HTTPBadRequest(text=f"{received} bytes came, not the {size} promised\n")
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        place = await _in_thread(self._inside, _path(request))
+        await _in_thread(place.unlink)
+        return web.Response(status=204)
+
+    async def _index(self, request: web.Request) -> web.Response:
+        numbers = await _in_thread(Catalog(self._files).numbers)
+        origin = f"{request.scheme}://{request.host}"
+        models = [
+            {"name": name, "versions": there, "url": f"{origin}/download/{name}.safetensors"}
+            for name, there in numbers.items()
+        ]
+        if "application/json" in request.headers.get("Accept", ""):
+            body = msgspec.json.encode({"models": models})
+            return web.Response(body=body, content_type="application/json")
+        header = "" if self._token is None else f'-H "Authorization: Bearer ${TOKEN}" '
+        lines = [f"A Skyward model store with {len(models)} models.\n"]
+        for model in models:
+            lines.append(f"{model['name']}, newest version {numbers[str(model['name'])][-1]}:")
+            lines.append(f"    curl {header}-fO {model['url']}")
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def _download(self, request: web.Request, name: str) -> web.StreamResponse:
+        asked = request.query.get("version")
+        if asked is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", asked):
+            raise web.HTTPBadRequest(text="version is a number, such as ?version=3\n")
+
+        def prepared() -> tuple[Download, int]:
+            catalog = Catalog(self._files)
+            version = catalog.resolve(name, None if asked is None else int(asked))
+            return Download(self._files, catalog.read(name, version)), version
+
+        download, version = await _in_thread(prepared)
+        response = web.StreamResponse()
+        response.content_type = "application/octet-stream"
+        response.headers["Accept-Ranges"] = "bytes"
+        # A name and a number mean the same bytes for ever.
+        response.etag = f"{name}-{version}"
+        start, stop = 0, download.size
+        if "Range" in request.headers and request.headers.get("If-Range", "").strip('"') in (
+            "",
+            f"{name}-{version}",
+        ):
+            start, stop = _asked_range(request, download.size)
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{download.size}"
+        response.content_length = stop - start
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        parts = download.parts(start, stop)
+        try:
+            while (part := await _in_thread(next, parts, None)) is not None:
+                await response.write(part)
+        except (SkywardError, FileNotFoundError) as problem:
+            # The head is sent: cutting the connection tells the client that the file is not whole.
+            _log.error("%s: broken off: %s", request.path, problem)
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+        return response
+
+    def _inside(self, path: str, allowed: re.Pattern[str] = _FILE) -> Path:
+        """The file of a path of the store; refuses a link that leads out of the folder."""
+        if not allowed.fullmatch(path) or len(path) > _LONGEST:
+            raise _no_path()
+        place = self._root / path
+        if not place.resolve().is_relative_to(self._root):
+            raise web.HTTPForbidden(text="that leads out of the store\n")
+        return place
+
+    def _file(self, path: str) -> Path:
+        place = self._inside(path)
+        if place.is_dir():
+            raise web.HTTPNotFound(text="that is a folder; with a '/' behind it, it is listed\n")
+        if not place.is_file():
+            raise web.HTTPNotFound(text="there is no such file\n")
+        return place
+
+    def _check_room(self, size: int) -> None:
+        room = os.statvfs(self._root)
+        if size > room.f_bavail * room.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def _mark(request: web.Request, response: web.StreamResponse) -> None:
+    """Say that the answer is a model server's."""
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    # The last header: a client that finds it whole has found all the others.
+    response.headers[MARK] = PROTOCOL
+
+
+async def _in_thread(action: Callable[..., _Made], *args: Any) -> _Made:
+    """Run a blocking action in a thread; a cancellation waits until the thread is done."""
+    running = asyncio.get_running_loop().run_in_executor(None, action, *args)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _path(request: web.Request) -> str:
+    """The path as it was sent. No name in a store needs encoding, so none is decoded."""
+    return request.raw_path.partition("?")[0].removeprefix("/")
+
+
+def _asked_range(request: web.Request, size: int) -> tuple[int, int]:
+    try:
+        start, stop, _ = request.http_range.indices(size)
+    except ValueError:
+        start = stop = size
+    if start >= stop:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
+
+
+def _no_path() -> web.HTTPException:
+    return web.HTTPBadRequest(
+        text="not a path of a store: files are below models/, objects/, saves/ and tmp/, "
+        "named in letters, digits, '.', '_' and '-'; a listing ends in '/'\n"
+    )
+
+
+def _failure(problem: OSError) -> web.HTTPException:
+    told = f"{problem.strerror or problem}\n"
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return web.HTTPInsufficientStorage(text=told)
+    if isinstance(problem, FileNotFoundError):
+        return web.HTTPNotFound(text="there is no such file\n")
+    if isinstance(problem, IsADirectoryError | NotADirectoryError | FileExistsError):
+        return web.HTTPConflict(text=told)
+    if problem.errno == errno.ENAMETOOLONG:
+        return web.HTTPBadRequest(text=told)
+    _log.error("the disk: %s", problem)
+    return web.HTTPInternalServerError(text=told)
+
+
+def _write_all(handle: int, at: int, batch: list[bytes]) -> None:
+    for data in batch:
+        memory.write_all(handle, at, memoryview(data))
+        at += len(data)

@@ -1,0 +1,106 @@
+"""The backlog of a link: bytes of its stream that the other end has not yet acknowledged."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from skyward.errors import ProtocolError
+
+CHUNK = 256 << 10
+SPARE_CHUNKS = 16
+NOTHING = memoryview(b"")
+
+
+class Backlog:
+    """A stretch of a byte stream, by position, in chunks of equal size that are used again."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[memoryview] = deque()
+        # The chunk freed last is used first: it is still in the processor's cache.
+        self._spare: list[memoryview] = []
+        self._acknowledged = 0
+        self._sent = 0
+        self.end = 0
+        """The position after its last byte."""
+
+    @property
+    def held(self) -> int:
+        """How many bytes are kept."""
+        return self.end - self._acknowledged
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes are yet to be sent."""
+        return self.end - self._sent
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; say with `filled` how many came."""
+        index, used = divmod(self.end - self._first, CHUNK)
+        if index == len(self._chunks):
+            self._chunks.append(self._spare.pop() if self._spare else memoryview(bytearray(CHUNK)))
+        return self._chunks[index][used:]
+
+    def filled(self, count: int) -> None:
+        """So many bytes were put into `room`."""
+        self.end += count
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Take in a copy; an interrupt leaves only the part before the new end taken in."""
+        at = 0
+        while at < len(data):
+            room = self.room()
+            count = min(len(room), len(data) - at)
+            room[:count] = data[at : at + count]
+            at += count
+            self.end += count
+
+    def unsent(self) -> memoryview:
+        """The next bytes to send, as many as lie together; none when all are sent."""
+        left = self.end - self._sent
+        if not left:
+            return NOTHING
+        index, at = divmod(self._sent - self._first, CHUNK)
+        return self._chunks[index][at : at + left]
+
+    def sent(self, count: int) -> None:
+        """So many of the unsent bytes were sent."""
+        self._sent += count
+
+    def acknowledge(self, position: int) -> None:
+        """The other end has everything before this position."""
+        self._check(position)
+        # The bytes of a write that has not returned may have arrived, but are still needed here.
+        self._forget_before(min(position, self._sent))
+
+    def resume(self, position: int) -> None:
+        """A new connection goes on where the other end stopped receiving."""
+        self._check(position)
+        self._forget_before(position)
+        self._sent = position
+
+    def restart(self, position: int) -> None:
+        """Begin again, empty, at a later position that the other end has reached."""
+        while self._chunks:
+            self._give_back(self._chunks.popleft())
+        self._acknowledged = self._sent = self.end = position
+
+    def _check(self, position: int) -> None:
+        if not self._acknowledged <= position <= self.end:
+            raise ProtocolError(
+                f"the other end has {position} bytes of a stream that is between "
+                f"{self._acknowledged} and {self.end}"
+            )
+
+    def _forget_before(self, position: int) -> None:
+        for _ in range((position - self._first) // CHUNK):
+            self._give_back(self._chunks.popleft())
+        self._acknowledged = position
+
+    def _give_back(self, chunk: memoryview) -> None:
+        if len(self._spare) < SPARE_CHUNKS:
+            self._spare.append(chunk)
+
+    @property
+    def _first(self) -> int:
+        """The position at which the oldest chunk begins."""
+        return self._acknowledged - self._acknowledged % CHUNK

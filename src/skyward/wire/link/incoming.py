@@ -1,0 +1,212 @@
+"""What a link receives: records of the other end's stream, and its counts of ours."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable
+
+from skyward.errors import ProtocolError
+from skyward.wire.link.connections import Connections
+from skyward.wire.link.outgoing import Outgoing
+from skyward.wire.link.pair import Pair
+from skyward.wire.link.records import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN
+
+COUNT_EVERY = 1 << 20
+"""After so many received bytes the other end is sent their count."""
+
+
+class NotConnected(Exception):
+    """There is no connection to read from now, and the reader does not wait for one."""
+
+
+class Incoming:
+    """The stream from the other end to here. One thread at a time reads."""
+
+    def __init__(
+        self, connections: Connections, outgoing: Outgoing, on_lost: Callable[[], None]
+    ) -> None:
+        """`on_lost` is called when a pair was lost and all that came over it has been read."""
+        self._connections = connections
+        self._outgoing = outgoing
+        self._on_lost = on_lost
+        self._blocking = True
+        self._told = 0
+
+    def fileno(self) -> int:
+        """The descriptor to wait on, until the connection is lost."""
+        return self._connections.reading.receiver.fileno()
+
+    def set_blocking(self, blocking: bool) -> None:
+        """Whether reads wait: for bytes, and for the next connection."""
+        self._blocking = blocking
+        self._connections.reading.receiver.setblocking(blocking)
+
+    def pending(self) -> int:
+        """Bytes that can be read although no selector sees them."""
+        receiver = self._connections.reading.receiver
+        return receiver.pending() if isinstance(receiver, ssl.SSLSocket) else 0
+
+    def receive(self, buffer: memoryview) -> memoryview:
+        """Read some bytes; returns the part of the buffer, or another one, that holds them.
+
+        `EOFError` when the link has ended. Without waiting, `BlockingIOError` when nothing has
+        arrived, and `NotConnected` when nothing can arrive.
+        """
+        self._connections.reader = threading.get_ident()
+        while True:
+            pair, part = self._connections.reading, buffer[:0]
+            try:
+                if pair.left:
+                    part = buffer[: pair.receiver.recv_into(buffer, min(pair.left, len(buffer)))]
+                    pair.left -= len(part)
+                    ended = not part
+                elif pair.head:
+                    ended = not self._next_record(pair, striped=False)
+                else:
+                    # One call for both, as a small record comes in one piece.
+                    part = buffer[: pair.receiver.recv_into(buffer)]
+                    ended = not part
+                    part = self._without_heads(pair, part)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                raise BlockingIOError from None
+            except ProtocolError as problem:
+                self._connections.end(str(problem))
+                ended = True
+            except OSError:
+                ended = True
+            if part and self._took(pair, len(part)):
+                return part
+            if ended or part:
+                self._next(pair)
+
+    def _without_heads(self, pair: Pair, data: memoryview) -> memoryview:
+        """The parts of the stream in what was read from the beginning of a record on."""
+        if len(data) > RECORD.size:
+            (value,) = RECORD.unpack_from(data)
+            after = len(data) - RECORD.size
+            if after <= value <= RECORD_MAX:
+                pair.left, pair.source = value - after, pair.receiver
+                return data[RECORD.size :]
+        parts = b""
+        while data:
+            wanted = RECORD.size - len(pair.head)
+            pair.head += bytes(data[:wanted])
+            data = data[wanted:]
+            if len(pair.head) == RECORD.size:
+                self._begin_record(pair, striped=False)
+                parts += bytes(data[: pair.left])
+                taken = min(pair.left, len(data))
+                data = data[taken:]
+                pair.left -= taken
+        return memoryview(parts)
+
+    def fill(self, view: memoryview, told: Callable[[int], None] = lambda done: None) -> None:
+        """Read until the view is full; says now and then how much of it is."""
+        done = 0
+        if len(view) >= STRIPED_MIN:
+            self._connections.consider_stripes(self._connections.reading)
+        while done < len(view):
+            pair, at = self._connections.reading, done
+            goal = min(done + COUNT_EVERY, len(view))
+            try:
+                while at < goal and (pair.left or self._next_record(pair, striped=True)):
+                    count = pair.source.recv_into(view[at : at + pair.left])
+                    if not count:
+                        break
+                    at += count
+                    pair.left -= count
+            except ProtocolError as problem:
+                self._connections.end(str(problem))
+            except OSError:
+                pass
+            taken = at > done and self._took(pair, at - done)
+            if taken:
+                done = at
+                told(done)
+            if not taken or at < goal:
+                self._next(pair)
+
+    def hold(self, count: int) -> None:
+        """Do not count the last so many bytes yet: the reader has them, their user does not.
+
+        A reader that passes bytes on says so, and need not stop reading when its user is slow: the
+        other end stops sending when its window is full.
+        """
+        self._connections.unused = count
+        self._tell_count()
+
+    def _next_record(self, pair: Pair, *, striped: bool) -> bool:
+        """Read on to the next part of the stream; False when the connection has ended.
+
+        With `striped`, a stripe may carry that part.
+        """
+        while not pair.left:
+            data = pair.receiver.recv(RECORD.size - len(pair.head))
+            if not data:
+                return False
+            pair.head += data
+            if len(pair.head) == RECORD.size:
+                self._begin_record(pair, striped=striped)
+        return True
+
+    def _begin_record(self, pair: Pair, *, striped: bool) -> None:
+        (value,) = RECORD.unpack(pair.head)
+        pair.head = b""
+        if value & IS_COUNT:
+            self._outgoing.heard_count(value & ~IS_COUNT)
+            return
+        number, length = value >> STRIPE_BIT, value & ((1 << STRIPE_BIT) - 1)
+        if not 0 < length <= RECORD_MAX:
+            raise ProtocolError(f"a record of {length} bytes; the limit is {RECORD_MAX}")
+        if number and not striped:
+            raise ProtocolError(f"a frame begins on stripe {number}")
+        pair.receive_from(number)
+        pair.left = length
+
+    def _took(self, pair: Pair, count: int) -> bool:
+        """Count received bytes, and tell the other end now and then; whether they count."""
+        if not self._connections.took(pair, count):
+            return False
+        self._tell_count()
+        return True
+
+    def _tell_count(self) -> None:
+        used = self._connections.received - self._connections.unused
+        if used - self._told >= COUNT_EVERY:
+            self._told = used
+            self._outgoing.tell_count()
+
+    def _next(self, pair: Pair) -> None:
+        """Change to the next pair, as nothing more comes over this one."""
+        if self._connections.retire(pair):
+            self._on_lost()
+        if not self._blocking:
+            if self._connections.ended:
+                raise EOFError(self._connections.why)
+            raise NotConnected
+        with self._connections.changed:
+            while self._connections.current is None and not self._connections.ended:
+                self._connections.changed.wait()
+        if self._connections.ended:
+            raise EOFError(self._connections.why)
+        self._adopt()
+
+    def ready(self, again: Callable[[], None]) -> bool:
+        """Whether there is something to read from; else `again` is called, once, when there is."""
+        with self._connections.changed:
+            if self._connections.current is None and not self._connections.ended:
+                self._connections.again = again
+                return False
+        self._adopt()
+        return True
+
+    def _adopt(self) -> None:
+        with self._connections.lock:
+            pair, before = self._connections.current, self._connections.reading
+            if pair is None or pair is before:
+                return
+            self._connections.reading = pair
+        before.close_receivers()
+        pair.receiver.setblocking(self._blocking)
+        self._told = self._connections.received

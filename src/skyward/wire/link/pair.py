@@ -1,0 +1,189 @@
+"""A pair: the two connections that carry a link for a while, and the stripes that join them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import sys
+import threading
+
+from skyward.wire.link.records import JOINED
+
+STRIPE_SECONDS = 10.0
+"""How long a reader waits for a stripe that the other end has announced."""
+ROOM_MILLISECONDS = 500
+"""How long a writer waits for room before it looks whether the connections are still there."""
+MIN_RTT_AT = 148
+"""Where Linux puts the shortest round trip, in microseconds, in `struct tcp_info`."""
+FAR_SECONDS = 0.001
+"""With a shorter round trip, one connection carries all that one processor can encrypt."""
+LAST_WORDS_SECONDS = 1.0
+"""How long the receiving connection is still read after the sending one has failed."""
+
+
+class Pair:
+    """The two main connections of a link, and its stripes: further connections for large writes.
+
+    One connection carries no more than its window a round trip, and less with every packet lost.
+    So a large write is spread over several: each part of the stream is announced on the main
+    connection, in order, and may come over a stripe.
+    """
+
+    def __init__(
+        self, sender: socket.socket, receiver: socket.socket, arrived: int = 0, attempt: int = 1
+    ) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.arrived = arrived
+        """How many bytes of our stream the other end had received when the pair was made."""
+        self.attempt = attempt
+        """The number of the pair among those of its link."""
+        self.broken = False
+        self.has_room = False
+        """Whether the kernel is known to take a small write at once."""
+        self.left = 0
+        """How many bytes of the current part of the stream have not arrived yet."""
+        self.head = b""
+        """The bytes that have arrived of the 8 in front of the next record."""
+        self.source = receiver
+        """The connection that carries the current part."""
+        self._room = select.poll()
+        self._room.register(sender, select.POLLOUT)
+        self._out: dict[int, socket.socket] = {0: sender}
+        self._in: dict[int, socket.socket] = {0: receiver}
+        self._changed = threading.Condition()
+        self._last = -1
+        self.stripes_asked = False
+        """Whether the client was asked to add stripes."""
+
+    def writable(self) -> bool:
+        """Whether the kernel would take a small write at once."""
+        return bool(self._room.poll(0))
+
+    def write(self, part: memoryview, head: bytes = b"") -> None:
+        """Send bytes of the stream on the main connection, after `head` if a record begins."""
+        self.has_room = False
+        if head:
+            self.send(b"".join((head, part[:JOINED])))
+            part = part[JOINED:]
+        if part:
+            self.sender.sendall(part)
+
+    def send(self, data: bytes) -> None:
+        """Send at most as much as TLS encrypts at a time."""
+        sent = self.sender.send(data)
+        if sent < len(data):
+            self.sender.sendall(data[sent:])
+
+    def fail(self) -> None:
+        """Stop sending, and read a little longer: a process may have sent something and died."""
+        if not self.broken:
+            self.broken = True
+            _shut(self.sender)
+            cutter = threading.Timer(LAST_WORDS_SECONDS, self.cut)
+            cutter.daemon = True
+            cutter.start()
+
+    def cut(self) -> None:
+        """Make all reads and writes fail; what has arrived can still be read."""
+        with self._changed:
+            self.broken = True
+            ends = [*self._out.values(), *self._in.values()]
+            self._changed.notify_all()
+        for end in ends:
+            _shut(end)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.cut()
+        self.close_senders()
+        self.close_receivers()
+
+    def close_senders(self) -> None:
+        """Close the connections to send on."""
+        with self._changed:
+            for end in self._out.values():
+                end.close()
+
+    def close_receivers(self) -> None:
+        """Close the connections to receive on."""
+        with self._changed:
+            for end in self._in.values():
+                end.close()
+
+    # Stripes.
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the round trip is so long that one connection may not be enough."""
+        return _round_trip(self.sender) >= FAR_SECONDS
+
+    @property
+    def is_striped(self) -> bool:
+        """Whether the pair has stripes to send on."""
+        return len(self._out) > 1
+
+    def add_stripe(self, number: int, end: socket.socket, *, to_send: bool) -> None:
+        """Add a stripe, to send on or to receive on."""
+        with self._changed:
+            if self.broken:
+                end.close()
+                return
+            ends = self._out if to_send else self._in
+            if number in ends:
+                end.close()
+                return
+            ends[number] = end
+            self._changed.notify_all()
+
+    def roomiest(self) -> tuple[int, socket.socket]:
+        """Wait for a connection that takes bytes, and return it with its number.
+
+        Connections that are ready at the same time take turns.
+        """
+        while True:
+            with self._changed:
+                if self.broken:
+                    raise ConnectionError("the connection was lost")
+                ends = {end.fileno(): (number, end) for number, end in self._out.items()}
+                poll = select.poll()
+                for descriptor in ends:
+                    poll.register(descriptor, select.POLLOUT)
+            # With a limit: when they are closed meanwhile, other files may get their descriptors.
+            ready = sorted(descriptor for descriptor, _ in poll.poll(ROOM_MILLISECONDS))
+            if ready:
+                self._last = next((each for each in ready if each > self._last), ready[0])
+                return ends[self._last]
+
+    def receive_from(self, number: int) -> None:
+        """Read the next part from this connection; waits for a stripe that is still to come."""
+        with self._changed:
+            if number:
+                self._changed.wait_for(lambda: number in self._in or self.broken, STRIPE_SECONDS)
+            if number not in self._in:
+                raise ConnectionError(f"stripe {number} did not come")
+            self.source = self._in[number]
+
+
+def _round_trip(end: socket.socket) -> float:
+    """Seconds of the shortest round trip that the kernel has seen; 0 where it does not tell.
+
+    The shortest, because a busy machine or a full buffer makes the others longer.
+    """
+    if sys.platform != "linux" or end.family not in (socket.AF_INET, socket.AF_INET6):
+        return 0.0
+    try:
+        information = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)
+    except OSError:
+        # The connection was closed; the next read or write reports that.
+        return 0.0
+    if len(information) < MIN_RTT_AT + 4:
+        return 0.0
+    return float(struct.unpack_from("I", information, MIN_RTT_AT)[0]) / 1e6
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # On the plain socket underneath: unwrapping TLS would wait for the peer.
+        socket.socket.shutdown(end, socket.SHUT_RDWR)

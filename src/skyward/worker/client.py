@@ -1,0 +1,70 @@
+"""The client's connection, as an executor has it: one client, to which results and output go."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from skyward.objects import encoding
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Message, Written
+from skyward.worker.inbox import Inbox
+from skyward.worker.outbox import Outbox, Sendable
+
+
+class ClientConnection:
+    """Sends messages, values and output to the client, once it is connected."""
+
+    def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
+        self._inbox, self.outbox = inbox, outbox
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+
+    @property
+    def channel(self) -> Channel:
+        """The channel to the client; only once it is connected."""
+        assert self._channel is not None
+        return self._channel
+
+    def connect(self, channel: Channel) -> bool:
+        """Take the client's channel; False if there is one already."""
+        with self._lock:
+            if self._channel is not None:
+                return False
+            self._channel = channel
+        # A result that was sent must arrive even if the next task ends this process.
+        channel.be_patient()
+        self._connected.set()
+        return True
+
+    def wait(self) -> None:
+        """Wait until the client is connected."""
+        self._connected.wait()
+
+    def send(self, message: Message, sendable: Sendable | None = None) -> None:
+        """Send a message, with a packed value if it has one."""
+        _, body, segments = sendable or (None, [], [])
+        descriptors = [segment.descriptor for segment in segments] if segments else ()
+        try:
+            self._inbox.send_releases(self.channel)
+            self.channel.send(message, body, descriptors)
+        except OSError:
+            # The client is gone, which the reader notices.
+            pass
+        if segments:
+            self.outbox.sent(segments)
+
+    def pack(self, value: Any, what: str = "the value") -> Sendable:
+        """A value, laid out for sending; `what` names it in errors."""
+        return self.outbox.pack(encoding.encode(value, what=what), self.channel.shares_memory)
+
+    def emit(self, task: int, stream: str, text: str, transient: bool) -> None:
+        """Send what a task has written."""
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.send(Written(task, stream, text, transient))
+                # While the client is cut off, a task that goes on printing must wait in the end.
+                channel.wait_for_room()

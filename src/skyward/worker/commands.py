@@ -1,0 +1,257 @@
+"""Bootstrap commands of plugins: run by a process that ends whatever the commands leave behind.
+
+A command may start a daemon, for the tasks of its node to use. The daemon lives as long as the
+node. On Linux the process that runs the commands is the one that orphans fall to, so that a daemon
+cannot leave it, not even with a session of its own. It ends its descendants when the agent closes
+its standard input or dies, also by SIGKILL. Elsewhere a daemon with a session of its own survives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import psutil
+
+COMMAND_SECONDS = 1800.0
+"""How long one command may take."""
+TERMINATE_SECONDS = 1.0
+"""How long daemons have to end on SIGTERM before they are killed."""
+OUTPUT_MAX = 4000
+"""Of what a command writes, the last so many bytes are told if it fails."""
+
+
+class CommandDone(msgspec.Struct):
+    """How one command has ended."""
+
+    code: int
+    output: str
+
+
+class Commands:
+    """The agent's end: runs commands one after the other, in a process started for the first."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self.running = False
+        """Whether a command runs now."""
+
+    def run(self, command: str) -> None:
+        """Run a shell command; `RuntimeError` if it fails, `InterruptedError` after `close`."""
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(COMMAND_SECONDS, self.close)
+        timer.daemon = True
+        timer.start()
+        self.running = True
+        try:
+            process.stdin.write(msgspec.json.encode(command) + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = b""
+        finally:
+            self.running = False
+            timer.cancel()
+        if not line:
+            raise InterruptedError(
+                f"`{command}` was ended: its node ends, or it ran longer than {COMMAND_SECONDS:g} s"
+            )
+        done = msgspec.json.decode(line, type=CommandDone)
+        if done.code:
+            raise RuntimeError(f"`{command}` ended with exit status {done.code}:\n{done.output}")
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._closed:
+                raise InterruptedError("the node is ending")
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "skyward.worker.commands"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # What ends the agent's group must not end this before the daemons.
+                    start_new_session=True,
+                )
+            return self._process
+
+    def close(self) -> None:
+        """End the command that runs, and every daemon, and wait until they have ended."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is None:
+            return
+        # Not stdin.close(), which waits for a thread that is writing.
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+@dataclass(slots=True, eq=False)
+class _Output:
+    """What one command, and the daemons it leaves, write: only the end of it is kept."""
+
+    descriptor: int
+    tail: bytes = b""
+    open: bool = True
+
+    def drain(self) -> None:
+        """Read all there is; not open any more once nobody can write."""
+        with contextlib.suppress(BlockingIOError):
+            while self.open:
+                data = os.read(self.descriptor, 65536)
+                self.tail = (self.tail + data)[-OUTPUT_MAX:]
+                self.open = bool(data)
+
+
+class _Runner:
+    """The process's own end: one thread that starts commands, reaps children, drains output."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._poll.register(0, select.POLLIN)
+        woken, waking = os.pipe()
+        for end in (woken, waking):
+            os.set_blocking(end, False)
+        os.set_blocking(0, False)
+        self._woken = woken
+        self._poll.register(woken, select.POLLIN)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        self._asked = b""
+        self._command: int | None = None
+        """The process number of the command that runs."""
+        self._outputs: dict[int, _Output] = {}
+        """By descriptor, those that somebody can still write to."""
+        self._output = _Output(-1, open=False)
+        """That of the command that runs."""
+
+    def serve(self) -> None:
+        """Run commands until the agent is gone or wants no more."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == 0:
+                    if not self._read():
+                        return
+                elif descriptor == self._woken:
+                    if signal.SIGTERM in os.read(descriptor, 4096):
+                        return
+                    self._reap()
+                elif descriptor in self._outputs:
+                    self._drain(self._outputs[descriptor])
+
+    def _read(self) -> bool:
+        data = os.read(0, 65536)
+        self._asked += data
+        *lines, self._asked = self._asked.split(b"\n")
+        for line in lines:
+            self._start(msgspec.json.decode(line, type=str))
+        return bool(data)
+
+    def _start(self, command: str) -> None:
+        output, write_end = os.pipe()
+        os.set_blocking(output, False)
+        self._output = self._outputs[output] = _Output(output)
+        self._poll.register(output, select.POLLIN)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        self._command = os.posix_spawn(
+            "/bin/sh",
+            ["/bin/sh", "-c", command],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, nothing, 0),
+                (os.POSIX_SPAWN_DUP2, write_end, 1),
+                (os.POSIX_SPAWN_DUP2, write_end, 2),
+            ],
+            setpgroup=0,
+            setsigdef=[signal.SIGINT, signal.SIGHUP, signal.SIGPIPE],
+        )
+        os.close(nothing)
+        os.close(write_end)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if pid == self._command:
+                    self._done(os.waitstatus_to_exitcode(status))
+
+    def _done(self, code: int) -> None:
+        """Tell the agent; a daemon may hold the output open, so what is there now counts."""
+        self._command = None
+        self._drain(self._output)
+        said = self._output.tail.decode("utf-8", "replace")
+        line = msgspec.json.encode(CommandDone(code, said)) + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while line:
+                line = line[os.write(1, line) :]
+
+    def _drain(self, output: _Output) -> None:
+        """Read as long as somebody can write, so that daemons never block."""
+        output.drain()
+        if not output.open and self._outputs.pop(output.descriptor, None) is not None:
+            self._poll.unregister(output.descriptor)
+            os.close(output.descriptor)
+
+
+def _end_descendants() -> None:
+    """Terminate, then kill, everything that the commands have started."""
+    import psutil
+
+    deadline = time.monotonic() + TERMINATE_SECONDS
+    for child in _descendants():
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    while _descendants() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # Again and again: one that forks meanwhile leaves its child to us.
+    while left := _descendants():
+        for child in left:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        time.sleep(0.01)
+
+
+def _descendants() -> list[psutil.Process]:
+    import psutil
+
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return list(psutil.Process().children(recursive=True))
+
+
+def main() -> None:
+    """Run commands until the agent closes the standard input, is gone, or sends SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+    runner = _Runner()
+    try:
+        runner.serve()
+    finally:
+        _end_descendants()
+
+
+if __name__ == "__main__":
+    main()

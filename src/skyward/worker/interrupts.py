@@ -1,0 +1,72 @@
+"""Interrupts: how a cancelled task is stopped inside the user's code, and only there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import ssl
+import threading
+import types
+import weakref
+
+from skyward.worker.jobs import Job
+
+AGAIN_SECONDS = 0.005
+"""After so long an interrupt that found our own code running is tried again."""
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
+"""Modules that our code waits in; the frames further out show whether it is our code."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised inside a task that the client cancelled."""
+
+
+class Interrupts:
+    """Raises `Interrupted` in the function of a job."""
+
+    def __init__(self, *, threads: bool) -> None:
+        """`threads` says whether jobs run on threads; otherwise they run on the main thread."""
+        self._threads = threads
+        self._meant: Job | None = None
+        self.calling: Job | None = None
+        """The job whose function is being called, on the main thread."""
+
+    def raise_in(self, job: Job) -> None:
+        """Interrupt the function of a job that runs."""
+        if self._threads:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(job.thread), ctypes.py_object(Interrupted)
+            )
+        else:
+            # A signal also ends a blocking system call.
+            self._meant = job
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def on_signal(self, _: int, frame: types.FrameType | None) -> None:
+        """Handle SIGINT: raise in the cancelled job, and only while it is in the user's code."""
+        job, self._meant = self._meant, None
+        if job is None or job is not self.calling:
+            return
+        if _in_our_code(frame):
+            # A frame half sent, or memory not given back, would harm the tasks to come.
+            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (job,))
+            retry.daemon = True
+            retry.start()
+            return
+        self.calling = None
+        raise Interrupted
+
+
+def _in_our_code(frame: types.FrameType | None) -> bool:
+    """Whether our code is sending, printing or giving memory back in this frame."""
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    # Finalizers give memory back.
+    return file.startswith(_OURS) or file == weakref.__file__

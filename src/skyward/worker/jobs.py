@@ -1,0 +1,51 @@
+"""Jobs: tasks whose arguments are complete, as they wait for their turn and run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from skyward.objects import encoding
+from skyward.wire.messages import Run
+from skyward.worker.inbox import Pieces
+from skyward.worker.streams import InputStream, OutputStream
+
+
+@dataclass(slots=True)
+class Job:
+    """A task that can run."""
+
+    run: Run
+    pieces: Pieces
+    inputs: list[InputStream]
+    output: OutputStream | None = None
+    """There once the function has returned a generator."""
+    cancelled: bool = False
+    thread: int = 0
+    """The thread that runs the task."""
+
+
+def with_streams(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[InputStream]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with input streams in place of the references to them."""
+
+    def filled(value: Any) -> Any:
+        return inputs[value.index] if isinstance(value, encoding.StreamRef) else value
+
+    return tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()}
+
+
+def drained(items: Any) -> Any:
+    """An async generator as a plain one."""
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(items.aclose())
+        loop.close()

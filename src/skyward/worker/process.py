@@ -1,0 +1,133 @@
+"""Child processes of an agent: how one is started, announces itself, and how its end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
+
+import msgspec
+
+from skyward.worker import lifeline
+
+_HINTS: dict[int, str] = {
+    signal.SIGSEGV: "a segmentation fault in C code",
+    signal.SIGABRT: "an abort in C code",
+    signal.SIGBUS: "a bus error: memory behind a file was gone",
+    signal.SIGKILL: "killed from outside",
+}
+
+
+class ChildProcess:
+    """A Python module that runs as a process of its own, and ends with its agent.
+
+    Its configuration goes to its standard input. It announces itself with a line on the status
+    pipe, and holds the lifeline. It leads a process group, which ends as a whole.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        configure: Callable[[int, int], msgspec.Struct],
+        *,
+        working_directory: str,
+        environment: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        inherited: Iterable[int] = (),
+    ) -> None:
+        """`configure` gets the descriptors of status and lifeline that the process will have.
+
+        Only for the agent's main thread: the kernel ends a process with the *thread* that started
+        it.
+        """
+        self._status, status = os.pipe()
+        held, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(status, held, *inherited),
+                env=environment,
+                cwd=working_directory,
+                start_new_session=True,
+            )
+        finally:
+            os.close(status)
+            os.close(held)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(configure(status, held)))
+            self._process.stdin.close()
+
+    @property
+    def stderr(self) -> IO[bytes]:
+        """What the process writes there, if it was started with a pipe."""
+        assert self._process.stderr is not None
+        return self._process.stderr
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def announcement(self) -> dict[str, Any] | None:
+        """Wait for the line that the process announces itself with; None if it ends without one."""
+        with os.fdopen(self._status, "rb") as lines:
+            line = lines.readline()
+        return msgspec.json.decode(line, type=dict[str, Any]) if line else None
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for the end of the process; `subprocess.TimeoutExpired` if it takes longer."""
+        return self._process.wait(seconds)
+
+    def follow(self) -> int:
+        """Wait for the end of the process, and end what it has left behind; only once."""
+        code = self._process.wait()
+        lifeline.cut(self.pid)
+        os.close(self._lifeline)
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the process and everything that it started."""
+        lifeline.cut(self.pid)
+
+
+def ending(code: int, *, out_of_memory: bool = False) -> str:
+    """How a process ended, in words, from the code that `wait` returned.
+
+    >>> ending(-11)
+    'its process was killed by SIGSEGV (a segmentation fault in C code)'
+    """
+    if code >= 0:
+        return f"its process ended with exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        # Real-time signals between the first and the last have no name.
+        name = f"signal {-code}"
+    hint = _HINTS.get(-code, "")
+    if out_of_memory and -code == signal.SIGKILL:
+        hint = "the machine ran out of memory; use less, or ask for more with memory_gb"
+    return f"its process was killed by {name}" + (f" ({hint})" if hint else "")
+
+
+def oom_kills() -> int:
+    """How often the kernel's memory killer has struck on this machine."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as lines:
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0

@@ -1,0 +1,243 @@
+"""Supervision: the executors of a node, started, watched, reported when they end, and replaced."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import functools
+import os
+import queue
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+
+from skyward import context
+from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
+from skyward.worker import lifeline, process
+from skyward.worker.config import AgentConfig, ExecutorConfig
+from skyward.worker.output import PIPE_SIZE, LineCutter
+from skyward.worker.process import ChildProcess
+
+STOPPED_SECONDS = 1.0
+"""How long an executor may be stopped by a signal before the agent kills it."""
+FULL_SECONDS = 0.5
+"""How long an output pipe may stay full before the agent empties it."""
+STARTS_MAX = 3
+"""After so many failed starts in a row an executor is not started again."""
+LEAVE_SECONDS = 3.0
+"""How long executors have to leave their plugins' hooks before they are killed."""
+
+
+@dataclass(slots=True, eq=False)
+class ExecutorProcess:
+    """One executor's process, and the read ends of its output."""
+
+    worker: int
+    slot: int
+    process: ChildProcess
+    outputs: dict[str, int]
+    announced: bool = False
+    end_reason: str = ""
+    stopped_since: float | None = None
+    full_since: dict[str, float] = field(default_factory=dict)
+
+
+class ExecutorProcesses:
+    """Owns the processes that run tasks on one node."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        tell: Callable[[Message], None],
+        starts: queue.SimpleQueue[Callable[[], None] | None],
+    ) -> None:
+        """`starts` takes what the agent's main thread is to do."""
+        self._config, self._tell, self._starts = config, tell, starts
+        self._running: dict[tuple[int, int], ExecutorProcess] = {}
+        self._lock = threading.Lock()
+        self._failed_starts: dict[tuple[int, int], int] = {}
+        self._oom_kills = process.oom_kills()
+        self._ending = False
+        self.compute_pool = list(config.compute_pool)
+        """The `COMPUTE_POOL` value of each worker, for executors started from now on."""
+
+    def start_all(self) -> None:
+        """Start every executor of the node; only on the agent's main thread."""
+        for worker in range(self._config.workers):
+            for slot in range(1 if self._config.threads else self._config.slots):
+                self._start(worker, slot)
+
+    def _start(self, worker: int, slot: int) -> None:
+        pipes = {name: os.pipe() for name in ("stdout", "stderr")}
+        config = self._config
+        output = (pipes["stdout"][0], pipes["stderr"][0])
+        environment = {**os.environ, context.VARIABLE: self.compute_pool[worker]}
+        if config.visible[worker]:
+            environment["CUDA_VISIBLE_DEVICES"] = config.visible[worker]
+        where = config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}", for_peers=True)
+        try:
+            child = ChildProcess(
+                "skyward.worker.executor",
+                lambda status, lifeline: ExecutorConfig(
+                    pool=config.pool,
+                    node=config.node,
+                    worker=worker,
+                    slot=slot,
+                    where=where,
+                    threads=config.slots if config.threads else 0,
+                    search_path=config.search_path,
+                    credentials=config.credentials,
+                    blob_cap=config.blob_cap,
+                    status=status,
+                    lifeline=lifeline,
+                    output=output,
+                ),
+                working_directory=config.working_directory,
+                environment=environment,
+                stdout=pipes["stdout"][1],
+                stderr=pipes["stderr"][1],
+                inherited=output,
+            )
+        finally:
+            for _, write_end in pipes.values():
+                os.close(write_end)
+        executor = ExecutorProcess(
+            worker, slot, child, {name: read_end for name, (read_end, _) in pipes.items()}
+        )
+        with self._lock:
+            self._running[worker, slot] = executor
+        threading.Thread(
+            target=self._follow, args=(executor,), name="skyward-child", daemon=True
+        ).start()
+
+    def _follow(self, executor: ExecutorProcess) -> None:
+        """Announce an executor when it is ready, report it when it ends, replace it."""
+        said = executor.process.announcement()
+        place = (executor.worker, executor.slot)
+        pid = executor.process.pid
+        if said is not None:
+            executor.announced = True
+            self._failed_starts.pop(place, None)
+            self._tell(ExecutorUp(*place, pid, str(said["endpoint"]), int(said["port"])))
+        code = executor.process.follow()
+        last_words = self._last_words(executor)
+        for end in executor.outputs.values():
+            os.close(end)
+        if self._ending:
+            return
+        reason = executor.end_reason or self._ending_of(code)
+        if not executor.announced:
+            reason = f"it did not start: {reason}\n{last_words}".rstrip()
+            self._failed_starts[place] = self._failed_starts.get(place, 0) + 1
+        restarting = self._failed_starts.get(place, 0) < STARTS_MAX
+        self._tell(ExecutorDown(*place, pid, reason, restarting))
+        if restarting:
+            self._starts.put(functools.partial(self._start, *place))
+
+    def _ending_of(self, code: int) -> str:
+        if code >= 0:
+            return f"{process.ending(code)} (os._exit, or an exit in C code)"
+        before, self._oom_kills = self._oom_kills, process.oom_kills()
+        return process.ending(code, out_of_memory=self._oom_kills > before)
+
+    def _last_words(self, executor: ExecutorProcess) -> str:
+        """What the dead process wrote and nobody has read."""
+        everything = ""
+        for name, end in executor.outputs.items():
+            cutter, text = LineCutter(), ""
+            os.set_blocking(end, False)
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(end, PIPE_SIZE):
+                    text += cutter.feed(data)[0]
+            text += cutter.finish()
+            if text and executor.announced:
+                self._tell(Written(0, name, text, False))
+            everything += text
+        return everything
+
+    def kill(self, worker: int, slot: int, pid: int, reason: str) -> None:
+        """End an executor, if it is still the one with this process number."""
+        with self._lock:
+            executor = self._running.get((worker, slot))
+            if executor is None or executor.process.pid != pid or executor.process.ended:
+                return
+            executor.end_reason = executor.end_reason or reason
+        executor.process.end()
+
+    def look(self) -> None:
+        """Kill executors that a signal has stopped, and empty output pipes that stay full."""
+        now = time.monotonic()
+        for executor in self._all():
+            if executor.process.ended:
+                continue
+            if _is_stopped(executor.process.pid):
+                executor.stopped_since = executor.stopped_since or now
+                if now - executor.stopped_since >= STOPPED_SECONDS:
+                    reason = "its process was stopped by a signal (SIGSTOP) and did not answer"
+                    self.kill(executor.worker, executor.slot, executor.process.pid, reason)
+            else:
+                executor.stopped_since = None
+            self._empty_full_pipes(executor, now)
+
+    def _empty_full_pipes(self, executor: ExecutorProcess, now: float) -> None:
+        """Read what an executor does not: a task may hold the lock that its reader needs."""
+        for name, end in executor.outputs.items():
+            try:
+                waiting = _readable_bytes(end)
+            except OSError:
+                continue
+            if waiting < PIPE_SIZE // 16 or not executor.announced:
+                executor.full_since.pop(name, None)
+                continue
+            since = executor.full_since.setdefault(name, now)
+            if now - since >= FULL_SECONDS:
+                with contextlib.suppress(BlockingIOError):
+                    text = os.read(end, waiting).decode("utf-8", "replace")
+                    self._tell(Written(0, name, text, False))
+
+    def stop_restarting(self) -> None:
+        """Neither report nor replace executors that end from now on; safe in a signal handler."""
+        self._ending = True
+
+    def close(self) -> None:
+        """End all executors, and wait until they have ended."""
+        executors = self._all()
+        if self._config.plugged:
+            _let_leave(executors)
+        for executor in executors:
+            executor.process.end()
+        for executor in executors:
+            executor.process.wait()
+
+    def _all(self) -> list[ExecutorProcess]:
+        with self._lock:
+            return list(self._running.values())
+
+
+def _let_leave(executors: list[ExecutorProcess]) -> None:
+    """Give executors time to leave their plugins' hooks."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for executor in executors:
+        executor.process.signal(lifeline.LEAVE)
+    for executor in executors:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            executor.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _readable_bytes(end: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(end, termios.FIONREAD, count)
+    return count[0]

@@ -1,0 +1,158 @@
+"""A node's state: which moves there are, what each method does, and how long it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from skyward.nodes.node import MOVES, RETRY_PAUSES, START_ATTEMPTS, Node, State
+
+
+class Clock:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class StillHost:
+    """A host that does nothing."""
+
+    may_return = True
+    made = False
+
+    def stop(self, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def node(clock: Clock) -> Node:
+    host: Any = StillHost()
+    return Node(3, host, clock=clock)
+
+
+def lost(node: Node) -> None:
+    """Lose a node that has served."""
+    node.become_ready(0)
+    node.lose("gone")
+
+
+REACH: dict[State, Callable[[Node], Any]] = {
+    "starting": lambda node: None,
+    "ready": lambda node: node.become_ready(0),
+    "reconnecting": lambda node: (node.become_ready(0), node.disconnect()),
+    "draining": lambda node: node.drain(),
+    "lost": lost,
+    "failed": lambda node: node.fail(RuntimeError("broken"), retry=False),
+    "stopped": lambda node: node.stop(),
+}
+"""How a new node gets into each state."""
+
+METHODS: dict[str, tuple[Callable[[Node], Any], dict[State, State]]] = {
+    "become_ready": (lambda node: node.become_ready(0), {"starting": "ready"}),
+    "disconnect": (lambda node: node.disconnect(), {"ready": "reconnecting"}),
+    "reconnect": (lambda node: node.reconnect(), {"reconnecting": "ready"}),
+    "drain": (
+        lambda node: node.drain(),
+        dict.fromkeys(("starting", "ready", "reconnecting", "lost", "failed"), "draining"),
+    ),
+    "lose": (
+        lambda node: node.lose("gone"),
+        {"starting": "failed", "ready": "lost", "reconnecting": "lost"},
+    ),
+    "fail": (
+        lambda node: node.fail(RuntimeError("broken"), retry=True),
+        dict.fromkeys(("starting", "ready", "reconnecting", "lost"), "failed"),
+    ),
+    "start_again": (
+        lambda node: node.start_again(lambda host: host),
+        {"lost": "starting", "failed": "starting"},
+    ),
+}
+"""What each method does, by the state it finds; in any other it does nothing and says so."""
+
+
+@pytest.mark.parametrize("state", get_args(State))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_changes_the_state_only_from_where_it_may(
+    node: Node, method: str, state: State
+) -> None:
+    REACH[state](node)
+    assert node.state == state
+    act, moves = METHODS[method]
+    happened = bool(act(node))
+    assert happened == (state in moves)
+    assert node.state == moves.get(state, state)
+
+
+@pytest.mark.parametrize("state", get_args(State))
+def test_any_node_can_be_stopped_and_a_stopped_one_stays_so(node: Node, state: State) -> None:
+    REACH[state](node)
+    node.stop()
+    assert node.state == "stopped"
+    assert node.settled.is_set()
+    assert MOVES["stopped"] == frozenset()
+
+
+def test_every_move_of_a_method_is_in_the_table() -> None:
+    for _, moves in METHODS.values():
+        for before, after in moves.items():
+            assert after in MOVES[before] or (before, after) == ("starting", "failed")
+
+
+def test_a_node_that_cannot_be_reached_after_a_loss_waits_to_return(node: Node) -> None:
+    assert node.await_return() is None, "it has never served"
+    lost(node)
+    node.start_again(lambda host: host)
+    assert node.await_return() == 1.0
+    assert node.state == "lost"
+
+
+def test_a_node_that_is_lost_again_and_again_fails_for_good(node: Node) -> None:
+    for attempt in range(1, START_ATTEMPTS + 1):
+        node.begin_start()
+        node.become_ready(0)
+        assert node.lose("gone")
+        assert node.state == ("failed" if attempt == START_ATTEMPTS else "lost")
+        node.start_again(lambda host: host) if attempt < START_ATTEMPTS else None
+    assert node.retry_at is None
+    assert not node.is_expected
+
+
+def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(
+    node: Node, clock: Clock
+) -> None:
+    first, longest = RETRY_PAUSES
+    pauses = []
+    for _ in range(10):
+        assert node.fail(RuntimeError("no quota"), retry=True)
+        assert node.is_expected
+        assert node.retry_at is not None
+        pauses.append(node.retry_at - clock.now)
+        clock.now = node.retry_at - 0.1
+        assert not node.retry_is_due
+        clock.now += 0.2
+        assert node.retry_is_due
+        assert node.start_again(lambda host: host)
+    assert pauses[:3] == pytest.approx([first, 2 * first, 4 * first])
+    assert pauses[-1] == pytest.approx(longest)
+
+
+def test_a_node_that_came_at_last_begins_with_short_pauses_again(node: Node) -> None:
+    for _ in range(4):
+        node.fail(RuntimeError("no quota"), retry=True)
+        node.start_again(lambda host: host)
+    assert node.become_ready(0)
+    assert node.joined
+    assert node.failed_starts == 0
+    assert node.failure is None

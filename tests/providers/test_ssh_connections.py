@@ -1,0 +1,171 @@
+"""The connections to a host: who shares one, who gets another, and who waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("asyncssh", reason="skyward[ssh] is not installed")
+
+from skyward.providers.ssh import connections
+
+DESTINATION: Any = None
+"""No test depends on it."""
+MOMENT = 30.0
+"""Enough for what waits for nothing, however slow the machine is."""
+
+
+class Connection:
+    """One that takes any command, and sees its end only when it is told so."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.over = asyncio.Event()
+        self.sessions = 0
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+        self.over.set()
+
+    async def wait_closed(self) -> None:
+        await self.over.wait()
+
+    async def create_session(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        self.sessions += 1
+        return None, None
+
+
+class Host:
+    """Connections to it are made as soon as it answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.connections: list[Connection] = []
+        monkeypatch.setattr(connections, "_connected", self.connected)
+
+    async def connected(self, _: Any) -> tuple[Connection, None]:
+        await self.answers.wait()
+        self.connections.append(Connection())
+        return self.connections[-1], None
+
+
+def test_who_has_a_connection_does_not_wait_for_another_that_is_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        control, _ = await to_it.connection()
+        host.answers.clear()
+        data = asyncio.create_task(to_it.connection(busy=True))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(MOMENT):
+            assert (await to_it.connection())[0] is control
+        assert not data.done()
+        host.answers.set()
+        assert (await data)[0] is not control
+
+    asyncio.run(scenario())
+
+
+def test_who_needs_a_connection_does_not_wait_for_the_end_of_a_lost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "CLOSE_SECONDS", 120.0)
+
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        await to_it.connection()
+        lost = host.connections[0]
+        lost.closed = True
+        async with asyncio.timeout(MOMENT):
+            await to_it.connection()
+        assert len(host.connections) == 2
+
+        ending = asyncio.create_task(to_it.close())
+        host.connections[1].over.set()
+        done, _ = await asyncio.wait({ending}, timeout=0.1)
+        assert not done, "the end of the lost one is awaited before close returns"
+        lost.over.set()
+        await ending
+
+    asyncio.run(scenario())
+
+
+def test_commands_that_wait_for_a_connection_share_as_few_as_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        enough = asyncio.Event()
+
+        async def command() -> None:
+            async with to_it.command(None, "true"):  # type: ignore[arg-type]
+                await enough.wait()
+
+        commands = [
+            asyncio.create_task(command()) for _ in range(2 * connections.COMMANDS_EACH + 1)
+        ]
+        async with asyncio.timeout(MOMENT):
+            while sum(each.sessions for each in host.connections) < len(commands):
+                await asyncio.sleep(0)
+        assert [each.sessions for each in host.connections] == [
+            connections.COMMANDS_EACH,
+            connections.COMMANDS_EACH,
+            1,
+        ]
+        enough.set()
+        await asyncio.gather(*commands)
+
+    asyncio.run(scenario())
+
+
+def test_a_retired_connection_is_closed_after_its_last_command_and_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        _, first_over = await to_it.connection()
+        _, second_over = await to_it.connection()
+        async with to_it.command(None, "true"):  # type: ignore[arg-type]
+            to_it.retire()
+            first_over()
+            await to_it.connection()
+            retired, other = host.connections
+            second_over()
+            assert not retired.closed, "it still runs a command"
+        assert retired.closed
+        assert not other.closed
+        for each in host.connections:
+            each.over.set()
+        await to_it.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_connection_is_closed_as_soon_as_it_is_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        _, over = await to_it.connection()
+        over()
+        await to_it.connection(busy=True)
+        idle, busy = host.connections
+        assert not idle.closed
+        to_it.retire()
+        assert idle.closed
+        assert not busy.closed
+        for each in host.connections:
+            each.over.set()
+        await to_it.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,325 @@
+"""Run as a script: the whole suite, in as many pytest processes as the machine is good for.
+
+Files are put together to batches of about a minute, and each batch is one pytest process. Batches
+begin longest first, by the seconds in `seconds.txt`. Files that need Podman or SSH hosts wait for
+those more than they compute, so two further processes do nothing else, from the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+TABLE = TESTS / "seconds.txt"
+REPORTS = ROOT / "build" / "tests"
+BATCH_SECONDS = 60.0
+"""What a batch is filled up to: starting pytest and importing torch takes about 3 s of it."""
+UNKNOWN_SECONDS = 30.0
+"""What a file is taken for that the table does not have."""
+PROCESSES = (os.cpu_count() or 2) + 1
+"""One more than there are processors: tests also wait for the processes that they start."""
+SLOWEST = 25
+NOTHING_COLLECTED = 5
+LANES = {
+    "containers": re.compile(r"\bengine\b"),
+    "hosts": re.compile(r"\bsshd\b|\blinked\b"),
+}
+"""What files have in them that need the one Podman, or SSH hosts."""
+DTYPES = ("int64", "bool", "complex64", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Files that one pytest process runs, one after the other."""
+
+    lane: str
+    files: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        first, *others = self.files
+        return f"{first} and {len(others)} more" if others else first
+
+
+@dataclass
+class Outcome:
+    """What became of a batch."""
+
+    batch: Batch
+    seconds: float
+    processor_seconds: float
+    problem: str = ""
+    """Why its counts are not all, in a sentence."""
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    slow: list[tuple[float, str]] = field(default_factory=list)
+    skipped: collections.Counter[str] = field(default_factory=collections.Counter)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problem and not self.failed
+
+
+def known_seconds() -> dict[str, float]:
+    """The seconds that each file took when they were measured."""
+    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    return {path: float(seconds) for seconds, path in rows}
+
+
+def lane_of(path: str) -> str:
+    """Which process a file belongs to; empty for any."""
+    text = (ROOT / path).read_text()
+    return next((lane for lane, needs in LANES.items() if needs.search(text)), "")
+
+
+def batches_of(files: Sequence[str]) -> list[Batch]:
+    """The files in batches, longest first; those of one folder share what its fixtures start."""
+    known = known_seconds()
+    found: list[Batch] = []
+    groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for path in files:
+        groups[lane_of(path), str(Path(path).parent)].append(path)
+    for (lane, _), group in groups.items():
+        group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
+        bins: list[tuple[list[str], float]] = []
+        for path in group:
+            seconds = known.get(path, UNKNOWN_SECONDS)
+            for index, (members, filled) in enumerate(bins):
+                if filled + seconds <= BATCH_SECONDS:
+                    bins[index] = ([*members, path], filled + seconds)
+                    break
+            else:
+                bins.append(([path], seconds))
+        found += [Batch(lane, tuple(members), filled) for members, filled in bins]
+    return sorted(found, key=lambda batch: -batch.seconds)
+
+
+class Suite:
+    """The batches that are left, and the outcomes of those that ended."""
+
+    def __init__(self, batches: Sequence[Batch], options: Sequence[str]) -> None:
+        self.waiting = list(batches)
+        self.total = len(batches)
+        self.options = options
+        self.outcomes: list[Outcome] = []
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, processes: int) -> None:
+        """Run everything; returns when all of it has ended."""
+        lanes = [lane for lane in LANES if any(batch.lane == lane for batch in self.waiting)]
+        threads = [
+            threading.Thread(target=self._work, args=(lane,))
+            for lane in [*lanes, *[""] * processes]
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            # The pytest processes got the same Ctrl-C, and end by themselves.
+            self._stopped = True
+            for thread in threads:
+                thread.join()
+            raise
+
+    def _next(self, lane: str) -> Batch | None:
+        with self._lock:
+            mine = [batch for batch in self.waiting if batch.lane == lane]
+            if self._stopped or not mine:
+                return None
+            self.waiting.remove(mine[0])
+            return mine[0]
+
+    def _work(self, lane: str) -> None:
+        while (batch := self._next(lane)) is not None:
+            outcome, text = self._run_batch(batch)
+            with self._lock:
+                self.outcomes.append(outcome)
+                self._tell(outcome, text)
+
+    def _run_batch(self, batch: Batch) -> tuple[Outcome, str]:
+        name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
+        report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
+        report.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
+            *(f"--junitxml={report}", "-o", "junit_family=xunit1", *self.options, *batch.files),
+        ]
+        began = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment()
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            code = process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - began
+        outcome = Outcome(batch, seconds, usage.ru_utime + usage.ru_stime)
+        text = log.read_text(errors="replace")
+        if report.exists():
+            read_report(report, outcome)
+        else:
+            said = f"signal {-code}" if code < 0 else f"exit status {code}"
+            outcome.problem = f"pytest ended without a report ({said}): its tests are not counted"
+        # A file that skips itself as a whole, or that the options select nothing of.
+        empty = code == NOTHING_COLLECTED and (outcome.skipped or self.options)
+        if not outcome.problem and code not in (0, 1) and not empty:
+            outcome.problem = f"pytest ended with exit status {code}"
+        if not outcome.problem and code == 1 and not outcome.failed:
+            outcome.problem = "pytest failed, though no test did"
+        return outcome, text
+
+    def _tell(self, outcome: Outcome, text: str) -> None:
+        number = f"{len(self.outcomes):>3}/{self.total}"
+        print(
+            f"{number} {outcome.seconds:5.0f} s {outcome.processor_seconds:5.0f} s processor  "
+            f"{counted(outcome.counts)}  {outcome.batch}",
+            flush=True,
+        )
+        if not outcome.is_good:
+            print(text, flush=True)
+            if outcome.problem:
+                print(f"{' '.join(outcome.batch.files)}: {outcome.problem}", flush=True)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a pytest process."""
+    found = dict(os.environ)
+    # Every pool starts processes: without bytecode each of them compiles our sources again.
+    found.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Threads that wait for work in a loop take it from the other processes.
+    found.setdefault("OMP_WAIT_POLICY", "passive")
+    return found
+
+
+def read_report(report: Path, outcome: Outcome) -> None:
+    """Add up what pytest has written down."""
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('file')}::{case.get('name')}"
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            outcome.failed.append(name)
+        if (skipped := case.find("skipped")) is not None:
+            if skipped.get("type") == "pytest.xfail":
+                kinds.add("xfailed")
+            else:
+                outcome.skipped[skipped.get("message") or "no reason given"] += 1
+        kind = next((k for k in ("error", "failure", "xfailed", "skipped") if k in kinds), "passed")
+        outcome.counts[{"failure": "failed", "error": "errors"}.get(kind, kind)] += 1
+        outcome.slow.append((float(case.get("time") or 0), name))
+
+
+def counted(counts: collections.Counter[str]) -> str:
+    """Counts as pytest writes them."""
+    kinds = ("failed", "errors", "passed", "skipped", "xfailed")
+    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "no tests"
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    return f"{int(seconds) // 60} min {int(seconds) % 60:02} s"
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
+    """Print what a reader wants to know in the end; whether all is well."""
+    slow = sorted((pair for each in outcomes for pair in each.slow), reverse=True)[:SLOWEST]
+    print(f"\n== slowest {SLOWEST} tests")
+    for took, name in slow:
+        print(f"{took:7.1f} s  {name}")
+    skipped = sum((each.skipped for each in outcomes), collections.Counter())
+    if skipped:
+        print("\n== skipped")
+        for reason, number in skipped.most_common():
+            print(f"{number:5}  {reason}")
+    bad = [each for each in outcomes if not each.is_good]
+    if bad:
+        print("\n== failed")
+        for each in bad:
+            for name in each.failed:
+                print(name)
+            if each.problem:
+                print(f"{' '.join(each.batch.files)}: {each.problem}")
+    counts = sum((each.counts for each in outcomes), collections.Counter())
+    processor = sum(each.processor_seconds for each in outcomes)
+    print(f"\n== {counted(counts)} in {minutes(seconds)}, {minutes(processor)} of processor time")
+    return not bad
+
+
+def choose_dtypes(everything: bool) -> str:
+    """The dtypes of op_db's samples: float32, and another every day."""
+    if given := os.environ.get("SKYWARD_OPS_DTYPES"):
+        return given
+    today = datetime.datetime.now(datetime.UTC).date()
+    others = DTYPES if everything else (DTYPES[today.toordinal() % len(DTYPES)],)
+    return ",".join(("float32", *others))
+
+
+def write_table(outcomes: Sequence[Outcome]) -> None:
+    """Write down how long the tests of each file took; what was not run keeps its line."""
+    known = known_seconds()
+    for path in {path for each in outcomes for path in each.batch.files}:
+        known[path] = 0.0
+    for each in outcomes:
+        for seconds, name in each.slow:
+            known[name.partition("::")[0]] += seconds
+    lines = [f"{seconds:6.1f} {path}" for path, seconds in sorted(known.items())]
+    TABLE.write_text("\n".join(["# Seconds of each file: tests/run.py --measure", *lines]) + "\n")
+
+
+def test_files(given: Sequence[str]) -> Iterator[str]:
+    """The test files below the paths given, or all."""
+    for each in given or [str(TESTS)]:
+        path = Path(each).resolve()
+        found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+        for file in found:
+            yield str(file.relative_to(ROOT))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", help="files or folders; all when left out")
+    parser.add_argument("--all", action="store_true", help="all dtypes of op_db, examples in full")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--measure", action="store_true", help="write seconds.txt after the run")
+    parser.add_argument("--pytest", action="append", default=[], help="an option for pytest")
+    told = parser.parse_args()
+    os.environ["SKYWARD_OPS_DTYPES"] = choose_dtypes(told.all)
+    if told.all:
+        os.environ["SKYWARD_TEST_ALL"] = "1"
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    files = list(test_files(told.paths))
+    batches = batches_of(files)
+    suite = Suite(batches, told.pytest)
+    print(
+        f"{len(files)} files in {len(batches)} batches; "
+        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}",
+        flush=True,
+    )
+    began = time.monotonic()
+    suite.run(told.processes)
+    if told.measure:
+        write_table(suite.outcomes)
+    good = summarise(suite.outcomes, time.monotonic() - began)
+    lost = set(batches) - {outcome.batch for outcome in suite.outcomes}
+    for batch in lost:
+        print(f"{' '.join(batch.files)}: was not run")
+    return 0 if good and not lost else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

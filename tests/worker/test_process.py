@@ -1,0 +1,86 @@
+"""Child processes of an agent: how their ends are told."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyward as sky
+from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.worker.config import AgentConfig
+from skyward.worker.devices import DeviceProcesses
+from skyward.worker.process import ending
+
+QUIET = sky.Options(console=False)
+REAL_TIME = signal.SIGRTMIN + 1
+"""A signal that has no name in Python."""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "its process ended with exit status 3"),
+        (-signal.SIGSEGV, "its process was killed by SIGSEGV (a segmentation fault in C code)"),
+        (-signal.SIGKILL, "its process was killed by SIGKILL (killed from outside)"),
+        (-signal.SIGTERM, "its process was killed by SIGTERM"),
+        (-REAL_TIME, f"its process was killed by signal {int(REAL_TIME)}"),
+    ],
+)
+def test_an_exit_code_is_told_in_words(code: int, words: str) -> None:
+    assert ending(code) == words
+
+
+def test_only_a_kill_is_blamed_on_the_memory_killer() -> None:
+    assert "ran out of memory" in ending(-signal.SIGKILL, out_of_memory=True)
+    assert "ran out of memory" not in ending(-signal.SIGSEGV, out_of_memory=True)
+
+
+def test_an_executor_killed_by_a_real_time_signal_is_told(nothing_left: None) -> None:
+    @sky.function
+    def die() -> None:
+        os.kill(os.getpid(), REAL_TIME)
+        signal.pause()
+
+    with sky.Compute(options=QUIET) as compute:
+        with pytest.raises(sky.WorkerDiedError, match=f"killed by signal {int(REAL_TIME)}"):
+            die() >> compute
+        assert sky.function(abs)(-1) >> compute == 1
+
+
+def test_a_device_killed_by_a_real_time_signal_is_told(tmp_path: Path) -> None:
+    """Asked of the agent's part alone: the client often notices the broken connection first."""
+    config = AgentConfig(
+        pool="pool",
+        node=0,
+        address="unix",
+        folder=str(tmp_path),
+        workers=1,
+        slots=1,
+        threads=False,
+        compute_pool=[""],
+        visible=[""],
+        env={},
+        search_path=sys.path,
+        working_directory=str(tmp_path),
+        orphan_timeout=60.0,
+        client_pid=0,
+        credentials=None,
+        blob_cap=1 << 20,
+        plugged=False,
+    )
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    devices = DeviceProcesses(config, told.put)
+    devices.open(OpenDevice(1, "cpu"))
+    up = told.get(timeout=120)
+    assert isinstance(up, DeviceUp)
+
+    os.kill(up.pid, REAL_TIME)
+
+    reason = f"its process was killed by signal {int(REAL_TIME)}"
+    assert told.get(timeout=60) == DeviceDown(1, reason)
+    devices.close_all()
