@@ -1,4 +1,4 @@
-"""How much memory a process has in use, whatever the kernel has done with the pages."""
+"""How much memory a process has allocated, whatever the kernel has done with the pages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from pathlib import Path
 
 import psutil
 
+SHARED = re.compile(r"^(\w+)-(\w+) .w.s .* /(?:memfd:|dev/shm/)", flags=re.MULTILINE)
+
 
 def in_use(process: psutil.Process) -> int:
-    """Bytes that a process has allocated and written to.
+    """Bytes of address space that a process has for data.
 
     The resident set is no measure of it: a kernel that reclaims idle pages makes the resident set
     shrink while nothing is freed, and grow again while nothing is allocated. On Linux this counts
-    anonymous and shared memory, in memory or swapped out; files that are mapped do not count.
+    private memory that can be written to, and shared memory that is mapped.
     """
     folder = Path(f"/proc/{process.pid}")
     try:
-        text = (folder / "smaps_rollup").read_text() + (folder / "status").read_text()
+        status, maps = (folder / "status").read_text(), (folder / "maps").read_text()
     except OSError:
-        return int(process.memory_info().rss)
-    found = re.findall(r"^(?:Anonymous|Swap|RssShmem):\s+(\d+) kB$", text, flags=re.MULTILINE)
-    return 1024 * sum(map(int, found))
+        return int(process.memory_info().vms)
+    (private,) = re.findall(r"^VmData:\s+(\d+) kB$", status, flags=re.MULTILINE)
+    shared = [int(end, 16) - int(start, 16) for start, end in SHARED.findall(maps)]
+    return 1024 * int(private) + sum(shared)

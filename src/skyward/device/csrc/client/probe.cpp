@@ -1,6 +1,7 @@
 // A probe for tests: random arguments as the client writes them, and the text that the worker's probe must give.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cmath>
 #include <limits>
@@ -21,7 +22,7 @@ std::string exactly(double number) {
 
 class Arguments {
  public:
-  Arguments(uint64_t seed, c10::DeviceIndex index) : random_(seed), device_(kSky, index) {}
+  Arguments(uint64_t seed, c10::Device device) : random_(seed), device_(device) {}
 
   void make(size_t count) {
     op_.arguments = count;
@@ -183,7 +184,9 @@ class Arguments {
 }  // namespace
 
 void probe(uint64_t seed, int index, uint32_t count, std::string& definition, std::string& payload, std::string& text) {
-  Arguments arguments(seed, static_cast<c10::DeviceIndex>(index));
+  c10::Device device(kSky, static_cast<c10::DeviceIndex>(index));
+  c10::DeviceGuard current(device);  // arguments that name no device are of the current one
+  Arguments arguments(seed, device);
   arguments.make(count);
   Key key;
   Writer w;
