@@ -17,6 +17,9 @@ from skytorch.client import Compute, compute
 if not torch.cuda.is_available():
     os.environ.setdefault("SKYWARD_DEVICE", "cpu")
 
+# Enough to show that it learns, for the tests: they run every example.
+EPOCHS = 1 if os.environ.get("SKYWARD_EXAMPLE_QUICK") else 2
+
 
 class MNISTNet(nn.Module):
     def __init__(self) -> None:
@@ -52,7 +55,7 @@ async def train(node: Compute, epochs: int = 10) -> float:
     device = node.device("cuda")
 
     digits, held_out = load_digits()
-    train_loader = DataLoader(digits, batch_size=100, shuffle=True)
+    train_loader = DataLoader(digits, batch_size=50, shuffle=True)
 
     model = MNISTNet().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
@@ -77,4 +80,4 @@ async def train(node: Compute, epochs: int = 10) -> float:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(f"Held-out accuracy: {asyncio.run(train(epochs=2)):.1f}%")
+    print(f"Held-out accuracy: {asyncio.run(train(epochs=EPOCHS)):.1f}%")

@@ -90,7 +90,7 @@ TELLING = {
     ],
     "skytorch_mnist": [
         r"skytorch: no kubeconfig, so computes are processes on this machine",
-        r"epoch 2/2 on sky:0: loss=0\.",
+        r"epoch (\d)/\1 on sky:0: loss=0\.",
         r"Held-out accuracy: 9\d\.\d%",
     ],
     "skytorch_cluster": [
