@@ -94,7 +94,7 @@ def test_a_pool_does_not_start_on_another_python_and_takes_everything_down(
     healthy: bool, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -P -c '{AGENT}'\n")
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -P -c '{AGENT}'\n")
     python.chmod(0o755)
     provider = Future(python=str(python), healthy=healthy)
     compute = sky.Compute(provider, nodes=2 if healthy else 1, options=sky.Options(console=False))

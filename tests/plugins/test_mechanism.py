@@ -197,7 +197,7 @@ DAEMONS = {
     "in the background": "sleep 1000 & echo $! > {file}",
     "in a session of its own": "setsid sh -c 'echo $$ > {file}; exec sleep 1000' &",
     "forked twice": (
-        "{python} -c 'import os, time; os.fork() and os._exit(0); os.setsid(); "
+        "'{python}' -c 'import os, time; os.fork() and os._exit(0); os.setsid(); "
         "os.fork() and os._exit(0); "
         'open("{file}", "w").write(str(os.getpid())); time.sleep(1000)\''
     ),

@@ -82,7 +82,7 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
 @FAST
 def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
     for outcome in client(
-        act="outlast", doing="transfers", size=512 * MIB, after=0.7, seconds=OUTAGE_SECONDS
+        act="outlast", doing="transfers", size=256 * MIB, after=0.7, seconds=OUTAGE_SECONDS
     ):
         assert outcome["cut short"] == 2
         assert outcome["up"] == outcome["down"] == outcome["right"]
