@@ -17,6 +17,7 @@ class Aim:
 
 def expecting(*nodes: int, grouped: bool = False) -> Prospects:
     prospects = Prospects(grouped=grouped)
+    prospects.need(len(nodes))
     for node in nodes:
         prospects.expect(node)
     return prospects
@@ -47,6 +48,16 @@ def test_of_a_group_no_worker_runs_without_the_others() -> None:
     prospects.fail(0, OSError("no route"))
     assert not prospects.can_run(Aim(on=1))
     assert prospects.why_not() == "its workers are a group, and no route"
+
+
+def test_a_group_goes_on_without_nodes_that_the_pool_does_not_need() -> None:
+    prospects = expecting(0, 1, 2, grouped=True)
+    prospects.need(2)
+    prospects.fail(2, OSError("no route"))
+    assert prospects.can_run(Aim())
+    assert not prospects.can_run(Aim(on=2))
+    prospects.fail(1, OSError("no disk"))
+    assert not prospects.can_run(Aim())
 
 
 def test_a_node_that_has_left_takes_no_tasks_and_its_failure_counts_no_more() -> None:

@@ -25,11 +25,17 @@ class Prospects:
     """
 
     def __init__(self, *, grouped: bool) -> None:
-        """`grouped`: the workers are one group, of which none is of use without the others."""
+        """`grouped`: the workers are one group, which needs as many nodes as `need` says."""
         self._grouped = grouped
+        self._needed = 1
         self._expected: set[int] = set()
         self._failures: dict[int, BaseException] = {}
         self._lock = threading.Lock()
+
+    def need(self, count: int) -> None:
+        """Say without how many nodes a group is of no use."""
+        with self._lock:
+            self._needed = count
 
     def expect(self, node: int) -> None:
         """A node has been added to the pool."""
@@ -53,7 +59,7 @@ class Prospects:
     def can_run(self, task: Aimed) -> bool:
         """Whether some node runs tasks like this one, or will."""
         with self._lock:
-            if self._grouped and self._failures:
+            if self._grouped and self._failures and len(self._expected) < self._needed:
                 return False
             wanted = task.worker[0] if task.worker is not None else task.on
             return bool(self._expected) if wanted is None else wanted in self._expected

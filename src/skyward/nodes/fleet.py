@@ -67,6 +67,7 @@ class Fleet:
     ) -> None:
         self._id, self._spec = pool_id, spec
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
+        self._prospects = prospects
         self._is_here = is_here(spec.provider)
         self._journal = NoJournal() if self._is_here else Journal()
         authority = Authority(pool_id) if encrypted(spec.provider) else None
@@ -162,7 +163,7 @@ class Fleet:
         self._journal.open_pool(
             self._id, self._spec.name, provider.name, provider.describe(), provider.price(request)
         )
-        self._roster.need(nodes.floor)
+        self._need(nodes.floor)
         self._membership.start(nodes.desired, nodes.floor)
         if not self._is_here or self._roster.coming:
             # Only now it is known where the nodes are, or which of them are there.
@@ -174,10 +175,15 @@ class Fleet:
         if isinstance(nodes, Nodes):
             self._membership.resize(nodes.desired, nodes.floor)
             self._scaler.bound(nodes)
-            self._roster.need(nodes.floor)
+            self._need(nodes.floor)
         else:
             self._membership.resize(nodes, nodes)
-            self._roster.need(min(self._roster.needed, nodes))
+            self._need(min(self._roster.needed, nodes))
+
+    def _need(self, count: int) -> None:
+        """Say without how many nodes the pool is of no use."""
+        self._roster.need(count)
+        self._prospects.need(count)
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
