@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.wire.connecting import connect
 from skyward.wire.frames import header
-from skyward.wire.identity import Authority, Credentials, connect
+from skyward.wire.identity import Authority, Credentials
 from skyward.wire.messages import STREAMED, Buffer, Hello, Payload, Result
 
 from ..memory import in_use

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import skyward as sky
 from skyward.providers import Machine, Order
-from skyward.wire.identity import direct
+from skyward.wire.connecting import direct
 
 from ..device.proxy import Proxy
 

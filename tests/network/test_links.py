@@ -16,8 +16,9 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
+from skyward.wire.connecting import SessionUnknownError, connect_pair, direct
 from skyward.wire.dial import CONNECTIONS, Dialer
-from skyward.wire.identity import Authority, SessionUnknownError, connect_pair, direct, node_name
+from skyward.wire.identity import Authority, node_name
 from skyward.wire.link import pair as pairs
 from skyward.wire.link.outgoing import LINK_WINDOW
 from skyward.wire.link.pair import Pair

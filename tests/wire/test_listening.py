@@ -14,7 +14,8 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.nodes.executors import _among
 from skyward.wire.channel import Channel
-from skyward.wire.identity import CLIENT, Authority, Credentials, connect
+from skyward.wire.connecting import connect
+from skyward.wire.identity import CLIENT, Authority, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 

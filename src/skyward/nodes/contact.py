@@ -19,8 +19,9 @@ from skyward.console import Console
 from skyward.errors import SkywardError
 from skyward.nodes.node import LOST_SECONDS, PING_SECONDS, QUIET_SECONDS, Node
 from skyward.wire.channel import Channel
+from skyward.wire.connecting import Dial, connect
 from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
-from skyward.wire.identity import Credentials, Dial, connect
+from skyward.wire.identity import Credentials
 from skyward.wire.messages import Hello, Welcome
 
 SILENCE_SECONDS = 4.0

@@ -19,9 +19,11 @@ from skyward.nodes.roster import Roster
 from skyward.spec import Worker
 from skyward.wire import messages
 from skyward.wire.channel import Channel
+from skyward.wire.connecting import host_and_port
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, host_and_port, my_versions, node_name
+from skyward.wire.identity import Credentials, node_name
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
+from skyward.wire.versions import my_versions
 
 LAST_RESULTS_SECONDS = 1.0
 """How long a dead executor's connection is read on before its tasks count as lost."""

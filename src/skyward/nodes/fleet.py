@@ -30,12 +30,7 @@ from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import (
-    CLIENT,
-    Authority,
-    my_versions,
-    node_name,
-)
+from skyward.wire.identity import CLIENT, Authority, node_name
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
@@ -48,6 +43,7 @@ from skyward.wire.messages import (
     Shutdown,
     Written,
 )
+from skyward.wire.versions import my_versions
 
 LAUNCH_SECONDS = 5.0
 """How long a thread that brings a node up is waited for when the node is stopped."""

@@ -17,7 +17,7 @@ from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
 from skyward.nodes.journal import Journal
 from skyward.providers import Machine, Order, Provider, encrypted, equipment_of, is_here
-from skyward.wire.identity import direct
+from skyward.wire.connecting import direct
 from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5

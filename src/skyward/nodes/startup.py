@@ -22,8 +22,9 @@ from skyward.nodes.spec import PoolSpec
 from skyward.providers import Order
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import Credentials, check_compatible, my_versions, node_name
+from skyward.wire.identity import Credentials, node_name
 from skyward.wire.messages import Hello
+from skyward.wire.versions import check_compatible, my_versions
 
 
 @dataclass(frozen=True, slots=True)

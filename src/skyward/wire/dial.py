@@ -12,9 +12,8 @@ import msgspec
 
 from skyward.errors import SkywardError
 from skyward.wire.channel import Channel
-from skyward.wire.identity import (
+from skyward.wire.connecting import (
     GREETING_SECONDS,
-    Credentials,
     Dial,
     SessionUnknownError,
     connect_one,
@@ -22,6 +21,7 @@ from skyward.wire.identity import (
     context_for,
     direct,
 )
+from skyward.wire.identity import Credentials
 from skyward.wire.link.connections import LinkLost
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair

@@ -16,22 +16,13 @@ from pathlib import Path
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
+from skyward.wire.connecting import GREETING_SECONDS, SESSION_UNKNOWN, host_and_port, keep_alive
 from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
-from skyward.wire.identity import (
-    CLIENT,
-    GREETING_SECONDS,
-    PEER,
-    SESSION_UNKNOWN,
-    Credentials,
-    certified_name,
-    check_peer,
-    host_and_port,
-    keep_alive,
-    my_versions,
-)
+from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, check_peer
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
+from skyward.wire.versions import my_versions
 
 UNPROVEN_PEERS = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

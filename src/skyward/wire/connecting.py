@@ -1,0 +1,179 @@
+"""Connecting: opens a connection to a listener, encrypts it and shakes hands."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from skyward.errors import AuthenticationError, ProtocolError
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame, FrameDecoder
+from skyward.wire.identity import Credentials, check_peer
+from skyward.wire.messages import Hello, Welcome
+
+SESSION_UNKNOWN = "unknown session"
+"""The refusal of a connection that is to go on with a link this process does not have."""
+GREETING_SECONDS = 5.0
+
+Dial = Callable[[str, float], socket.socket]
+"""Opens a connection to an endpoint within so many seconds."""
+
+
+class SessionUnknownError(AuthenticationError):
+    """The process that was reached is not the one that a link was with."""
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Of "tcp:HOST:PORT", whose host may be an IPv6 address, in brackets or not."""
+    host, _, port = endpoint.partition(":")[2].rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def direct(endpoint: str, seconds: float) -> socket.socket:
+    """A connection to an endpoint that the network itself leads to."""
+    end = socket.create_connection(host_and_port(endpoint), seconds)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
+
+
+def connect(
+    endpoint: str,
+    hello: Hello,
+    credentials: Credentials | None,
+    name: str,
+    seconds: float = GREETING_SECONDS,
+    dial: Dial = direct,
+) -> tuple[Channel, Welcome]:
+    """Open a channel to a listener and shake hands; it ends with its connections."""
+    if credentials is None:
+        end, decoder, welcome = connect_one(endpoint, hello, None, name, seconds, dial)
+        return Channel(end, decoder=decoder), welcome
+    context = context_for(endpoint, credentials)
+    hello = msgspec.structs.replace(hello, session=secrets.token_hex(8))
+    sender, receiver, welcome = connect_pair(endpoint, hello, context, name, seconds, dial)
+    return Channel(sender, receiver), welcome
+
+
+def connect_once(
+    endpoint: str, hello: Hello, credentials: Credentials | None, name: str
+) -> Channel:
+    """One connection for both directions, for two ends that take turns."""
+    context = context_for(endpoint, credentials) if credentials is not None else None
+    end, decoder, _ = connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
+    return Channel(end, decoder=decoder)
+
+
+def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
+    """TLS for the network; none for a Unix socket, since the way to one is private already."""
+    return None if endpoint.startswith("unix:") else credentials.context(server=False)
+
+
+def connect_pair(
+    endpoint: str,
+    hello: Hello,
+    context: ssl.SSLContext | None,
+    name: str,
+    seconds: float,
+    dial: Dial,
+) -> tuple[socket.socket, socket.socket, Welcome]:
+    """The two connections of one session, to send and to receive on."""
+    ends: list[socket.socket] = []
+    try:
+        for direction in ("send", "receive"):
+            half = msgspec.structs.replace(hello, direction=direction)
+            end, decoder, welcome = connect_one(endpoint, half, context, name, seconds, dial)
+            ends.append(end)
+            if decoder.buffered:
+                raise ProtocolError(f"{endpoint} sent more than a Welcome")
+    except BaseException:
+        for end in ends:
+            end.close()
+        raise
+    sender, receiver = ends
+    return sender, receiver, welcome
+
+
+def connect_one(
+    endpoint: str,
+    hello: Hello,
+    context: ssl.SSLContext | None,
+    name: str,
+    seconds: float,
+    dial: Dial,
+) -> tuple[socket.socket, FrameDecoder, Welcome]:
+    """One connection, and what was said on it."""
+    family, _, address = endpoint.partition(":")
+    is_here = family == "unix" and dial is direct
+    if is_here:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        end = dial(endpoint, seconds)
+    try:
+        end.settimeout(seconds)
+        if is_here:
+            _connect_unix(end, address, seconds)
+            check_peer(end)
+        elif family == "tcp":
+            if context is None:
+                raise AuthenticationError(f"no credentials for {endpoint}")
+            keep_alive(end)
+            try:
+                end = context.wrap_socket(end, server_hostname=name)
+            except ssl.SSLError as problem:
+                raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
+        decoder = FrameDecoder()
+        Channel(end).send(hello)
+        frame = _read_exactly_one(end, decoder)
+        welcome = messages.decode_as(Welcome, frame.kind, frame.meta)
+        if welcome.refusal == SESSION_UNKNOWN:
+            raise SessionUnknownError(f"{endpoint} refused to go on: {welcome.refusal}")
+        if welcome.refusal:
+            raise AuthenticationError(f"{endpoint} refused the connection: {welcome.refusal}")
+        end.settimeout(None)
+    except BaseException:
+        end.close()
+        raise
+    return end, decoder, welcome
+
+
+def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
+    """Read one frame and not a byte more: the next reader needs what follows."""
+    while (frame := decoder.next()) is None:
+        data = end.recv(decoder.missing)
+        if not data:
+            raise EOFError("the other end closed the connection")
+        decoder.feed(data)
+    return frame
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Have the kernel keep an idle connection known to whatever lies on its way.
+
+    Not with a limit on unacknowledged bytes (TCP_USER_TIMEOUT): that also ends a connection whose
+    other end is alive but has been busy, and has not read, for so long.
+    """
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            end.connect(address)
+            return
+        except BlockingIOError:
+            # A full backlog; a Unix socket with a timeout does not wait for room in it.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
