@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from skyward import accelerators as accelerators
     from skyward import plugins as plugins
     from skyward.compute import Compute as Compute
-    from skyward.compute import Stats as Stats
+    from skyward.compute.stats import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
     from skyward.context import Output as Output
     from skyward.context import Peer as Peer
@@ -76,7 +76,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "compute": ("Compute", "Stats"),
+    "compute": ("Compute",),
+    "compute.stats": ("Stats",),
     "context": (
         "InstanceInfo",
         "Output",

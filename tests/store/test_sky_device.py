@@ -254,7 +254,7 @@ def test_a_busy_node_loads_when_it_is_free_and_says_that_it_waits(
     store.save_model({"x": torch.ones(3)}, "m")
     held = hold(str(tmp_path / "flag")) > compute
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
-        patch.setattr("skyward.compute.NOTICE_SECONDS", 0.05)
+        patch.setattr("skyward.compute.home.NOTICE_SECONDS", 0.05)
         loading = thread.submit(store.load_model, "m", device=device)
         eventually(lambda: "waits for a free worker" in caplog.text)
         assert not loading.done()

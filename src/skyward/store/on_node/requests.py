@@ -35,7 +35,7 @@ class NodeRequests:
         import torch
 
         # Here: a process that only saves to a folder needs no pool.
-        from skyward.compute import home_of
+        from skyward.compute.home import home_of
 
         self._address = address
         self._url = files.url

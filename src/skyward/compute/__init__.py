@@ -6,51 +6,31 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import itertools
-import logging
 import os
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Token
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
 from skyward.calls.flow import Crowd, Flow, not_the_end
-from skyward.calls.packing import blob_room
 from skyward.calls.task import Task
+from skyward.compute.arguments import resolve
+from skyward.compute.broadcasting import broadcast
+from skyward.compute.closing import close_despite_interrupts
+from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
-from skyward.errors import (
-    BroadcastError,
-    ConfigurationError,
-    Outcome,
-    PluginError,
-    PoolClosedError,
-    SkywardError,
-)
+from skyward.errors import ConfigurationError, PluginError, PoolClosedError, SkywardError
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
-from skyward.nodes.preparations import Preparations
-from skyward.nodes.spec import PoolSpec
-from skyward.plugins.plugin import (
-    Cluster,
-    ClusterSpec,
-    Plugin,
-    check_distributed,
-    composed,
-    entered,
-    transformed,
-)
+from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
-from skyward.providers import Provider, Request
-from skyward.providers.local import Local
+from skyward.providers import Provider
 from skyward.spec import Image, Nodes, Options, Volume, Worker
 
 if TYPE_CHECKING:
@@ -59,28 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 On = int | Literal["head"] | None
 
-NOTICE_SECONDS = 5.0
-"""How long work for a device waits for a worker before that is said."""
-
-_log = logging.getLogger("skyward")
-_names = itertools.count(1)
-_entered: weakref.WeakSet[Compute] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a pool has done so far; bytes are those that went through sockets to executors."""
-
-    submitted: int
-    succeeded: int
-    failed: int
-    cancelled: int
-    retried: int
-    workers_died: int
-    nodes_lost: int
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
+entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
+"""Every `Compute` of this process that is entered and not closed."""
 
 
 class Compute:
@@ -108,43 +68,20 @@ class Compute:
         volumes: Sequence[Volume] = (),
         name: str | None = None,
     ) -> None:
-        provider = Local() if provider is None else provider
-        _require(provider, Provider, "provider", "sky.Local()")
-        _require(accelerator, Accelerator, "accelerator", "sky.accelerators.A100()", optional=True)
-        _require(image, Image, "image", "sky.Image(...)", optional=True)
-        _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
-        _require(options, Options, "options", "sky.Options(...)", optional=True)
-        for number, what in ((vcpus, "vcpus"), (memory_gb, "memory_gb")):
-            if number is not None and not (isinstance(number, (int, float)) and number > 0):
-                raise ConfigurationError(f"Compute({what}={number!r}): give a number above 0")
-        if not isinstance(volumes, Sequence):
-            raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
-        for volume in volumes:
-            _require(volume, Volume, "volumes", "sky.Volume(...)")
-        if name is not None and (not isinstance(name, str) or not name.strip()):
-            raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
-        worker, options = worker or Worker(), options or Options()
-        self.name = name or f"compute-{next(_names)}"
-        cluster = Cluster(self.name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))
-        plugged = composed(plugins)
-        check_distributed(plugged, worker, options)
-        image = transformed(image or Image(), plugged, cluster)
-        request = Request(
-            accelerator, vcpus, memory_gb, image, tuple(volumes), cluster.spec.nodes.ceiling
-        )
-        provider.check(request)
-        blob_room()
-        self._spec = PoolSpec(
+        self._spec, self._plugins = resolve(
             provider=provider,
-            nodes=cluster.spec.nodes,
+            nodes=nodes,
             accelerator=accelerator,
+            vcpus=vcpus,
+            memory_gb=memory_gb,
+            image=image,
+            plugins=plugins,
             worker=worker,
             options=options,
-            request=request,
-            name=self.name,
-            preparations=Preparations.of(plugged, cluster),
+            volumes=volumes,
+            name=name,
         )
-        self._plugins = plugged
+        self.name = self._spec.name
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
@@ -230,7 +167,7 @@ class Compute:
             self._close_surely()
             raise
         functions.active.append(self)
-        _entered.add(self)
+        entered_computes.add(self)
 
     def _enter_plugins(self) -> None:
         for plugin in self._plugins:
@@ -246,38 +183,17 @@ class Compute:
 
     def _close_surely(self) -> None:
         """Close; a Ctrl-C on the way makes it quicker, not partial."""
-        if threading.current_thread() is not threading.main_thread():
-            self.close()
-            return
-        # Ctrl-C strikes this thread only, so closing goes on undisturbed on another. It is waited
-        # for with a queue: an interrupt can leave an event locked, or a joined thread for dead.
-        ended: list[bool] = []
-        news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        close_despite_interrupts(self.close, self._hurry)
 
-        def close() -> None:
-            try:
-                self.close()
-            finally:
-                ended.append(True)
-                news.put(None)
-
-        threading.Thread(target=close, name="skyward-close").start()
-        interrupt: KeyboardInterrupt | None = None
-        while not ended:
-            try:
-                if interrupt is not None and self._pool is not None:
-                    self._pool.hurry()
-                news.get()
-            except KeyboardInterrupt as again:
-                interrupt = again
-        if interrupt is not None:
-            raise interrupt
+    def _hurry(self) -> None:
+        if self._pool is not None:
+            self._pool.hurry()
 
     def close(self, seconds: float = 5.0) -> None:
         """Take everything down; leaving the `with` block does this for you."""
         if self in functions.active:
             functions.active.remove(self)
-        _entered.discard(self)
+        entered_computes.discard(self)
         pool, console = self._pool, self._console
         if pool is None or os.getpid() != self._pid:
             return
@@ -342,37 +258,7 @@ class Compute:
         pool = self._open_pool
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
-        pending = checked(pending)
-        _refuse_one_shot_streams(pending)
-        workers = pool.workers()
-        tasks: list[Task] = []
-        for place in workers:
-            like = tasks[0] if tasks else None
-            tasks.append(pool.prepare(pending, worker=place, keep=False, like=like))
-        outcomes = []
-        try:
-            pool.submit_all(tasks)
-            for (node, worker), task in zip(workers, tasks, strict=True):
-                try:
-                    task.wait()
-                    pool.flush_output(task)
-                    outcomes.append(Outcome(node, worker, task.wait().get()))
-                except Exception as problem:
-                    outcomes.append(Outcome(node, worker, error=problem))
-        except BaseException:
-            for task in tasks:
-                pool.cancel(task)
-            raise
-        failed = [outcome for outcome in outcomes if not outcome.ok]
-        if failed:
-            places = ", ".join(f"node {o.node}" for o in failed)
-            raise BroadcastError(
-                f"{pending.function.name} failed on {len(failed)} of {len(outcomes)} workers "
-                f"({places})",
-                [o.error for o in failed if isinstance(o.error, Exception)],
-                outcomes,
-            )
-        return [outcome.value for outcome in outcomes]
+        return broadcast(pool, checked(pending))
 
     def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
         """Run different calls in parallel and wait for all; the first failure is raised.
@@ -542,59 +428,6 @@ class Compute:
         return f"<sky.Compute {self.name}: {state}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a sky device is: a node, and the worker on it if no other can reach the device."""
-
-    compute: Compute
-    node: int
-    worker: int | None
-
-    def __str__(self) -> str:
-        return f"node {self.node} of {self.compute.name}"
-
-    def run(self, pending: Pending[T]) -> T:
-        """Run a call there and wait, in turn with the other calls of that node."""
-        pool = self.compute._open_pool
-        alone = None if self.worker is None else (self.node, self.worker)
-        task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
-        notice = threading.Timer(NOTICE_SECONDS, self._tell_waiting, (task,))
-        notice.daemon = True
-        notice.start()
-        try:
-            result: T = self.compute._await(task)
-            return result
-        finally:
-            notice.cancel()
-
-    def _tell_waiting(self, task: Task) -> None:
-        if not task.assigned and not task.done:
-            running = [
-                name
-                for view in self.compute.nodes
-                if view.node == self.node
-                for name in view.running
-            ]
-            _log.warning(
-                "%s waits for a free worker on %s, which runs %s; give the node more with "
-                "sky.Worker(concurrency=...)",
-                task.name,
-                self,
-                ", ".join(running) or "nothing",
-            )
-
-
-def home_of(device: torch.device) -> Home | None:
-    """Where a sky device is; None if it belongs to no pool that is open here."""
-    for compute in list(_entered):
-        pool = compute._pool
-        if pool is not None and not pool.closed:
-            holder = pool.device_holder(device.index)
-            if holder is not None:
-                return Home(compute, *holder)
-    return None
-
-
 def _nodes(count: int) -> str:
     return f"{count} node{'s' if count != 1 else ''}"
 
@@ -614,28 +447,9 @@ def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
         future.set_result(value)
 
 
-def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:
-    # A class has all the attributes a protocol asks of its instances.
-    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, type)):
-        return
-    hint = " (give an instance, not the class)" if isinstance(value, type) else ""
-    raise ConfigurationError(f"Compute({what}={value!r}): expected {example}{hint}")
-
-
-def _refuse_one_shot_streams(pending: Pending[Any]) -> None:
-    names = pending.function.parameter_names
-    given = {**dict(zip(names, pending.args, strict=False)), **pending.kwargs}
-    for name in pending.function.streamed_parameters:
-        if isinstance(given.get(name), Iterator):
-            raise ConfigurationError(
-                f"the argument {name!r} of {pending.function.name} is an iterator, which can be "
-                "read once, but a broadcast sends it to every worker; pass a list instead"
-            )
-
-
 @atexit.register
 def _close_all() -> None:
-    for compute in list(_entered):
+    for compute in list(entered_computes):
         compute.close()
 
 
@@ -643,7 +457,7 @@ def _disown() -> None:
     """In a forked child the parent's pools are not ours to use or to close."""
     functions.active.clear()
     functions.current.set(None)
-    _entered.clear()
+    entered_computes.clear()
 
 
 os.register_at_fork(after_in_child=_disown)

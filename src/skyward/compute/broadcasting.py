@@ -1,0 +1,58 @@
+"""A broadcast: one call on every worker of a pool at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from skyward.calls.task import Task
+from skyward.errors import BroadcastError, ConfigurationError, Outcome
+from skyward.functions import Pending
+from skyward.pool import Pool
+
+T = TypeVar("T")
+
+
+def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
+    """Run a call on every worker and return the results; `BroadcastError` if any of them fails."""
+    _refuse_one_shot_streams(pending)
+    workers = pool.workers()
+    tasks: list[Task] = []
+    for place in workers:
+        like = tasks[0] if tasks else None
+        tasks.append(pool.prepare(pending, worker=place, keep=False, like=like))
+    outcomes = []
+    try:
+        pool.submit_all(tasks)
+        for (node, worker), task in zip(workers, tasks, strict=True):
+            try:
+                task.wait()
+                pool.flush_output(task)
+                outcomes.append(Outcome(node, worker, task.wait().get()))
+            except Exception as problem:
+                outcomes.append(Outcome(node, worker, error=problem))
+    except BaseException:
+        for task in tasks:
+            pool.cancel(task)
+        raise
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        places = ", ".join(f"node {o.node}" for o in failed)
+        raise BroadcastError(
+            f"{pending.function.name} failed on {len(failed)} of {len(outcomes)} workers "
+            f"({places})",
+            [o.error for o in failed if isinstance(o.error, Exception)],
+            outcomes,
+        )
+    return [outcome.value for outcome in outcomes]
+
+
+def _refuse_one_shot_streams(pending: Pending[Any]) -> None:
+    names = pending.function.parameter_names
+    given = {**dict(zip(names, pending.args, strict=False)), **pending.kwargs}
+    for name in pending.function.streamed_parameters:
+        if isinstance(given.get(name), Iterator):
+            raise ConfigurationError(
+                f"the argument {name!r} of {pending.function.name} is an iterator, which can be "
+                "read once, but a broadcast sends it to every worker; pass a list instead"
+            )

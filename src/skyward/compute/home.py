@@ -1,0 +1,75 @@
+"""The home of a sky device: the node, and the worker on it, that hold the device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from skyward.calls.task import Task
+from skyward.compute import Compute, entered_computes
+from skyward.functions import Pending
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+NOTICE_SECONDS = 5.0
+"""How long work for a device waits for a worker before that is said."""
+
+_log = logging.getLogger("skyward")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a sky device is: a node, and the worker on it if no other can reach the device."""
+
+    compute: Compute
+    node: int
+    worker: int | None
+
+    def __str__(self) -> str:
+        return f"node {self.node} of {self.compute.name}"
+
+    def run(self, pending: Pending[T]) -> T:
+        """Run a call there and wait, in turn with the other calls of that node."""
+        pool = self.compute._open_pool
+        alone = None if self.worker is None else (self.node, self.worker)
+        task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
+        notice = threading.Timer(NOTICE_SECONDS, self._tell_waiting, (task,))
+        notice.daemon = True
+        notice.start()
+        try:
+            result: T = self.compute._await(task)
+            return result
+        finally:
+            notice.cancel()
+
+    def _tell_waiting(self, task: Task) -> None:
+        if not task.assigned and not task.done:
+            running = [
+                name
+                for view in self.compute.nodes
+                if view.node == self.node
+                for name in view.running
+            ]
+            _log.warning(
+                "%s waits for a free worker on %s, which runs %s; give the node more with "
+                "sky.Worker(concurrency=...)",
+                task.name,
+                self,
+                ", ".join(running) or "nothing",
+            )
+
+
+def home_of(device: torch.device) -> Home | None:
+    """Where a sky device is; None if it belongs to no pool that is open here."""
+    for compute in list(entered_computes):
+        pool = compute._pool
+        if pool is not None and not pool.closed:
+            holder = pool.device_holder(device.index)
+            if holder is not None:
+                return Home(compute, *holder)
+    return None

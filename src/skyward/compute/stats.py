@@ -1,0 +1,21 @@
+"""`Stats`: what a pool has done so far, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a pool has done so far; bytes are those that went through sockets to executors."""
+
+    submitted: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    retried: int
+    workers_died: int
+    nodes_lost: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
