@@ -1,9 +1,9 @@
 """A pump: carries the bytes of a core's plain socket over a link, in both directions.
 
-The cores know plain sockets only. On one host a core gets the connection itself. Over a network it
-gets one end of a socket pair, and a pump moves bytes between the other end and a link, which
-outlives its connections. Each pump sends a count every second, so that the other end can tell a
-dead connection from a quiet one.
+The cores know plain sockets only. On one host, a core gets the connection itself. Over a network, a
+core gets one end of a socket pair, and a pump moves bytes between the other end and a link. The
+link outlives its connections. Each pump sends a count every second, so that the other end can tell
+a dead connection from a quiet one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from skyward.wire.link.records import RECORD
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-"""A connection over which nothing has come for so long counts as broken."""
+"""How long a connection may bring no bytes before it counts as broken."""
 BACKLOGS = {"device-ops": 8 << 20, "device-bulk": 64 << 20}
-"""The two links of a device by role, and how much each sends ahead of the other end's counts."""
+"""The two links of a device by role, and how many uncounted bytes each may send."""
 TLS_RECORD = 16 << 10
-"""The most that one record of TLS holds; after a full one, more is likely to follow."""
+"""How many bytes a record of TLS holds at most; after a full record, another probably follows."""
 BATCH = 8
-"""How many records of TLS are passed to the core in one write, if so many have come."""
+"""How many records of TLS the core gets at most in one write."""
 
 
 class Pump:
@@ -42,15 +42,15 @@ class Pump:
         *,
         patience: float | None = None,
     ) -> None:
-        """`lost` is told why the link has ended, on a thread that must not call `close`.
+        """The pump calls `lost` with the reason when the link ends; `lost` must not call `close`.
 
-        With `patience`, a link that has had no connection for so many seconds ends.
+        A link without a connection ends after `patience` seconds, if that is given.
         """
         assert channel.link is not None
         self._channel, self._link = channel, channel.link
         self._window, self._lost, self._patience = window, lost, patience
         self.near, self._far = socket.socketpair()
-        """The core's end, and the pump's."""
+        """The core's end of the socket pair; `_far` is the pump's end."""
         self._closed = False
         self._buffer = memoryview(bytearray(BATCH * TLS_RECORD))
         self._undelivered: deque[bytes] = deque()
@@ -63,7 +63,7 @@ class Pump:
             thread.start()
 
     def close(self) -> None:
-        """End the link and both streams of the core; nothing is told to `lost`."""
+        """End the link and both streams of the core, without a call of `lost`."""
         self._closed = True
         self._channel.abort()
         with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ class Pump:
             end.close()
 
     def _send(self) -> None:
-        """Carry what the core sends, until the core or the link ends."""
+        """Send the core's bytes over the link, until the core or the link ends."""
         outgoing, take = self._link.outgoing, self._far.recv_into
         with contextlib.suppress(OSError):
             while True:
@@ -86,7 +86,7 @@ class Pump:
                 outgoing.filled(count)
 
     def _receive(self) -> None:
-        """Bring the core what the other end sends, until the core or the link ends."""
+        """Pass the other end's bytes to the core, until the core or the link ends."""
         try:
             self._link.incoming.set_blocking(False)
             while True:
@@ -95,7 +95,7 @@ class Pump:
                 except NotConnected:
                     self._await_connection()
         except (OSError, EOFError) as problem:
-            # Ends the link if the core has ended; a link that ended by itself keeps its reason.
+            # If the core has ended, this ends the link; a link that has ended keeps its reason.
             self._link.connections.end("its core has ended")
             if not self._closed and isinstance(problem, EOFError):
                 self._lost(str(problem))
@@ -131,7 +131,7 @@ class Pump:
                         self._take_in()
 
     def _take_in(self) -> None:
-        """Read what has come, a buffer at most, and pass it to the core in one write."""
+        """Read the bytes that have come, at most one buffer, and pass them on in one write."""
         incoming, buffer = self._link.incoming, self._buffer
         parts: list[memoryview] = []
         try:
@@ -142,7 +142,7 @@ class Pump:
         except BlockingIOError:
             pass
         finally:
-            # Also when the connection ends here: the other end will not send these again.
+            # Even if the connection has just ended: the other end will not send these bytes again.
             if parts:
                 self._pass_on(parts)
 
@@ -160,7 +160,7 @@ class Pump:
             self._link.incoming.hold(self._held)
 
     def _deliver(self) -> None:
-        """Pass on what a slow core did not take at once."""
+        """Pass on the bytes that a slow core did not take at once."""
         with contextlib.suppress(BlockingIOError):
             while self._undelivered:
                 first = self._undelivered[0]
@@ -173,7 +173,7 @@ class Pump:
         self._link.incoming.hold(self._held)
 
     def _await_connection(self) -> None:
-        """Wait for the next pair, for as long as `patience` says."""
+        """Wait for the next pair, at most `patience` seconds."""
         connections, again = self._link.connections, threading.Event()
         while not self._link.incoming.ready(again.set):
             if not again.wait(self._patience):

@@ -1,4 +1,4 @@
-"""Cleaning: removing the machines of pools that nobody takes down any more."""
+"""Cleaning: removes the machines of a pool whose client does not remove them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from skyward.nodes.journal import Journal, PoolRecord
 from skyward.providers import Machine, Provider, find_provider
 
 _APPEARING_SECONDS = 10.0
-"""How long after it was asked for a machine may take to be found."""
+"""How long after the request for a machine the provider may take to find it."""
 _REMOVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What became of one pool's machines."""
+    """The machines of one pool that were removed, and those that were not."""
 
     pool: PoolRecord
     removed: tuple[str, ...]
     failures: tuple[str, ...]
-    """Why something is left; then the pool stays on record."""
+    """Why machines are left; if any are, the pool stays in the journal."""
 
 
 def clean(journal: Journal, pool: PoolRecord) -> Cleaned:
-    """Remove every machine of a pool, also those whose making was cut short."""
+    """Remove every machine of a pool, also machines that the client did not finish making."""
     return asyncio.run(_clean(journal, pool))
 
 
@@ -48,7 +48,7 @@ async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
 
 
 async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
-    """Its machines; one that was asked for a moment ago may be about to appear."""
+    """The pool's machines; waits for a machine that was asked for a moment ago."""
     deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
     deadline += _APPEARING_SECONDS
     while True:
@@ -67,5 +67,5 @@ async def _destroyed(machine: Machine, pool: str) -> str | None:
 
 
 def matching(pools: list[PoolRecord], name: str) -> list[PoolRecord]:
-    """The pools of a name, or whose identifier begins with it."""
+    """The pools that have this name, or an identifier that begins with it."""
     return [pool for pool in pools if pool.name == name or pool.id.startswith(name)]

@@ -1,4 +1,4 @@
-"""Torch devices of a pool: each opened once, by a process of its own on the node."""
+"""Torch devices of a pool: each is opened once, and has a process of its own on its node."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from skyward.device.client import Device
 
 START_SECONDS = 300.0
-"""The first start on a machine compiles the worker core and imports torch."""
+"""How long a device process may take: its first start on a machine compiles the worker core."""
 
 
 class DeviceDesk:
-    """Asks nodes for device processes, and keeps what was opened."""
+    """Asks nodes for device processes, and keeps the open devices."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class DeviceDesk:
         self._lock = threading.RLock()
 
     def get(self, node: int, kind: str) -> int:
-        """The index of the device of that kind on that node, opened now if it was not yet."""
+        """The index of the node's device of that kind; opens the device if it is not open."""
         with self._lock:
             found = self._find(node, kind)
             return self._start(node, kind) if found is None else found
 
     def find(self, index: int) -> tuple[int, set[str]] | None:
-        """The node of an open device, and what it is called there."""
-        # Without the lock, which is held for as long as a device takes to start.
+        """The node of an open device, and the kinds by which the device was asked for."""
+        # Without the lock: `get` holds the lock while a device starts.
         for node, kinds, device in list(self._open.values()):
             if device.index == index:
                 return node, kinds
@@ -59,7 +59,7 @@ class DeviceDesk:
         from skyward.device.client import Device
         from skyward.device.core import core
 
-        core()  # compiled here first: if that fails, nothing has been started
+        core()  # compiles the client's core: if that fails, no process has been started
         number = next(self._numbers)
         answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
         self._waiting[number] = (node, answers)
@@ -75,7 +75,7 @@ class DeviceDesk:
         if isinstance(answer, DeviceDown):
             raise ConfigurationError(f"device({kind!r}, node={node}): {answer.reason}")
         endpoint, real = answer.endpoint, answer.kind
-        # "auto" and "cuda" may be the same device, and its tensors must be able to meet.
+        # "auto" and "cuda" may be the same device: both must give tensors of one torch device.
         same = self._find(node, real, asked=kind)
         if same is not None:
             self._tell(node, CloseDevice(number))
@@ -95,7 +95,7 @@ class DeviceDesk:
         return device.index
 
     def heard(self, message: DeviceUp | DeviceDown) -> None:
-        """A device process is there, or gone."""
+        """Take an agent's message that a device process listens, or has ended."""
         waiting = self._waiting.get(message.number)
         if waiting is not None:
             waiting[1].put(message)
@@ -103,14 +103,14 @@ class DeviceDesk:
             self._lose([message.number], message.reason)
 
     def node_lost(self, node: int, why: str) -> None:
-        """A node is gone, and with it the processes of its devices."""
+        """Close the devices of a node that is lost."""
         for number, (at, answers) in list(self._waiting.items()):
             if at == node:
                 answers.put(DeviceDown(number, why))
         self._lose([n for n, (at, _, _) in list(self._open.items()) if at == node], why)
 
     def _given_up(self, node: int, number: int, why: str) -> None:
-        """A device can no longer be reached; if its process lives, it is of no more use."""
+        """Close a device that cannot be reached any more, and end its process if that is alive."""
         self._lose([number], why)
         with contextlib.suppress(SkywardError):
             self._tell(node, CloseDevice(number))
@@ -120,13 +120,13 @@ class DeviceDesk:
             for number in numbers:
                 lost = self._open.pop(number, None)
                 if lost is None:
-                    # It may be just opening, and is there once that is done.
+                    # `get` may be opening the device; it is in `_open` when `get` frees the lock.
                     with self._lock:
                         lost = self._open.pop(number, None)
                 if lost is not None:
                     lost[2].close(why)
 
-        # On a thread of its own: whoever opens a device holds the lock and waits for this one.
+        # On a thread of its own: `get` holds the lock while it waits for the calling thread.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
 
     def close(self, why: str) -> None:

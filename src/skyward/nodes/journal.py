@@ -1,7 +1,7 @@
-"""The journal: which machines pools have made, written down before they are made.
+"""The journal: the machines of all pools, each written down before it is made.
 
-It is a small SQLite file in the user's state directory (or `SKYWARD_STATE`), so that what a killed
-process left behind can be found and removed: `sky ps` and `sky down` work from it.
+The journal is a small SQLite file in the user's state directory (or `SKYWARD_STATE`). `sky ps` and
+`sky down` read it to find and remove the machines that a killed process left behind.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ClientState = Literal["running", "gone", "elsewhere"]
 
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
-    """A machine that was made, or was about to be."""
+    """A machine that was made, or that the client was about to make."""
 
     node: int
     id: str | None
-    """None when the pool's process did not live to hear that it was made."""
+    """None if the client ended before it learned that the machine was made."""
     address: str | None
     created: float
 
@@ -67,14 +67,14 @@ class PoolRecord:
 
     @property
     def client(self) -> ClientState:
-        """Whether the process that made it still runs, as far as this host can tell."""
+        """Whether the process that made the pool runs; "elsewhere" if that was on another host."""
         if self.host != socket.gethostname():
             return "elsewhere"
         return "running" if _began(self.pid) == self.began else "gone"
 
     @property
     def cost(self) -> float | None:
-        """What its machines have cost so far, in US dollars, where that is known."""
+        """The cost of the pool's machines so far, in US dollars; None if the price is unknown."""
         if self.price is None:
             return None
         return sum((time.time() - each.created) / 3600 * self.price for each in self.machines)
@@ -90,7 +90,7 @@ class Journal:
     def open_pool(
         self, pool: str, name: str, provider: str, arguments: Mapping[str, Any], price: float | None
     ) -> None:
-        """A pool of this process is about to make machines."""
+        """Note that a pool of this process is about to make machines."""
         pid = os.getpid()
         values = (pool, name, provider, json.dumps(dict(arguments)), socket.gethostname(), pid)
         with self._connected() as database:
@@ -100,7 +100,7 @@ class Journal:
             )
 
     def intend(self, pool: str, node: int) -> None:
-        """A machine is about to be made for a node."""
+        """Note that the client is about to make a machine for a node."""
         with self._connected() as database:
             database.execute(
                 "insert or replace into machines values (?, ?, null, null, ?)",
@@ -108,7 +108,7 @@ class Journal:
             )
 
     def made(self, pool: str, node: int, machine: str, address: str) -> None:
-        """The machine is there."""
+        """Note that a node's machine was made."""
         with self._connected() as database:
             database.execute(
                 "update machines set id = ?, address = ? where pool = ? and node = ?",
@@ -116,12 +116,12 @@ class Journal:
             )
 
     def gone(self, pool: str, node: int) -> None:
-        """Nothing of a node's machine is left."""
+        """Note that nothing of a node's machine is left."""
         with self._connected() as database:
             database.execute("delete from machines where pool = ? and node = ?", (pool, node))
 
     def close_pool(self, pool: str) -> None:
-        """Nothing of a pool is left; what still has machines stays on record."""
+        """Remove a pool from the journal, unless it still has machines there."""
         with self._connected() as database:
             database.execute(
                 "delete from pools where id = ? "
@@ -130,12 +130,12 @@ class Journal:
             )
 
     def forget(self, pool: str) -> None:
-        """Whatever is left of a pool, nobody is to look after it any more."""
+        """Remove a pool and its machines from the journal, whatever is left of them."""
         with self._connected() as database:
             database.execute("delete from pools where id = ?", (pool,))
 
     def pools(self) -> list[PoolRecord]:
-        """Everything on record, oldest first."""
+        """All pools in the journal, oldest first."""
         if not self.path.exists():
             return []
         with self._connected() as database:
@@ -181,7 +181,7 @@ class Journal:
 
 
 class NoJournal(Journal):
-    """Stands in for the journal where machines end with the client: it writes nothing."""
+    """Writes nothing; for pools whose machines end with the client."""
 
     def open_pool(
         self, pool: str, name: str, provider: str, arguments: Mapping[str, Any], price: float | None
@@ -202,7 +202,7 @@ class NoJournal(Journal):
 
 
 def _began(pid: int) -> float:
-    """When a process began: a number that is used again names another one."""
+    """When a process began, since the system gives the number of an ended process to a new one."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:

@@ -1,1 +1,1 @@
-"""How bytes travel: frames, channels, identity, object encoding and blobs."""
+"""How bytes travel: frames, messages, channels, identity, connections, listeners and links."""

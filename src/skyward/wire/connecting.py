@@ -18,25 +18,25 @@ from skyward.wire.identity import Credentials, check_peer
 from skyward.wire.messages import Hello, Welcome
 
 SESSION_UNKNOWN = "unknown session"
-"""The refusal of a connection that is to go on with a link this process does not have."""
+"""The listener refuses a connection with these words if it does not know the connection's link."""
 GREETING_SECONDS = 5.0
 
 Dial = Callable[[str, float], socket.socket]
-"""Opens a connection to an endpoint within so many seconds."""
+"""Opens a connection to an endpoint; raises if that takes more than the given seconds."""
 
 
 class SessionUnknownError(AuthenticationError):
-    """The process that was reached is not the one that a link was with."""
+    """The listening process does not know the link: it is not the process the link was with."""
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """Of "tcp:HOST:PORT", whose host may be an IPv6 address, in brackets or not."""
+    """The host and the port of "tcp:HOST:PORT"; brackets around an IPv6 address are optional."""
     host, _, port = endpoint.partition(":")[2].rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def direct(endpoint: str, seconds: float) -> socket.socket:
-    """A connection to an endpoint that the network itself leads to."""
+    """Connect to an endpoint straight over the network, without a provider's transport."""
     end = socket.create_connection(host_and_port(endpoint), seconds)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return end
@@ -50,7 +50,7 @@ def connect(
     seconds: float = GREETING_SECONDS,
     dial: Dial = direct,
 ) -> tuple[Channel, Welcome]:
-    """Open a channel to a listener and shake hands; it ends with its connections."""
+    """Open a channel to a listener and shake hands; when a connection ends, the channel ends."""
     if credentials is None:
         end, decoder, welcome = connect_one(endpoint, hello, None, name, seconds, dial)
         return Channel(end, decoder=decoder), welcome
@@ -63,14 +63,14 @@ def connect(
 def connect_once(
     endpoint: str, hello: Hello, credentials: Credentials | None, name: str
 ) -> Channel:
-    """One connection for both directions, for two ends that take turns."""
+    """Open a channel of one connection for both directions, for two ends that take turns."""
     context = context_for(endpoint, credentials) if credentials is not None else None
     end, decoder, _ = connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
     return Channel(end, decoder=decoder)
 
 
 def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
-    """TLS for the network; none for a Unix socket, since the way to one is private already."""
+    """The TLS context for an endpoint; None for a Unix socket, whose transport is private."""
     return None if endpoint.startswith("unix:") else credentials.context(server=False)
 
 
@@ -82,7 +82,7 @@ def connect_pair(
     seconds: float,
     dial: Dial,
 ) -> tuple[socket.socket, socket.socket, Welcome]:
-    """The two connections of one session, to send and to receive on."""
+    """Open the two connections of one session: one to send on, one to receive on."""
     ends: list[socket.socket] = []
     try:
         for direction in ("send", "receive"):
@@ -107,7 +107,7 @@ def connect_one(
     seconds: float,
     dial: Dial,
 ) -> tuple[socket.socket, FrameDecoder, Welcome]:
-    """One connection, and what was said on it."""
+    """Open one connection; returns it with its decoder and the listener's `Welcome`."""
     family, _, address = endpoint.partition(":")
     is_here = family == "unix" and dial is direct
     if is_here:
@@ -143,7 +143,7 @@ def connect_one(
 
 
 def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
-    """Read one frame and not a byte more: the next reader needs what follows."""
+    """Read one frame and no further byte: the bytes after it belong to the next reader."""
     while (frame := decoder.next()) is None:
         data = end.recv(decoder.missing)
         if not data:
@@ -153,10 +153,10 @@ def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Have the kernel keep an idle connection known to whatever lies on its way.
+    """Have the kernel send probes on an idle connection, so that routers do not forget it.
 
-    Not with a limit on unacknowledged bytes (TCP_USER_TIMEOUT): that also ends a connection whose
-    other end is alive but has been busy, and has not read, for so long.
+    TCP_USER_TIMEOUT, a limit on unacknowledged bytes, is not set: it would also end the connection
+    to a peer that is alive but too busy to read.
     """
     if end.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -173,7 +173,7 @@ def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
             end.connect(address)
             return
         except BlockingIOError:
-            # A full backlog; a Unix socket with a timeout does not wait for room in it.
+            # The listener's backlog is full, and `connect` on a Unix socket does not wait for room.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)

@@ -1,7 +1,8 @@
-"""Identity: who may speak on a channel, proven before anything else is read.
+"""Identity: both ends of a channel prove who they are before they read anything else.
 
-On one host that is a Unix socket in a private directory plus the peer's user id; over a network it
-is TLS 1.3 with certificates of the pool's own short-lived authority, on both ends.
+On one host, the socket is a Unix socket in a private directory, and the kernel names the peer's
+user. Over a network, both ends use TLS 1.3 with certificates of the pool's own short-lived
+authority.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Credentials:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self.authority)
         if server:
-            # A send-only connection would never read the tickets.
+            # Nobody would read the tickets on a connection that the client only sends on.
             context.num_tickets = 0
         with _readable(self.certificate + self.key) as chain:
             context.load_cert_chain(chain)
@@ -47,9 +48,9 @@ class Credentials:
 
 @contextlib.contextmanager
 def _readable(secret: str) -> Iterator[str]:
-    """A path to read a secret from: the ssl module loads keys from files only.
+    """A path to a file that holds the secret: the ssl module loads keys from files only.
 
-    Where the system has files in memory alone, nothing is left of it however this process ends.
+    On Linux the file is in memory alone: no copy stays behind, even if this process is killed.
     """
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("skyward-key", os.MFD_CLOEXEC), "w") as file:
@@ -65,7 +66,7 @@ def _readable(secret: str) -> Iterator[str]:
 
 
 class Authority:
-    """A pool's certificate authority; it lives in the client's memory and signs each end once."""
+    """A pool's certificate authority: only the client has its key, in memory."""
 
     def __init__(self, pool: str) -> None:
         from cryptography import x509
@@ -105,7 +106,7 @@ class Authority:
         )
 
     def issue(self, name: str) -> Credentials:
-        """Credentials for one end, whose certificate names it."""
+        """Credentials for one end of channels; the certificate holds its name."""
         x509 = self._x509
         key = self._ec.generate_private_key(self._ec.SECP256R1())
         certificate = (
@@ -142,7 +143,7 @@ class Authority:
             .issuer_name(self._name)
             .public_key(public_key)
             .serial_number(self._x509.random_serial_number())
-            # Clocks of machines differ; an hour is more than any sane one is off.
+            # The clocks of machines differ, but hardly by more than an hour.
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + LIFETIME)
         )
@@ -151,7 +152,7 @@ class Authority:
 CLIENT = "client"
 """The name in the client's certificate."""
 PEER = "peer"
-"""The one role that nodes have for each other."""
+"""The role in the `Hello` of an executor that connects to an executor of another node."""
 
 
 def certified_name(end: ssl.SSLSocket) -> str:
@@ -166,7 +167,7 @@ def node_name(pool: str, node: int) -> str:
 
 
 def check_peer(end: socket.socket) -> None:
-    """On one host, the peer must be this user (or root)."""
+    """Raise unless the peer on a Unix socket is a process of this user or of root."""
     if not hasattr(socket, "SO_PEERCRED"):
         return
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

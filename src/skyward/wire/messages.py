@@ -1,4 +1,4 @@
-"""Messages: the typed meta part of every frame, one struct a kind."""
+"""Messages: the typed meta part of every frame, one struct for each kind."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import msgspec
 from skyward.errors import ProtocolError
 
 INLINE, SEGMENT, STREAMED, KNOWN = range(4)
-"""Where a buffer's bytes are: in the body's front, in shared memory, in the body's tail, cached."""
+"""Where a buffer's bytes are.
+
+At the front of the body, in shared memory, at the end of the body, or in the receiver's cache.
+"""
 
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-"""A number of bytes, an offset or a segment's id: refused when negative or absurd."""
+"""A number of bytes, an offset or a segment's id; the decoder refuses numbers out of range."""
 Place = Annotated[int, msgspec.Meta(ge=INLINE, le=KNOWN)]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """The root of all messages; `KIND` is the byte that names it on the wire."""
+    """The root of all messages; `KIND` is the byte that names the message on the wire."""
 
     KIND: ClassVar[int] = 0
 
@@ -34,10 +37,10 @@ class Buffer(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=Tr
 
 
 class Payload(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """An encoded object: how the body and shared memory make up its pickle and buffers."""
+    """An encoded object: where its pickle and its buffers are, in the body and in shared memory."""
 
     pickle: Size
-    """Its length at the front of the body; 0 if the first of the buffers is the pickle."""
+    """The pickle's length at the front of the body; 0 if the first buffer is the pickle."""
     buffers: list[Buffer] = []
     storages: list[tuple[Size, Size]] = []
     """For the last buffers, each a tensor storage: (first byte sent, bytes of the storage)."""
@@ -48,24 +51,27 @@ class Payload(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
 
 
 class Hello(Message):
-    """The first frame of who connects, the only one read before the connection is accepted."""
+    """The connecting end's first frame; the listener reads no other before it accepts."""
 
     KIND = 1
     pool: str
     role: str
-    """What it is for: "control", "data", "device-ops" or "device-bulk"; among executors, "peer"."""
+    """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
+
+    Between executors it is "peer".
+    """
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
     session: str = ""
-    """Joins the two connections of a pair; of a link, those of all its pairs."""
+    """The same for the two connections of a pair, and for all pairs of a link."""
     versions: dict[str, str] = {}
     pid: int = 0
     attempt: Size = 0
-    """Which of a link's pairs this belongs to, counted from 1; 0 if it is no link's."""
+    """The number of the connection's pair in its link, counted from 1; 0 if there is no link."""
     received: Size = 0
-    """How much of a link's stream the client has."""
+    """How many bytes of a link's stream the client has received."""
     stripe: Size = 0
-    """The number of a connection that joins a link's pair for large writes, counted from 1."""
+    """The number of the stripe, a further connection for large writes, counted from 1; else 0."""
 
 
 class Welcome(Message):
@@ -76,11 +82,11 @@ class Welcome(Message):
     pid: int = 0
     refusal: str = ""
     received: Size = 0
-    """How much of a link's stream the worker has."""
+    """How many bytes of a link's stream the worker has received."""
 
 
 class Ping(Message):
-    """A heartbeat; answered by the same message."""
+    """A heartbeat; the receiver answers with the same message."""
 
     KIND = 3
     number: int
@@ -95,11 +101,11 @@ class ExecutorUp(Message):
     pid: int
     endpoint: str
     port: int = 0
-    """On the head's first worker, a port of that machine kept free for the workers to meet at."""
+    """From the head's first worker: a port that it keeps free for the workers to meet at."""
 
 
 class ExecutorDown(Message):
-    """An executor process ended, and why."""
+    """An executor process ended; `reason` says why."""
 
     KIND = 5
     worker: int
@@ -120,7 +126,7 @@ class Kill(Message):
 
 
 class Shutdown(Message):
-    """End every executor and then yourself."""
+    """The agent ends every executor, and then itself."""
 
     KIND = 7
 
@@ -142,7 +148,7 @@ class OpenDevice(Message):
 
 
 class DeviceUp(Message):
-    """A device process listens; `kind` is what it really serves."""
+    """A device process listens; `kind` is the device that it serves, never "auto"."""
 
     KIND = 10
     number: int
@@ -152,7 +158,7 @@ class DeviceUp(Message):
 
 
 class DeviceDown(Message):
-    """A device process ended, or could not start, and why."""
+    """A device process ended or could not start; `reason` says why."""
 
     KIND = 11
     number: int
@@ -167,11 +173,11 @@ class CloseDevice(Message):
 
 
 class Prepare(Message):
-    """What plugins do before the first task: for an agent on its node, for an executor in it."""
+    """The hooks that plugins have for a node, sent to its agent, or for an executor."""
 
     KIND = 13
     compute_pool: str
-    """Empty to an agent."""
+    """Empty in the message to an agent."""
     hooks: bytes
     """The encoded hooks of all plugins, in order."""
 
@@ -181,7 +187,7 @@ class Prepared(Message):
 
     KIND = 14
     problem: str
-    """Empty if all went well; else plugin, hook and traceback."""
+    """Empty after success; otherwise the plugin, the hook and the traceback."""
 
 
 class Define(Message):
@@ -216,14 +222,14 @@ class Run(Message):
 
 
 class Cancel(Message):
-    """Stop a task: unstarted ones are dropped, a running one is interrupted."""
+    """Stop a task: the executor drops it before its start, and interrupts it later."""
 
     KIND = 19
     task: int
 
 
 class Recall(Message):
-    """Give back tasks that have not started, so that another worker can have them."""
+    """Give back the tasks that have not started, so that another worker can run them."""
 
     KIND = 20
 
@@ -236,7 +242,7 @@ class Recalled(Message):
 
 
 class Credit(Message):
-    """Permission to send so many more items of a stream; `-1` closes it."""
+    """Permission to send `count` more items of a stream; -1 closes the stream."""
 
     KIND = 22
     task: int
@@ -271,7 +277,7 @@ class Result(Message):
     ran: float
     """Seconds the function itself ran."""
     payload: Payload | None
-    """None: the task returned an iterator, whose items follow on its output stream."""
+    """None if the task returned an iterator: the items follow on the task's output stream."""
 
 
 class Failure(Message):
@@ -283,7 +289,7 @@ class Failure(Message):
     type_name: str
     text: str
     frames: list[tuple[str, int, str, str]]
-    """The remote traceback: file, line, function, source line where the worker had it."""
+    """The remote traceback: file, line, function, and the source line if the worker has it."""
     payload: Payload | None
     cancelled: bool
 
@@ -299,32 +305,32 @@ class Written(Message):
 
 
 class Missing(Message):
-    """A task was set aside: it names something this worker does not have, or cannot reach."""
+    """The worker set a task aside: it lacks something that the task names, or cannot reach it."""
 
     KIND = 28
     task: int
     digests: list[bytes]
     keys: list[bytes]
     unreachable: bool
-    """It refers to a device's memory that this process cannot open."""
+    """Whether the task refers to a device's memory that this process cannot open."""
 
 
 class Released(Message):
-    """Shared memory nobody on this side maps any more; its owner may write to it again."""
+    """Shared memory that this end no longer maps; the owner may write to it again."""
 
     KIND = 30
     segments: list[int]
 
 
 class Evicted(Message):
-    """Blobs this worker dropped to stay within its cap."""
+    """Blobs that this worker dropped to stay within its cache's limit."""
 
     KIND = 31
     digests: list[bytes]
 
 
 class Fetch(Message):
-    """Blobs that the next messages name and a peer has, or is about to have: ask for them there."""
+    """Blobs that the next messages name: fetch them from a peer, which has them or soon will."""
 
     KIND = 32
     blobs: list[tuple[bytes, Size]]
@@ -344,15 +350,15 @@ class Want(Message):
     blobs: list[tuple[bytes, Size, Size]]
     """(digest, length, first byte wanted) each."""
     number: Size
-    """That of the `Fetch`."""
+    """The number of the `Fetch`."""
 
 
 class Part(Message):
-    """From a peer: the next bytes of the blob it is at, as its body; none yet if that is empty."""
+    """From a peer: the body is the next bytes of the blob; empty if none have arrived there yet."""
 
     KIND = 34
     known: bool
-    """False: it does not have that blob, and will not have it in time."""
+    """False if the peer does not have the blob, and will not have it in time."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}
@@ -369,7 +375,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(kind: int, meta: bytes) -> Message:
-    """The message a frame carries; raises `ProtocolError` for anything else."""
+    """The message that a frame carries; `ProtocolError` if the frame carries none."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise ProtocolError(f"a frame of unknown kind {kind}")
@@ -380,7 +386,7 @@ def decode(kind: int, meta: bytes) -> Message:
 
 
 def decode_as(wanted: type[M], kind: int, meta: bytes) -> M:
-    """The message, which must be of the wanted kind."""
+    """The message that a frame carries; `ProtocolError` unless it is of the wanted kind."""
     message = decode(kind, meta)
     if not isinstance(message, wanted):
         raise ProtocolError(f"expected {wanted.__name__}, got {type(message).__name__}")

@@ -11,7 +11,7 @@ from skyward.wire.frames import PROTOCOL
 
 
 def my_versions() -> dict[str, str]:
-    """What this end runs, compared at the handshake."""
+    """The versions that this end runs; the handshake sends them to the other end."""
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "protocol": str(PROTOCOL),
@@ -23,7 +23,7 @@ def my_versions() -> dict[str, str]:
 
 
 def check_compatible(client: dict[str, str], worker: dict[str, str], where: str) -> list[str]:
-    """Raise if the two cannot work together; otherwise return warnings worth showing."""
+    """Raise if client and worker cannot work together; otherwise return warnings for the user."""
     if client.get("protocol") != worker.get("protocol"):
         raise VersionMismatchError(
             f"{where} speaks protocol {worker.get('protocol')} (skyward "

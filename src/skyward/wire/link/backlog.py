@@ -12,7 +12,7 @@ NOTHING = memoryview(b"")
 
 
 class Backlog:
-    """A stretch of a byte stream, by position, in chunks of equal size that are used again."""
+    """A stretch of a byte stream, in chunks of equal size; chunks are reused."""
 
     def __init__(self) -> None:
         self._chunks: deque[memoryview] = deque()
@@ -21,7 +21,7 @@ class Backlog:
         self._acknowledged = 0
         self._sent = 0
         self.end = 0
-        """The position after its last byte."""
+        """The position after the last byte of the backlog."""
 
     @property
     def held(self) -> int:
@@ -30,22 +30,22 @@ class Backlog:
 
     @property
     def waiting(self) -> int:
-        """How many bytes are yet to be sent."""
+        """How many bytes have not been sent yet."""
         return self.end - self._sent
 
     def room(self) -> memoryview:
-        """Where the next bytes go; say with `filled` how many came."""
+        """Memory for the next bytes; after writing there, call `filled`."""
         index, used = divmod(self.end - self._first, CHUNK)
         if index == len(self._chunks):
             self._chunks.append(self._spare.pop() if self._spare else memoryview(bytearray(CHUNK)))
         return self._chunks[index][used:]
 
     def filled(self, count: int) -> None:
-        """So many bytes were put into `room`."""
+        """Append `count` bytes that the caller has written into `room`."""
         self.end += count
 
     def add(self, data: bytes | memoryview) -> None:
-        """Take in a copy; an interrupt leaves only the part before the new end taken in."""
+        """Append a copy; after an interrupt, `end` says how much was appended."""
         at = 0
         while at < len(data):
             room = self.room()
@@ -55,7 +55,7 @@ class Backlog:
             self.end += count
 
     def unsent(self) -> memoryview:
-        """The next bytes to send, as many as lie together; none when all are sent."""
+        """The next bytes to send, up to the end of their chunk; empty when all are sent."""
         left = self.end - self._sent
         if not left:
             return NOTHING
@@ -63,23 +63,23 @@ class Backlog:
         return self._chunks[index][at : at + left]
 
     def sent(self, count: int) -> None:
-        """So many of the unsent bytes were sent."""
+        """Note that the next `count` bytes were sent."""
         self._sent += count
 
     def acknowledge(self, position: int) -> None:
-        """The other end has everything before this position."""
+        """Drop the bytes before this position: the other end has received them."""
         self._check(position)
-        # The bytes of a write that has not returned may have arrived, but are still needed here.
+        # Bytes of a write that has not returned are still in use here, even if they have arrived.
         self._forget_before(min(position, self._sent))
 
     def resume(self, position: int) -> None:
-        """A new connection goes on where the other end stopped receiving."""
+        """Go on, on a new connection, at the position up to which the other end has received."""
         self._check(position)
         self._forget_before(position)
         self._sent = position
 
     def restart(self, position: int) -> None:
-        """Begin again, empty, at a later position that the other end has reached."""
+        """Empty the backlog, and begin at a later position that the other end has reached."""
         while self._chunks:
             self._give_back(self._chunks.popleft())
         self._acknowledged = self._sent = self.end = position

@@ -16,8 +16,8 @@ class LinkLost(Exception):
 class Connections:
     """The pairs of a link, one after the other.
 
-    What the link sends and what it receives change to the next pair independently. Each keeps the
-    pair that it has begun to use until that pair fails, and then closes its half of it.
+    The writer and the reader change to the next pair independently of each other. Each uses its
+    pair until that pair fails, and then closes its own half of the pair.
     """
 
     def __init__(
@@ -27,21 +27,21 @@ class Connections:
         self._add_stripes = add_stripes
         self._on_change: Callable[[bool], None] = lambda connected: None
         self.current: Pair | None = pair
-        """The newest pair; none after it was lost and all that came over it has been read."""
+        """The newest pair; None once it is lost and everything that it brought has been read."""
         self.writing = self.reading = pair
-        """The pairs in use, which may be older ones."""
+        """The pairs that the writer and the reader use; they may be older than `current`."""
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.received = 0
         """How many bytes of the other end's stream have arrived, over all pairs."""
         self.unused = 0
-        """How many of those the reader still holds, for a user that is slow to take them."""
+        """How many of the received bytes the reader still holds, because their user is slow."""
         self.reader = 0
-        """The thread that read last. On a client it must not wait for what only it can read."""
+        """The thread that read last; on a client, it must not wait for a count: only it reads."""
         self.again: Callable[[], None] | None = None
-        """Called once when there is a connection to read from, or never will be."""
+        """Called once: when there is a connection to read from, or when the link ends."""
         self.why = ""
-        """Why the link has ended, once it has."""
+        """Why the link has ended; empty until then."""
         self.over = threading.Event()
         self._attempt = attempt
 
@@ -74,7 +74,7 @@ class Connections:
             return True
 
     def retire(self, pair: Pair) -> bool:
-        """Give up a pair that is lost and read to its end; whether a new one is needed."""
+        """Give up a pair that is lost and read to its end; returns whether a new one is needed."""
         with self.changed:
             if self.current is not pair or self.ended:
                 return False
@@ -85,9 +85,10 @@ class Connections:
         return True
 
     def suspend(self, attempt: int) -> int | None:
-        """Stop reading the pair, because the client makes a new one; what has arrived so far.
+        """Stop reading the pair, because the client makes a new one.
 
-        None if a later attempt has come already, or if the link has ended.
+        Returns how many bytes have arrived; None if a later attempt has come already, or if the
+        link has ended.
         """
         with self.changed:
             if attempt < self._attempt or self.ended:
@@ -105,7 +106,7 @@ class Connections:
         return received
 
     def _let_go(self, pair: Pair) -> None:
-        """Close what nobody has begun to use; the users of the rest close it."""
+        """Close the halves of the pair that are not in use; writer and reader close the others."""
         pair.cut()
         if pair is not self.writing:
             pair.close_senders()
@@ -127,7 +128,7 @@ class Connections:
         return True
 
     def consider_stripes(self, pair: Pair) -> None:
-        """Have stripes made for a large write, once a pair, if the other end is far away."""
+        """Ask once for stripes for a pair, before a large write, if the other end is far away."""
         if self._add_stripes is not None and not pair.stripes_asked and not pair.broken:
             pair.stripes_asked = True
             if pair.is_far:
@@ -150,13 +151,13 @@ class Connections:
             pair.add_stripe(number, end, to_send=to_send)
 
     def reconnect(self) -> None:
-        """Break the connection, which seems dead, so that the client makes a new one."""
+        """Break a connection that seems dead, so that the client makes a new one."""
         pair = self.current
         if pair is not None:
             pair.cut()
 
     def end(self, why: str) -> None:
-        """End the link for good, and wake everybody who waits."""
+        """End the link for good, and wake every thread that waits for it."""
         with self.changed:
             if self.ended:
                 return
@@ -170,7 +171,7 @@ class Connections:
             again()
 
     def close(self) -> None:
-        """End the link and close its sockets; does not call `again`, as the caller knows."""
+        """End the link and close its sockets, without a call of `again`."""
         with self.lock:
             self.again = None
         self.end("the link was closed")

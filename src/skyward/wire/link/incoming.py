@@ -1,4 +1,4 @@
-"""What a link receives: records of the other end's stream, and its counts of ours."""
+"""What a link receives: records of the other end's stream, and counts of what arrived there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyward.wire.link.pair import Pair
 from skyward.wire.link.records import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN
 
 COUNT_EVERY = 1 << 20
-"""After so many received bytes the other end is sent their count."""
+"""How many bytes arrive before this end sends a count of them."""
 
 
 class NotConnected(Exception):
@@ -26,7 +26,7 @@ class Incoming:
     def __init__(
         self, connections: Connections, outgoing: Outgoing, on_lost: Callable[[], None]
     ) -> None:
-        """`on_lost` is called when a pair was lost and all that came over it has been read."""
+        """`on_lost` is called when a pair is lost and everything that it brought has been read."""
         self._connections = connections
         self._outgoing = outgoing
         self._on_lost = on_lost
@@ -34,11 +34,11 @@ class Incoming:
         self._told = 0
 
     def fileno(self) -> int:
-        """The descriptor to wait on, until the connection is lost."""
+        """The descriptor to wait on; it is good until the connection is lost."""
         return self._connections.reading.receiver.fileno()
 
     def set_blocking(self, blocking: bool) -> None:
-        """Whether reads wait: for bytes, and for the next connection."""
+        """Choose whether reads wait for bytes and for the next connection."""
         self._blocking = blocking
         self._connections.reading.receiver.setblocking(blocking)
 
@@ -64,7 +64,7 @@ class Incoming:
                 elif pair.head:
                     ended = not self._next_record(pair, striped=False)
                 else:
-                    # One call for both, as a small record comes in one piece.
+                    # One call reads the 8 bytes and the rest: a small record comes in one piece.
                     part = buffer[: pair.receiver.recv_into(buffer)]
                     ended = not part
                     part = self._without_heads(pair, part)
@@ -81,7 +81,7 @@ class Incoming:
                 self._next(pair)
 
     def _without_heads(self, pair: Pair, data: memoryview) -> memoryview:
-        """The parts of the stream in what was read from the beginning of a record on."""
+        """The bytes of the stream in `data`, which begins with the 8 bytes of a record."""
         if len(data) > RECORD.size:
             (value,) = RECORD.unpack_from(data)
             after = len(data) - RECORD.size
@@ -102,7 +102,7 @@ class Incoming:
         return memoryview(parts)
 
     def fill(self, view: memoryview, told: Callable[[int], None] = lambda done: None) -> None:
-        """Read until the view is full; says now and then how much of it is."""
+        """Read until the view is full; calls `told` now and then with the number of bytes read."""
         done = 0
         if len(view) >= STRIPED_MIN:
             self._connections.consider_stripes(self._connections.reading)
@@ -128,16 +128,16 @@ class Incoming:
                 self._next(pair)
 
     def hold(self, count: int) -> None:
-        """Do not count the last so many bytes yet: the reader has them, their user does not.
+        """Leave the last `count` received bytes out of the counts that are sent.
 
-        A reader that passes bytes on says so, and need not stop reading when its user is slow: the
+        For a reader that passes bytes on to a slow user. Such a reader need not stop reading: the
         other end stops sending when its window is full.
         """
         self._connections.unused = count
         self._tell_count()
 
     def _next_record(self, pair: Pair, *, striped: bool) -> bool:
-        """Read on to the next part of the stream; False when the connection has ended.
+        """Read up to the next part of the stream; False when the connection has ended.
 
         With `striped`, a stripe may carry that part.
         """
@@ -165,7 +165,7 @@ class Incoming:
         pair.left = length
 
     def _took(self, pair: Pair, count: int) -> bool:
-        """Count received bytes, and tell the other end now and then; whether they count."""
+        """Count received bytes, and send the count now and then; False if they do not count."""
         if not self._connections.took(pair, count):
             return False
         self._tell_count()
@@ -178,7 +178,7 @@ class Incoming:
             self._outgoing.tell_count()
 
     def _next(self, pair: Pair) -> None:
-        """Change to the next pair, as nothing more comes over this one."""
+        """Change to the next pair: this one has brought everything."""
         if self._connections.retire(pair):
             self._on_lost()
         if not self._blocking:
@@ -193,7 +193,7 @@ class Incoming:
         self._adopt()
 
     def ready(self, again: Callable[[], None]) -> bool:
-        """Whether there is something to read from; else `again` is called, once, when there is."""
+        """Whether there is a connection to read from; if not, `again` is called when there is."""
         with self._connections.changed:
             if self._connections.current is None and not self._connections.ended:
                 self._connections.again = again

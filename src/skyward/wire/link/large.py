@@ -1,4 +1,4 @@
-"""A large write: what is to be sent, and the connections of a pair that it is spread over."""
+"""A large write: a cursor in its bytes, and how they are spread over the connections of a pair."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from skyward.wire.link.records import RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MI
 STRIPE_PART = 1 << 20
 """How much of a large write goes over one of several connections at a time."""
 STRIPED_HEAD = 1 << 20
-"""The most that may precede a frame's large body, so that it goes over the main connection."""
+"""The longest head of a striped frame: the head must go over the main connection."""
 
 
 class Cursor:
-    """A position in the bytes of several views, which can be moved back to send some again."""
+    """A position in the bytes of several views; it can move back, to send bytes again."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
         self._index = self._offset = 0
         self.length = sum(map(len, views))
         self.position = 0
-        """How many bytes lie before it."""
+        """How many bytes lie before the cursor."""
 
     @property
     def left(self) -> int:
-        """How many bytes follow."""
+        """How many bytes lie after the cursor."""
         return self.length - self.position
 
     def seek(self, position: int) -> None:
-        """Go to the position after so many bytes."""
+        """Move the cursor to a position."""
         self.position = self._offset = position
         self._index = 0
         while self._index < len(self._views) and self._offset >= len(self._views[self._index]):
@@ -38,9 +38,9 @@ class Cursor:
             self._index += 1
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """The next so many bytes, in as few pieces as they lie in.
+        """The next `count` bytes, one piece for each view.
 
-        The cursor passes a piece when the next one is asked for.
+        The cursor moves past a piece when the caller asks for the next one.
         """
         while count and self._index < len(self._views):
             piece = self._views[self._index][self._offset : self._offset + count]
@@ -59,7 +59,7 @@ def may_be_striped(views: Sequence[memoryview]) -> bool:
 
 
 class Spread:
-    """Where the records of a large write go: to a pair's main connection, or to its stripes."""
+    """Sends the records of a large write over a pair's main connection and its stripes."""
 
     def __init__(self, pair: Pair, *, striped: bool) -> None:
         self._pair = pair
@@ -67,7 +67,7 @@ class Spread:
         self._begun = False
 
     def send(self, cursor: Cursor) -> None:
-        """Send the next record of what follows the cursor."""
+        """Send one record, and move the cursor past its bytes."""
         number, target, size = self._choose()
         length = min(size, cursor.left)
         head = RECORD.pack(length | number << STRIPE_BIT)
@@ -82,7 +82,7 @@ class Spread:
 
     def _choose(self) -> tuple[int, socket.socket, int]:
         """The number of a connection, the connection, and how much to send over it."""
-        # The first record on the main connection: readers look for frames on no other.
+        # The first record goes over the main connection: a reader expects a new frame only there.
         if self._striped and self._begun and self._pair.is_striped:
             return *self._pair.roomiest(), STRIPE_PART
         self._begun = True

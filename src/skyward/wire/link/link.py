@@ -1,12 +1,13 @@
 """A link: a byte stream each way between two processes that outlives its connections.
 
-A link uses two connections at a time, one a direction: of TLS, or plain ones where a provider's own
-transport is private already. Each carries records: a part of its stream, or how many bytes of the
-other stream have arrived. The sender keeps what has not been counted and, when a connection breaks,
-sends it again on the next one, which begins where the other end stopped receiving. Only the client
-connects; the new connection tells the worker that the old one is over. Nothing ever travels against
-a connection's direction: bytes that a dying process has not read would make its kernel reset the
-connection, and the results that are still to come would be lost.
+A link uses two connections at a time, one for each direction. They are TLS connections, or plain
+ones where a provider's own transport is private. Each connection carries records. A record is a
+part of the stream, or a count: how many bytes of the other stream have arrived. The sender keeps
+the bytes that have not been counted. When a connection breaks, the sender sends these bytes again
+on the next one, from where the other end stopped receiving. Only the client connects; the new
+connection tells the worker that the old one is over. No bytes ever travel against a connection's
+direction: bytes that a dying process has not read would make its kernel reset the connection, and
+the results still on their way would be lost.
 
 Between machines that are far apart, stripes join the pair for large writes: see `Pair`.
 """
@@ -32,9 +33,10 @@ class Link:
         attempt: int = 1,
         add_stripes: Callable[[Pair], None] | None = None,
     ) -> None:
-        """`dial` makes the next pair, given how much was received, unless the event comes first.
+        """`dial` makes the next pair; it gets the count of received bytes.
 
-        `add_stripes` connects stripes for a pair. The worker has neither.
+        `dial` stops trying when the event is set. `add_stripes` connects stripes for a pair. Only
+        the client gives these two.
         """
         self.first = pair
         self._dial = dial
@@ -43,7 +45,7 @@ class Link:
         self.incoming = Incoming(self.connections, self.outgoing, self._lost)
 
     def install(self, pair: Pair, attempt: int) -> None:
-        """Use this pair from now on, and send what waits for it."""
+        """Use this pair from now on, and send the bytes that waited for it."""
         if self.connections.install(pair, attempt):
             self.outgoing.go_on()
 

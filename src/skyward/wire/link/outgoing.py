@@ -1,9 +1,9 @@
-"""What a link sends: kept until the other end has it, and sent again on the next connection.
+"""What a link sends: bytes are kept until the other end has them, for the next connection.
 
-Small writes never wait for a connection: without one they are kept for the next. Nor do they wait
-for the kernel, unless `patient` says so. Large writes are sent straight from the caller's memory;
-when one returns, what the other end has not counted of it has been copied. A thread that only
-passes bytes on puts them into the backlog itself, with `room` and `filled`, and may wait.
+Small writes never wait for a connection: they are kept until there is one. They wait for the
+kernel only if `patient` is set. Large writes are sent straight from the caller's memory; before
+such a write returns, it copies the bytes that the other end has not counted. A thread that only
+passes bytes on, and may wait, puts them into the backlog itself, with `room` and `filled`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from skyward.wire.link.pair import Pair
 from skyward.wire.link.records import IS_COUNT, JOINED, RECORD
 
 LINK_WINDOW = 8 << 20
-"""The most that is kept of what the other end has not counted, once a write has returned."""
+"""How many uncounted bytes are kept at most after a write has returned."""
 QUEUED_MAX = 1 << 20
-"""Up to this size a write is kept for later rather than made to wait for a connection."""
+"""The largest write that is kept for later; a larger one waits for a connection."""
 PROMPT_MAX = 32 << 10
-"""The kernel takes so much at once on a connection that can be written to at all."""
+"""How much the kernel takes at once on a connection that it reports as writable."""
 
 
 class Outgoing:
@@ -39,26 +39,26 @@ class Outgoing:
         self._backlog = Backlog()
         self._acknowledged = 0
         self._counted = 0
-        """The latest count to have come; the next writer acknowledges it."""
+        """The latest count from the other end; the next writer acknowledges it to the backlog."""
         self._count_due = False
-        """Whether a count is to be sent to the other end."""
+        """Whether this end must send a count."""
         self._goal = 0
         self._queue: deque[list[bytes | int]] = deque()
         self._due = False
-        """Whether there is something to send that no thread has begun to send."""
+        """Whether there are bytes that no thread has begun to send."""
         self._large: list[object] = []
-        """One entry for each thread that holds the lock while it waits for the network, or will."""
+        """One entry for each thread that holds the lock, or will, to wait for the network."""
         self._draining = False
 
     def send(self, data: bytes) -> None:
-        """Write something small; it is sent now or later, in order."""
+        """Write a few bytes; they are sent now or later, in order."""
         self._check()
         self._queue.append([data, -1])
         self._due = True
         self._settle()
 
     def send_parts(self, views: Sequence[memoryview]) -> None:
-        """Write something large; waits for a connection, and raises when there will be none."""
+        """Write many bytes; waits for a connection, and raises when the link has ended."""
         length = sum(map(len, views))
         delayed = not self._connections.connected or (self._large and not self.patient)
         small = length <= QUEUED_MAX and self._backlog.held <= LINK_WINDOW
@@ -72,17 +72,17 @@ class Outgoing:
                 self._gather()
                 self._stream(views)
             except BaseException:
-                # A part of it may have been sent, and the caller may change the rest from now on.
+                # Some bytes may have been sent, and the caller may change the others from now on.
                 self._connections.end("a write was interrupted")
                 raise
 
     def room(self) -> memoryview:
-        """Where the next bytes of the stream go, for the one thread that puts them there."""
+        """Memory for the next bytes of the stream; for the only thread that writes."""
         with self._sending:
             return self._backlog.room()
 
     def filled(self, count: int) -> None:
-        """Send so many bytes that were put into `room`, or keep them for the next connection."""
+        """Send `count` bytes that are in `room` now, or keep them for the next connection."""
         with self._sending:
             self._check()
             self._backlog.filled(count)
@@ -108,7 +108,7 @@ class Outgoing:
             raise BrokenPipeError(self._connections.why)
 
     def _settle(self) -> None:
-        """Send what is due, unless another thread has the lock: that thread sends it afterwards.
+        """Send what is due; if another thread has the lock, that thread sends it afterwards.
 
         Never waits for the lock: its holder may wait for a count that only this thread can read.
         """
@@ -128,7 +128,7 @@ class Outgoing:
                     self._sending.release()
 
     def _send_one(self) -> bool:
-        """Send, then keep, a small write that nothing precedes; whether that was possible."""
+        """Send the only small write, then keep it; returns whether that was possible."""
         pair, backlog = self._connections.writing, self._backlog
         if (
             len(self._queue) != 1
@@ -146,12 +146,12 @@ class Outgoing:
             pair.send(b"".join((RECORD.pack(len(data)), data)))
             self._gather()
             backlog.sent(len(data))
-            # Asked now for the next write, while the other end is at work.
+            # The kernel is asked now, for the next write: the other end is busy meanwhile.
             pair.has_room = self.patient or pair.writable()
             if self._counted > self._acknowledged:
                 self._exchange_counts(pair)
         except BaseException as problem:
-            # After an interrupt between any two steps, a new connection tells what arrived.
+            # An interrupt may come between any two steps; a new connection tells what has arrived.
             self._gather()
             self._failed(pair, problem)
         return not self._queue
@@ -170,10 +170,10 @@ class Outgoing:
             self._settle()
 
     def _gather(self) -> None:
-        """Move what is queued to the backlog."""
+        """Move the queued writes to the backlog."""
         backlog, queue = self._backlog, self._queue
         while queue:
-            # In steps such that a Ctrl-C between any two neither loses nor repeats a byte.
+            # A Ctrl-C between any two of these steps neither loses nor repeats a byte.
             entry = queue[0]
             if entry[1] == -1:
                 entry[1] = backlog.end
@@ -184,7 +184,7 @@ class Outgoing:
             queue.popleft()
 
     def _drain(self) -> None:
-        """Send the backlog if there is a connection; on another thread if it may have to wait."""
+        """Send the backlog if there is a connection; on another thread if the kernel may block."""
         pair = self._turn()
         if pair is None or self._draining:
             return
@@ -211,7 +211,7 @@ class Outgoing:
                 self._failed(pair, problem)
 
     def _stream(self, views: Sequence[memoryview]) -> None:
-        """Send a large write, over one pair after another until the other end has most of it."""
+        """Send a large write, over as many pairs as it takes until most of it is counted."""
         cursor, base = Cursor(views), self._backlog.end
         self._goal = base + cursor.length
         striped = may_be_striped(views)
@@ -228,7 +228,7 @@ class Outgoing:
         self._keep_rest(cursor, base)
 
     def _send_rest(self, cursor: Cursor, pair: Pair, *, striped: bool) -> None:
-        """Send what follows the cursor over one pair; waits until little of it is not counted."""
+        """Send the bytes after the cursor over one pair, and wait until most are counted."""
         self._push(pair)
         if striped:
             self._connections.consider_stripes(pair)
@@ -240,7 +240,7 @@ class Outgoing:
             self._await_count(pair)
 
     def _keep_rest(self, cursor: Cursor, base: int) -> None:
-        """Copy what the other end has not counted: the memory is the caller's again."""
+        """Copy the bytes that are not counted yet: the caller may now change its memory."""
         known = max(self._acknowledged, base)
         if known > base:
             self._backlog.restart(known)
@@ -250,7 +250,7 @@ class Outgoing:
         self._backlog.sent(self._goal - known)
 
     def _failed(self, pair: Pair, problem: BaseException) -> None:
-        """Give up a pair after any problem; the next one gets again what did not arrive."""
+        """Give up a pair after any problem; the bytes that did not arrive go over the next pair."""
         if isinstance(problem, ProtocolError):
             self._connections.end(str(problem))
             return
@@ -276,7 +276,7 @@ class Outgoing:
             self._backlog.acknowledge(min(self._counted, self._backlog.end))
 
     def _await_count(self, pair: Pair) -> None:
-        """Wait until the other end has counted more; sends our own count meanwhile."""
+        """Wait for the next count from the other end; sends this end's count meanwhile."""
         with self._connections.changed:
             while self._counted <= self._acknowledged and not self._count_due:
                 if self._connections.current is not pair or pair.broken or self._connections.ended:
@@ -285,7 +285,7 @@ class Outgoing:
         self._exchange_counts(pair)
 
     def _turn(self) -> Pair | None:
-        """The pair to write to, if there is one; a new one begins at what the other end has."""
+        """The pair to write to, if any; on a new pair, the other end's count is the beginning."""
         pair = self._connections.current
         if pair is None or pair.broken:
             return None
@@ -323,20 +323,20 @@ class Outgoing:
             )
 
     def go_on(self) -> None:
-        """Send what is due, as there is a connection again."""
+        """Send what is due: there is a connection again."""
         self._due = True
         self._settle()
 
     def tell_count(self) -> None:
-        """Send the other end how much has arrived here."""
+        """Send the other end the count of the bytes that have arrived here."""
         self._count_due = self._due = True
         with self._connections.changed:
             self._connections.changed.notify_all()
         self._settle()
 
     def heard_count(self, count: int) -> None:
-        """Note how much of what was sent the other end has."""
-        # A small write is sent before it is kept, and may be counted before that.
+        """Note the other end's count of the bytes that have arrived there."""
+        # A small write is sent first and kept afterwards; its count may come in between.
         self._check_count(max(count - JOINED, self._acknowledged))
         with self._connections.changed:
             self._counted = max(self._counted, count)

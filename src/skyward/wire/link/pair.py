@@ -14,11 +14,11 @@ from skyward.wire.link.records import JOINED
 STRIPE_SECONDS = 10.0
 """How long a reader waits for a stripe that the other end has announced."""
 ROOM_MILLISECONDS = 500
-"""How long a writer waits for room before it looks whether the connections are still there."""
+"""How long a writer waits for room before it checks whether the connections are still open."""
 MIN_RTT_AT = 148
 """Where Linux puts the shortest round trip, in microseconds, in `struct tcp_info`."""
 FAR_SECONDS = 0.001
-"""With a shorter round trip, one connection carries all that one processor can encrypt."""
+"""If the round trip is shorter, one connection carries all that one processor can encrypt."""
 LAST_WORDS_SECONDS = 1.0
 """How long the receiving connection is still read after the sending one has failed."""
 
@@ -26,9 +26,9 @@ LAST_WORDS_SECONDS = 1.0
 class Pair:
     """The two main connections of a link, and its stripes: further connections for large writes.
 
-    One connection carries no more than its window a round trip, and less with every packet lost.
-    So a large write is spread over several: each part of the stream is announced on the main
-    connection, in order, and may come over a stripe.
+    In one round trip, a connection carries no more than its window, and lost packets shrink the
+    window. So a large write is spread over several connections. The main connection announces each
+    part of the stream, in order; the part itself may come over a stripe.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Pair:
         self.left = 0
         """How many bytes of the current part of the stream have not arrived yet."""
         self.head = b""
-        """The bytes that have arrived of the 8 in front of the next record."""
+        """The first bytes of the next record, as long as fewer than 8 have arrived."""
         self.source = receiver
         """The connection that carries the current part."""
         self._room = select.poll()
@@ -71,13 +71,13 @@ class Pair:
             self.sender.sendall(part)
 
     def send(self, data: bytes) -> None:
-        """Send at most as much as TLS encrypts at a time."""
+        """Send bytes that TLS encrypts in one piece."""
         sent = self.sender.send(data)
         if sent < len(data):
             self.sender.sendall(data[sent:])
 
     def fail(self) -> None:
-        """Stop sending, and read a little longer: a process may have sent something and died."""
+        """Stop sending, and read a little longer: a process may have sent a result and died."""
         if not self.broken:
             self.broken = True
             _shut(self.sender)
@@ -86,7 +86,7 @@ class Pair:
             cutter.start()
 
     def cut(self) -> None:
-        """Make all reads and writes fail; what has arrived can still be read."""
+        """Make all reads and writes fail, except reads of bytes that have arrived."""
         with self._changed:
             self.broken = True
             ends = [*self._out.values(), *self._in.values()]
@@ -138,7 +138,7 @@ class Pair:
             self._changed.notify_all()
 
     def roomiest(self) -> tuple[int, socket.socket]:
-        """Wait for a connection that takes bytes, and return it with its number.
+        """Wait for a connection that takes bytes; returns its number and the connection.
 
         Connections that are ready at the same time take turns.
         """
@@ -150,14 +150,14 @@ class Pair:
                 poll = select.poll()
                 for descriptor in ends:
                     poll.register(descriptor, select.POLLOUT)
-            # With a limit: when they are closed meanwhile, other files may get their descriptors.
+            # With a limit: other files may get the descriptors of connections that are closed now.
             ready = sorted(descriptor for descriptor, _ in poll.poll(ROOM_MILLISECONDS))
             if ready:
                 self._last = next((each for each in ready if each > self._last), ready[0])
                 return ends[self._last]
 
     def receive_from(self, number: int) -> None:
-        """Read the next part from this connection; waits for a stripe that is still to come."""
+        """Read the next part from this connection; waits until the stripe has joined the pair."""
         with self._changed:
             if number:
                 self._changed.wait_for(lambda: number in self._in or self.broken, STRIPE_SECONDS)
@@ -167,9 +167,9 @@ class Pair:
 
 
 def _round_trip(end: socket.socket) -> float:
-    """Seconds of the shortest round trip that the kernel has seen; 0 where it does not tell.
+    """Seconds of the shortest round trip that the kernel has seen; 0 where the kernel is silent.
 
-    The shortest, because a busy machine or a full buffer makes the others longer.
+    The shortest is the right one: a busy machine or a full buffer makes the others longer.
     """
     if sys.platform != "linux" or end.family not in (socket.AF_INET, socket.AF_INET6):
         return 0.0
@@ -185,5 +185,5 @@ def _round_trip(end: socket.socket) -> float:
 
 def _shut(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        # On the plain socket underneath: unwrapping TLS would wait for the peer.
+        # The method of the plain socket: the one of a TLS socket would wait for the peer.
         socket.socket.shutdown(end, socket.SHUT_RDWR)
