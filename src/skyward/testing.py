@@ -28,7 +28,7 @@ from skyward.providers import Machine, Order, Provider, Request, find_provider
 from skyward.spec import Image
 
 PATIENCE = 30.0
-"""Seconds until something that should have happened is taken for not happening."""
+"""How many seconds a test waits for a condition before it fails."""
 
 _ECHO = """
 import os, socket, sys, tempfile, threading
@@ -56,27 +56,28 @@ _ENDED = 'kill -0 "$1" 2>/dev/null && ! grep -q "^State:.Z" "/proc/$1/status" &&
 
 
 def plain_request() -> Request:
-    """A machine with nothing special about it."""
+    """A request for a machine without any special properties."""
     return Request(None, None, None, Image(), ())
 
 
 class ProviderSuite:
-    """What a pool relies on, as tests for pytest; none needs an event loop of the caller's.
+    """Tests for pytest of everything that a pool needs from a provider.
 
-    A subclass has two fixtures: `provider`, able to make `machines` machines at once and one more,
-    which the tests share that only run commands; and `machine_request`, what to ask of each. The
-    machines need `sh`, `cat` and, to have something to dial, a Python.
+    A subclass has two fixtures. `provider` must be able to make `machines` machines at once, and
+    one more, which the tests share that only run commands. `machine_request` is the request for
+    each machine. A machine needs `sh`, `cat` and a Python, which runs a server to dial. The tests
+    make their own event loops.
     """
 
     machines = 2
     python = "python3"
-    """For a machine that does not name one."""
+    """The interpreter on a machine that does not name one."""
 
     @contextlib.contextmanager
     def out_of_reach(self) -> Iterator[bool]:
-        """Cut off node 0's machine, and whoever knows about it; yields whether that was done.
+        """Cut off the machine of node 0, and the service that knows whether the machine exists.
 
-        A subclass that can do so overrides this.
+        Yields whether that was done. A subclass that can cut them off overrides this method.
         """
         yield False
 
@@ -88,7 +89,7 @@ class ProviderSuite:
         machine_request: Request,
         scenario: Callable[[Machine], Coroutine[Any, Any, None]],
     ) -> None:
-        """Run a scenario that leaves a machine as it was, on a machine made for all such tests."""
+        """Run a scenario that leaves the machine unchanged, on a machine that all tests share."""
         kind = type(self)
         if kind._shared is None:
             runner = asyncio.Runner()
@@ -106,7 +107,7 @@ class ProviderSuite:
                 runner.run(machine.destroy())
 
     def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
-        """`sky down` makes it anew from them."""
+        """`sky down` makes the provider again from its arguments."""
         described = json.loads(json.dumps(dict(provider.describe())))
 
         again = _again(provider)
@@ -115,13 +116,13 @@ class ProviderSuite:
         assert again.name == provider.name
 
     def test_it_is_found_by_its_name(self, provider: Provider) -> None:
-        """In the registry, or through an entry point."""
+        """The provider is in the registry, or registered as an entry point."""
         assert find_provider(provider.name) is type(provider)
 
     def test_its_price_is_a_number_or_unknown(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """And what it can give is not refused."""
+        """The provider also accepts a request that it can fulfil."""
         provider.check(machine_request)
         price = provider.price(machine_request)
 
@@ -130,7 +131,7 @@ class ProviderSuite:
     def test_a_machine_knows_its_node_and_how_it_is_reached(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """An id to destroy it by, an address for its peers."""
+        """A machine has its node's number, an id to destroy it by, and an address for its peers."""
 
         async def scenario() -> None:
             order = _order(machine_request)
@@ -146,7 +147,7 @@ class ProviderSuite:
     def test_a_command_returns_its_exit_status(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """As a shell would."""
+        """The status is the one that a shell reports."""
 
         async def scenario(machine: Machine) -> None:
             assert await machine.run(["true"]) == 0
@@ -159,7 +160,7 @@ class ProviderSuite:
     def test_arguments_arrive_as_they_are(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """No shell on the way reads them."""
+        """No shell on the way interprets the arguments."""
         arguments = ["a b", "'", '"', "$HOME", "`id`", "\\n", "*", "", "~", ";", "ä\n!x", "-n"]
 
         async def scenario(machine: Machine) -> None:
@@ -173,7 +174,7 @@ class ProviderSuite:
     def test_both_streams_of_a_command_come_out(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """Nothing it says is lost."""
+        """The caller gets stdout and stderr."""
 
         async def scenario(machine: Machine) -> None:
             said = bytearray()
@@ -186,7 +187,7 @@ class ProviderSuite:
     def test_input_and_output_may_be_large_and_binary(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """A wheel travels this way."""
+        """The client sends a wheel to the machine in this way."""
         data = os.urandom(1 << 20) * 8
 
         async def scenario(machine: Machine) -> None:
@@ -200,7 +201,7 @@ class ProviderSuite:
     def test_cancelling_a_command_ends_it(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """With what it started."""
+        """The processes that the command started end, too."""
         script = "sleep 600 & echo $! $$; wait"
 
         async def scenario(machine: Machine) -> None:
@@ -218,15 +219,15 @@ class ProviderSuite:
         self._on_a_machine(provider, machine_request, scenario)
 
     def test_dialling_a_unix_socket(self, provider: Provider, machine_request: Request) -> None:
-        """Bytes both ways, and the end of each way by itself."""
+        """Bytes travel both ways, and each end can close its own direction alone."""
         self._dial(provider, machine_request, "unix", 1, 8 << 20)
 
     def test_dialling_a_port(self, provider: Provider, machine_request: Request) -> None:
-        """On the machine's own loopback."""
+        """The port is on the machine's own loopback."""
         self._dial(provider, machine_request, "tcp", 1, 1 << 20)
 
     def test_many_dial_at_once(self, provider: Provider, machine_request: Request) -> None:
-        """Each gets its own bytes."""
+        """Each connection gets its own bytes."""
         self._dial(provider, machine_request, "unix", 16, 64 << 10)
 
     def _dial(
@@ -248,7 +249,7 @@ class ProviderSuite:
         self._on_a_machine(provider, machine_request, scenario)
 
     def test_dialling_nobody_says_so(self, provider: Provider, machine_request: Request) -> None:
-        """By an error, or by an end of file; never by silence."""
+        """The caller gets an error or an end of file, and does not wait for ever."""
 
         async def scenario(machine: Machine) -> None:
             try:
@@ -265,7 +266,7 @@ class ProviderSuite:
     def test_destroying_is_final_and_may_be_repeated(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """Also with a command still running."""
+        """A machine can also be destroyed while a command runs there."""
 
         async def scenario() -> None:
             order = _order(machine_request)
@@ -290,7 +291,7 @@ class ProviderSuite:
     def test_a_machine_out_of_reach_is_not_taken_for_gone(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """Its node may come back, with all that runs on it."""
+        """The machine may come back, with everything that runs on it."""
         self.teardown_class()  # the connection to the shared machine would be cut as well
 
         async def scenario() -> None:
@@ -306,7 +307,7 @@ class ProviderSuite:
     def test_machines_of_a_pool_are_made_and_destroyed_side_by_side(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """And only those of the pool are found."""
+        """`find` returns the machines of the pool, and no others."""
 
         async def scenario() -> None:
             pool = _order(machine_request).pool
@@ -328,7 +329,7 @@ class ProviderSuite:
     def test_what_a_killed_client_made_is_found_and_destroyed(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """By a provider made anew from its description, in another process."""
+        """A provider that another process makes from the description finds them."""
         order = _order(machine_request)
         client = multiprocessing.get_context("spawn").Process(
             target=_create_and_die, args=(provider, order)
@@ -351,7 +352,7 @@ class ProviderSuite:
     def test_a_create_that_is_cancelled_leaves_nothing_unknown(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """At whatever moment: what there is can be found, and destroyed."""
+        """Whenever `create` is cancelled, `find` returns the machine if there is one."""
 
         async def scenario() -> None:
             for seconds in (0.0, 0.05, 0.2):
@@ -370,7 +371,7 @@ class ProviderSuite:
 
     @contextlib.asynccontextmanager
     async def _listening(self, machine: Machine, family: str) -> AsyncIterator[str]:
-        """A server on the machine that sends back, reversed, what it got."""
+        """A server on the machine that sends the bytes that it gets back, reversed."""
         said = bytearray()
         command = [machine.python or self.python, "-c", _ECHO, family]
         task = asyncio.create_task(machine.run(command, output=said.extend))
@@ -411,7 +412,7 @@ def _create_and_die(provider: Provider, order: Order) -> None:
 
 
 def _exchanged(end: socket.socket, data: bytes) -> bytes:
-    """Send everything and half a close, and read until the end."""
+    """Send the data, close the sending direction, and read until the other end closes."""
     end.settimeout(PATIENCE)
     sending = threading.Thread(target=_send, args=(end, data))
     sending.start()

@@ -1,4 +1,4 @@
-"""The agent: one process a node, which starts and watches executors and ends with its client."""
+"""The agent: one process on each node; it starts and watches executors and ends with its client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Agent:
         self._unsent: list[Message] = []
         self._heard = time.monotonic()
         self._ending = False
-        # Only the main thread starts processes: the kernel ends them with the *thread* that did.
+        # Only the main thread starts processes: the kernel ends a child with its parent *thread*.
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._executors = ExecutorProcesses(config, self._tell, self._starts)
         self._hooks = hooks.Entered()
@@ -69,7 +69,7 @@ class Agent:
         return self._listener.endpoint
 
     def serve(self) -> None:
-        """Start the executors and watch over them until it is time to end."""
+        """Start the executors, and watch over them until the node ends."""
         if not self._config.hooks_first:
             self._executors.start_all()
         while not self._ending:
@@ -140,7 +140,7 @@ class Agent:
                 raise ProtocolError(f"a client does not send {type(message).__name__} here")
 
     def _prepare(self, prepare: Prepare) -> None:
-        """Enter the plugins' hooks, then start the executors, which have the hooks' environment."""
+        """Enter the plugins' hooks, then start the executors with the environment of the hooks."""
         info = context.InstanceInfo.from_json(self._executors.compute_pool[0])
         problem = ""
         try:
@@ -161,7 +161,7 @@ class Agent:
             channel.send(message)
 
     def _look_at_client(self) -> None:
-        """End the node when the client is silent for too long, or its process is gone."""
+        """End the node when the client is silent for too long, or its process has ended."""
         silent = time.monotonic() - self._heard
         if silent > self._config.orphan_timeout:
             self.end()
@@ -185,7 +185,7 @@ class Agent:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended keeps its number until its parent looks."""
+    """Whether the process runs; a zombie has ended, and waits for its parent to notice."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -193,7 +193,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def main() -> None:
-    """Read the configuration, announce the endpoint, serve; `--detached` outlives its starter."""
+    """Read the configuration, announce the endpoint, and serve.
+
+    With `--detached`, the agent lives on when the process that started it ends.
+    """
     apart = sys.argv[1:] == ["--detached"]
     told = sys.stdin.buffer.read() if apart else sys.stdin.buffer.readline()
     config = msgspec.json.decode(told, type=AgentConfig)
@@ -206,18 +209,18 @@ def main() -> None:
         config.search_path += sys.path
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # The environment of the image is that of the node: plugins' hooks see it and may change it.
+    # The agent has the image's environment too: plugins' hooks see it and may change it.
     os.environ.update(config.env)
     agent = Agent(config)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())
     announcement = msgspec.json.encode({"endpoint": agent.endpoint, "pid": os.getpid()})
     print(announcement.decode(), flush=True)
     if not apart:
-        # The client reads the pipe no longer than until the announcement.
+        # The client reads the pipe only until the announcement.
         os.dup2(os.open(f"{config.folder}/agent.log", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     os.dup2(2, 1)
     agent.serve()
-    # The client does this too, unless it was killed.
+    # The client deletes the folder, too, unless it was killed.
     shutil.rmtree(config.folder, ignore_errors=True)
 
 

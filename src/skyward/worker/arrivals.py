@@ -1,4 +1,4 @@
-"""Arrivals: large buffers on their way in, which peers can have before they are complete."""
+"""Arrivals: large buffers on their way in; peers can read the bytes that have arrived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyward.objects.blobs import Blob, BlobStore
 from skyward.objects.memory import Segment
 
 PART = 4 << 20
-"""The most that is lent at a time."""
+"""How many bytes are lent at a time at most."""
 DROPPED_MAX = 4096
 NOTHING = memoryview(b"")
 
@@ -29,22 +29,22 @@ class Arrival:
     offset: int
     view: memoryview
     number: int
-    """The number of the fetch that brings it; 0 if the client sends it."""
+    """The number of the fetch that brings the buffer; 0 if the client sends it."""
     filled: int = 0
 
 
 class Arrivals:
-    """Buffers on their way to this process; once complete they are in its cache."""
+    """Buffers on their way to this process; a complete buffer is in the process's cache."""
 
     def __init__(self, cache: BlobStore) -> None:
         self._cache = cache
         self._coming: dict[bytes, Arrival] = {}
         self._dropped: OrderedDict[bytes, None] = OrderedDict()
-        """Buffers that the cache has dropped, the last `DROPPED_MAX` of them."""
+        """The last `DROPPED_MAX` buffers that the cache has dropped."""
         self._changed = threading.Condition()
 
     def expect(self, blobs: Sequence[tuple[bytes, int]], number: int = 0) -> list[Arrival]:
-        """Make room for these buffers; `settle` must be called for each in the end."""
+        """Make room for these buffers; the caller must call `settle` for each of them later."""
         offsets, size = memory.aligned([length for _, length in blobs])
         segment = self._cache.arena.allocate(size)
         whole = memoryview(segment.shared())
@@ -61,7 +61,7 @@ class Arrivals:
         return arrivals
 
     def advance(self, arrivals: Iterable[Arrival], total: int) -> None:
-        """Note that of these buffers, which arrive one after the other, `total` bytes are here."""
+        """Note that `total` bytes of these buffers are here; they arrive one after the other."""
         with self._changed:
             for arrival in arrivals:
                 arrival.filled = max(0, min(arrival.length, total))
@@ -69,7 +69,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def settle(self, arrivals: Iterable[Arrival], *, complete: bool) -> None:
-        """These buffers have arrived, or will not."""
+        """Note that these buffers have arrived, or will not arrive."""
         with self._changed:
             for arrival in arrivals:
                 if complete:
@@ -109,9 +109,9 @@ class Arrivals:
     ) -> Iterator[memoryview | None]:
         """Some bytes of a buffer, pinned inside the block; waits up to `seconds` for the first.
 
-        Empty if none has arrived, None if nothing is known of that buffer. `LookupError` when
-        waiting is of no use: the buffer was dropped, or comes by a fetch of no lower number.
-        A fetch waits only for fetches of lower numbers, so executors never wait in a circle.
+        Empty if no byte has arrived, None if the buffer is unknown. Raises `LookupError` if the
+        buffer was dropped, or if the fetch that brings it does not have a lower number. A fetch
+        waits only for fetches of lower numbers, so executors never wait in a circle.
         """
         deadline = time.monotonic() + seconds
         view: memoryview | None
@@ -131,7 +131,7 @@ class Arrivals:
     def _there(
         self, digest: bytes, length: int, start: int, number: int
     ) -> tuple[Segment | None, memoryview | None]:
-        """The bytes of a buffer that are here, and their memory, pinned."""
+        """The pinned segment that holds a buffer, and the bytes of the buffer that are here."""
         arrival = self._coming.get(digest)
         if arrival is not None:
             if arrival.length != length or (number and arrival.number >= number):

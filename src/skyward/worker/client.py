@@ -1,4 +1,4 @@
-"""The client's connection, as an executor has it: one client, to which results and output go."""
+"""An executor's connection to its one client, which gets the results and the output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ClientConnection:
 
     @property
     def channel(self) -> Channel:
-        """The channel to the client; only once it is connected."""
+        """The channel to the client; only after the client has connected."""
         assert self._channel is not None
         return self._channel
 
     def connect(self, channel: Channel) -> bool:
-        """Take the client's channel; False if there is one already."""
+        """Take the client's channel; False if there is a channel already."""
         with self._lock:
             if self._channel is not None:
                 return False
@@ -51,7 +51,7 @@ class ClientConnection:
             self._inbox.send_releases(self.channel)
             self.channel.send(message, body, descriptors)
         except OSError:
-            # The client is gone, which the reader notices.
+            # The client is gone; the reader notices that, too.
             pass
         if segments:
             self.outbox.sent(segments)
@@ -66,5 +66,5 @@ class ClientConnection:
         if channel is not None:
             with contextlib.suppress(OSError):
                 channel.send(Written(task, stream, text, transient))
-                # While the client is cut off, a task that goes on printing must wait in the end.
+                # While the client is cut off, a task may print only as much as the link keeps.
                 channel.wait_for_room()

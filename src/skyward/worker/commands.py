@@ -1,9 +1,10 @@
-"""Bootstrap commands of plugins: run by a process that ends whatever the commands leave behind.
+"""Bootstrap commands of plugins: a process runs them, and ends the daemons that they leave behind.
 
 A command may start a daemon, for the tasks of its node to use. The daemon lives as long as the
-node. On Linux the process that runs the commands is the one that orphans fall to, so that a daemon
-cannot leave it, not even with a session of its own. It ends its descendants when the agent closes
-its standard input or dies, also by SIGKILL. Elsewhere a daemon with a session of its own survives.
+node. On Linux, the process that runs the commands adopts orphans, so that every daemon stays its
+descendant, even one with a session of its own. The process ends its descendants when the agent
+closes the process's standard input or dies, also by SIGKILL. On other systems, a daemon with a
+session of its own survives.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COMMAND_SECONDS = 1800.0
 TERMINATE_SECONDS = 1.0
 """How long daemons have to end on SIGTERM before they are killed."""
 OUTPUT_MAX = 4000
-"""Of what a command writes, the last so many bytes are told if it fails."""
+"""How many bytes, the last ones, of a failed command's output go into the error."""
 
 
 class CommandDone(msgspec.Struct):
@@ -41,7 +42,7 @@ class CommandDone(msgspec.Struct):
 
 
 class Commands:
-    """The agent's end: runs commands one after the other, in a process started for the first."""
+    """The agent's end: has commands run one after the other, by a process that it starts."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +86,7 @@ class Commands:
                     [sys.executable, "-P", "-m", "skyward.worker.commands"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    # What ends the agent's group must not end this before the daemons.
+                    # A signal to the agent's group must not end this process before the daemons.
                     start_new_session=True,
                 )
             return self._process
@@ -97,21 +98,21 @@ class Commands:
             process = self._process
         if process is None:
             return
-        # Not stdin.close(), which waits for a thread that is writing.
+        # stdin.close() would wait for a thread that writes to it.
         process.send_signal(signal.SIGTERM)
         process.wait()
 
 
 @dataclass(slots=True, eq=False)
 class _Output:
-    """What one command, and the daemons it leaves, write: only the end of it is kept."""
+    """The output of one command and of the daemons that it leaves; only the end of it is kept."""
 
     descriptor: int
     tail: bytes = b""
     open: bool = True
 
     def drain(self) -> None:
-        """Read all there is; not open any more once nobody can write."""
+        """Read all bytes that are there; `open` becomes False once no process can write."""
         with contextlib.suppress(BlockingIOError):
             while self.open:
                 data = os.read(self.descriptor, 65536)
@@ -120,7 +121,7 @@ class _Output:
 
 
 class _Runner:
-    """The process's own end: one thread that starts commands, reaps children, drains output."""
+    """The end in the process itself: starts commands, reaps children and drains output."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -138,12 +139,12 @@ class _Runner:
         self._command: int | None = None
         """The process number of the command that runs."""
         self._outputs: dict[int, _Output] = {}
-        """By descriptor, those that somebody can still write to."""
+        """The outputs that some process can still write to, by descriptor."""
         self._output = _Output(-1, open=False)
-        """That of the command that runs."""
+        """The output of the command that runs."""
 
     def serve(self) -> None:
-        """Run commands until the agent is gone or wants no more."""
+        """Run commands until the agent is gone or closes the standard input."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor == 0:
@@ -195,7 +196,7 @@ class _Runner:
                     self._done(os.waitstatus_to_exitcode(status))
 
     def _done(self, code: int) -> None:
-        """Tell the agent; a daemon may hold the output open, so what is there now counts."""
+        """Tell the agent the result, with the output so far: a daemon may hold the output open."""
         self._command = None
         self._drain(self._output)
         said = self._output.tail.decode("utf-8", "replace")
@@ -205,7 +206,7 @@ class _Runner:
                 line = line[os.write(1, line) :]
 
     def _drain(self, output: _Output) -> None:
-        """Read as long as somebody can write, so that daemons never block."""
+        """Read the output as long as a process can write to it, so that daemons never block."""
         output.drain()
         if not output.open and self._outputs.pop(output.descriptor, None) is not None:
             self._poll.unregister(output.descriptor)
@@ -222,7 +223,7 @@ def _end_descendants() -> None:
             child.terminate()
     while _descendants() and time.monotonic() < deadline:
         time.sleep(0.01)
-    # Again and again: one that forks meanwhile leaves its child to us.
+    # In a loop: a process that forks meanwhile leaves a child, which this process adopts.
     while left := _descendants():
         for child in left:
             with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What an agent and its executors are told when they start."""
+"""The configuration that an agent, an executor or a device process gets when it starts."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class AgentConfig(msgspec.Struct):
     compute_pool: list[str]
     """The COMPUTE_POOL value of each worker."""
     visible: list[str]
-    """CUDA_VISIBLE_DEVICES of each worker, empty to leave it alone."""
+    """CUDA_VISIBLE_DEVICES of each worker; empty to leave the variable unchanged."""
     env: dict[str, str]
     search_path: list[str]
     working_directory: str
     orphan_timeout: float
     client_pid: int
-    """The client's process when it is on this host, else 0."""
+    """The number of the client's process if that is on this host, else 0."""
     credentials: tuple[str, str, str] | None
     blob_cap: int
     plugged: bool
-    """Whether plugins have hooks that executors are to leave before they end."""
+    """Whether plugins have hooks that executors must leave before they end."""
     hooks_first: bool = False
-    """Whether executors start only once the plugins' hooks for the node are entered, so that they
-    have the environment that these hooks leave."""
+    """Whether the agent enters the plugins' hooks for the node before it starts the executors, so
+    that the executors have the environment that these hooks set."""
     direct: str = ""
-    """An address on which a node that listens on Unix sockets is to listen with TLS as well."""
+    """An address on which a node listens with TLS, in addition to its Unix sockets."""
     private: str = ""
-    """An address on which the node's executors listen for executors of other nodes as well."""
+    """An address on which the node's executors also listen, for executors of other nodes."""
 
     def place(self, name: str, *, for_peers: bool = False) -> str:
-        """Where a process of this node is to listen, as a `Listener` takes it."""
+        """Where a process of this node listens, in the form that a `Listener` takes."""
         if self.address != "unix":
             return f"tcp:{self.address}:0"
         addresses = [self.direct, self.private if for_peers else ""] if self.credentials else []
@@ -50,7 +50,7 @@ class AgentConfig(msgspec.Struct):
 
 
 class DeviceConfig(msgspec.Struct):
-    """What the process of one torch device is told on its standard input."""
+    """Everything the process of one torch device needs to know, sent on its standard input."""
 
     pool: str
     where: str

@@ -1,4 +1,4 @@
-"""Definitions: what the client has sent to be kept under a key, functions and data from `put`."""
+"""Definitions: objects that the client has sent under a key, functions and data from `put`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class KeptObject:
     """An object defined under a key; decoded when first used."""
 
     pieces: Pieces | None
-    """None once `value` is there."""
+    """None after `value` has been decoded."""
     frozen: bool
     value: Any = None
 
 
 class Definitions:
-    """All that is defined in one executor."""
+    """The definitions of one executor."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -33,7 +33,7 @@ class Definitions:
         """The objects whose buffers are still on their way from a peer."""
 
     def add(self, channel: Channel, define: Define, body: bytearray) -> None:
-        """Keep an object; if buffers of it are missing, the task that needs it asks for it."""
+        """Keep an object; if its buffers are missing, the task that names it reports the key."""
         if self._inbox.awaits(define.payload):
             self._coming[define.key] = define, body
             return
@@ -42,7 +42,7 @@ class Definitions:
             self._known[define.key] = KeptObject(pieces, define.frozen)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """The client will not refer to these again."""
+        """Drop the objects under these keys: the client will not refer to them again."""
         for key in keys:
             self._known.pop(key, None)
             self._coming.pop(key, None)
@@ -58,7 +58,7 @@ class Definitions:
         )
 
     def lacking(self, channel: Channel, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys under which there is nothing, now that nothing is awaited."""
+        """The keys without an object, after all buffers have arrived or will not arrive."""
         lacking = []
         for key in keys:
             if key in self._coming:
@@ -76,7 +76,7 @@ class Definitions:
         if pieces is not None:
             data, buffers, storages = pieces
             if definition.frozen:
-                # Every task of this process shares the object: numpy arrays can be made read-only.
+                # All tasks of this process share the object, so its numpy arrays become read-only.
                 plain = len(buffers) - len(storages)
                 buffers = [b.toreadonly() for b in buffers[:plain]] + buffers[plain:]
             definition.value = encoding.decode(data, buffers, storages)

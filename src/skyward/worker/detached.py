@@ -1,4 +1,4 @@
-"""Detached: a process that lives on when the command that started it, and its connection, end."""
+"""Detached: a process that lives on when the command and the connection that started it end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LAST_WORDS = 8192
 
 
 def leave(folder: Path) -> None:
-    """Go on in a session of its own; call it before there are threads.
+    """Fork, and go on in a new process with a session of its own; call it before starting threads.
 
-    The process that was started stays behind, prints the first line that the new one prints, and
-    ends. When none comes it prints the log and fails.
+    The first process prints the first line that the new process prints, and ends. If the new
+    process ends without a line, the first process prints the log and fails.
     """
     announced, announcing = os.pipe()
     pid = os.fork()
@@ -37,7 +37,7 @@ def leave(folder: Path) -> None:
 
 
 def _stay_behind(folder: Path, announced: int, pid: int) -> None:
-    # If the SSH connection ends first, this process may end: the new one does not need it.
+    # When the SSH connection ends, SIGPIPE may end this process: the new one does not need it.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     with os.fdopen(announced, "rb") as line:
         said = line.readline()
@@ -53,9 +53,9 @@ def _stay_behind(folder: Path, announced: int, pid: int) -> None:
 
 
 def start_mark(pid: int) -> str:
-    """When a process started, as the system writes it: process numbers are used again."""
+    """The start time of a process in the system's form, since process numbers are reused."""
     with contextlib.suppress(OSError):
-        # The name, in parentheses, may hold anything; the 22nd field is the 20th after it.
+        # The name, in parentheses, may hold any text; the start is the 20th field after it.
         return (
             Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()[19]
         )

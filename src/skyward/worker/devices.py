@@ -1,4 +1,4 @@
-"""Device processes of a node: started for a client that asks, reported when they end."""
+"""Device processes of a node: the agent starts them for its client, and reports when they end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class DeviceProcesses:
             process.end()
 
     def close_all(self) -> None:
-        """End all of them, and wait until they have ended."""
+        """End all device processes, and wait until they have ended."""
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:

@@ -65,7 +65,7 @@ from skyward.worker.streams import InputStream, OutputStream
 
 
 class Leave(BaseException):
-    """Raised on the main thread when the process is to end in good order."""
+    """Raised on the main thread when the process must leave its hooks and end."""
 
 
 class Executor:
@@ -105,7 +105,7 @@ class Executor:
         if hello.role != "data" or not self._client.connect(channel):
             channel.close()
 
-    # Receiving; never on a thread that is in user code.
+    # Receiving; never on a thread that runs user code.
 
     def _read_one(self) -> None:
         channel = self._client.channel
@@ -122,11 +122,11 @@ class Executor:
         try:
             self._pending.settle()
         except Exception as problem:
-            # Raised on this thread the problem would be lost, and tasks would wait for ever.
+            # An exception on this thread would be lost, and the tasks would wait for ever.
             self._give_up(problem)
 
     def _give_up(self, problem: Exception) -> None:
-        """End this process at once: the agent reports it, and starts another."""
+        """End this process at once: the agent reports the end, and starts another executor."""
         print(
             f"executor {self._config.worker}.{self._config.slot}: {problem!r}",
             file=sys.__stderr__,
@@ -173,7 +173,7 @@ class Executor:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
     def _admit(self, run: Run, pieces: Pieces) -> None:
-        """Queue a task: everything that it names is here."""
+        """Queue a task whose buffers and definitions are all here."""
         channel = self._client.channel
         inputs = [
             InputStream(run.task, index, channel, self._hurry) for index in range(len(run.inputs))
@@ -227,20 +227,21 @@ class Executor:
                 job = self._running.get(task)
             if job is not None and task in self._running:
                 job.cancelled = True
-                # First, so that on a thread it is raised before the task sees its streams end.
+                # Before the streams are closed, so that the task is interrupted before it sees
+                # them end.
                 self._interrupts.raise_in(job)
                 for stream in job.inputs:
                     stream.finish(None)
                 if job.output is not None:
                     job.output.close()
                 return
-        # Also for a task that never arrived, or is done.
+        # The client also gets this answer for a task that never arrived, or is done.
         self._client.send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
     # Running.
 
     def serve(self) -> None:
-        """Run tasks until the process is ended from outside."""
+        """Run tasks until the agent ends the process."""
         signal.signal(signal.SIGINT, self._interrupts.on_signal)
         signal.signal(lifeline.LEAVE, self._on_leave)
         try:
@@ -337,7 +338,7 @@ class Executor:
         return outcome
 
     def _call(self, job: Job) -> tuple[Any, bool]:
-        """The function's value, and whether it was an iterator that has been streamed already."""
+        """The function's value; the flag says whether its items have been streamed already."""
         function = self._definitions.resolve(job.run.code)
         args, kwargs = encoding.decode(*job.pieces)
         if job.inputs:
@@ -367,7 +368,7 @@ class Executor:
         with contextlib.closing(generator):
             for item in generator:
                 if not output.take():
-                    # The generator's cleaning up must not be interrupted.
+                    # No interrupt may reach the generator while it cleans up.
                     self._interrupts.calling = None
                     return
                 references.settle()
@@ -391,7 +392,7 @@ def main() -> None:
     lifeline.hold(config.lifeline)
     limits.raise_descriptors()
     sys.path[:] = config.search_path
-    # PyTorch works without it, and a script that needs it finds out by itself.
+    # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     executor = Executor(config)
     is_head = config.node == config.worker == config.slot == 0

@@ -1,4 +1,4 @@
-"""Failure reports: an exception as the client gets it, in words and, if possible, as an object."""
+"""Failure reports: an exception as the client gets it, as text and, if possible, as an object."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(
     """The message for the client, and the exception itself if it can be sent."""
     sendable: Sendable | None = None
     if isinstance(problem, Exception) and not cancelled:
-        # With the exceptions that caused it, else alone, else only in words.
+        # The exception with its causes; if that fails, alone; if that fails, only as text.
         for depth in (0, CHAIN_DEPTH):
             with contextlib.suppress(Exception):
                 sendable = pack(portable(problem, depth))
@@ -63,14 +63,15 @@ def frames(problem: BaseException) -> list[tuple[str, int, str, str]]:
 def portable(
     problem: Exception, depth: int, made: dict[int, encoding.PortableException] | None = None
 ) -> encoding.PortableException:
-    """The exception with those it came from, as far as `CHAIN_DEPTH` allows from this depth."""
+    """The exception with its causes, down to `CHAIN_DEPTH`; `depth` is where the exception is."""
     made = {} if made is None else made
     chain = {}
     if depth < CHAIN_DEPTH:
         for link in ("__cause__", "__context__"):
             other = getattr(problem, link)
             if isinstance(other, Exception):
-                # `raise x from y` makes y both; each level would double the work.
+                # `raise x from y` makes y the cause and the context: without `made`, each level
+                # would double the work.
                 if id(other) not in made:
                     made[id(other)] = portable(_travelling(other), depth + 1, made)
                 chain[link] = made[id(other)]

@@ -1,4 +1,4 @@
-"""Plugins' hooks on a node: sent encoded, entered in order, left in reverse."""
+"""Plugins' hooks on a node: the client sends them; they are entered in order, left in reverse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hooks:
 
 
 def encode(hooks: Sequence[Hooks]) -> bytes:
-    """The hooks as bytes, with whatever of the user's code they refer to."""
+    """The hooks as bytes, with the user's code that they refer to."""
     encoded = encoding.encode(list(hooks), own_modules=True, what="a plugin's hook")
     pickle = b"".join(bytes(piece) for piece in encoded.pieces)
     buffers = [bytes(buffer) for buffer in encoded.buffers]
@@ -79,7 +79,7 @@ class Entered:
             raise PluginError(_told(plugin, hook, problem)) from problem
 
     def leave(self) -> None:
-        """End the command that runs, leave what was entered, in reverse, and end all daemons."""
+        """End the command that runs, leave the hooks in reverse order, and end all daemons."""
         self._ending = True
         if self._commands.running:
             self._commands.close()

@@ -35,7 +35,7 @@ class Inbox:
         return self.find(channel, payload, self.read(channel, frame, payload))
 
     def read(self, channel: Channel, frame: Frame, payload: Payload) -> bytearray:
-        """Read the body, and put its buffers where they are kept; returns the rest."""
+        """Read the body; buffers go to the cache or to shared memory, and the rest is returned."""
         if not payload.buffers and frame.body is not None and not frame.descriptors:
             return frame.body
         payloads.check(frame, payload)
@@ -44,13 +44,13 @@ class Inbox:
         return self._take_body(channel, frame, payload)
 
     def awaits(self, payload: Payload) -> bool:
-        """Whether a part of it is still on its way from a peer."""
+        """Whether a buffer of the payload is still on its way from a peer."""
         return bool(payload.buffers) and self.arrivals.awaits(ref.digest for ref in payload.buffers)
 
     def find(
         self, channel: Channel, payload: Payload, body: bytearray
     ) -> tuple[Pieces | None, list[bytes]]:
-        """The pieces of an object whose body has been read, or what is missing of it."""
+        """The pieces of an object whose body has been read, or the digests that are missing."""
         if not payload.buffers:
             return payloads.unpack(payload, body, _nowhere), []
         missing: list[bytes] = []
@@ -75,7 +75,7 @@ class Inbox:
 
         with self._lock:
             pieces = payloads.unpack(payload, body, find)
-            # Only now: an object larger than the cap would lose its own blobs before `find`.
+            # After `find`: before it, an object larger than the cap would lose its own blobs.
             self._trim(channel)
         return (None, missing) if missing else (pieces, [])
 
@@ -107,7 +107,7 @@ class Inbox:
             channel.send(Evicted(evicted))
 
     def forget(self, channel: Channel, segments: list[int], digests: list[bytes]) -> None:
-        """The client will not refer to these again."""
+        """Drop segments and blobs that the client will not refer to again."""
         with self._lock:
             for segment in segments:
                 self._mapped.drop(segment)
@@ -131,7 +131,7 @@ def _nowhere(ref: Buffer) -> memoryview:
 def _emptied(items: deque[T]) -> list[T]:
     taken = []
     with contextlib.suppress(IndexError):
-        # Another thread may take from the deque, too.
+        # A check for emptiness would not do: another thread may take from the deque, too.
         while True:
             taken.append(items.popleft())
     return taken

@@ -14,11 +14,11 @@ import weakref
 from skyward.worker.jobs import Job
 
 AGAIN_SECONDS = 0.005
-"""After so long an interrupt that found our own code running is tried again."""
+"""How long an interrupt waits before its next attempt, if it found our own code running."""
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
-"""Modules that our code waits in; the frames further out show whether it is our code."""
+"""Modules that our code and user code wait in; the callers' frames show which of the two it is."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -52,7 +52,7 @@ class Interrupts:
         if job is None or job is not self.calling:
             return
         if _in_our_code(frame):
-            # A frame half sent, or memory not given back, would harm the tasks to come.
+            # A half-sent frame, or memory that is not given back, would harm later tasks.
             retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (job,))
             retry.daemon = True
             retry.start()
@@ -68,5 +68,5 @@ def _in_our_code(frame: types.FrameType | None) -> bool:
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    # Finalizers give memory back.
+    # Finalizers, which `weakref` calls, give memory back.
     return file.startswith(_OURS) or file == weakref.__file__

@@ -1,4 +1,4 @@
-"""Jobs: tasks whose arguments are complete, as they wait for their turn and run."""
+"""Jobs: tasks whose arguments are complete; they wait for their turn, then run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Job:
     pieces: Pieces
     inputs: list[InputStream]
     output: OutputStream | None = None
-    """There once the function has returned a generator."""
+    """None until the function has returned a generator."""
     cancelled: bool = False
     thread: int = 0
     """The thread that runs the task."""

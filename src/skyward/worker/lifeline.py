@@ -1,4 +1,4 @@
-"""The lifeline: a pipe from the agent, at whose end a child process ends itself."""
+"""The lifeline: a pipe from the agent; when it closes, the child process ends itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 
 LEAVE = signal.SIGUSR2
-"""Asks an executor to leave its hooks and end; SIGTERM is left to the user's code."""
+"""The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
 
 
 def hold(descriptor: int) -> None:

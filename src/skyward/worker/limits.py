@@ -1,4 +1,4 @@
-"""Limits that the system sets to a worker's process, raised where that is allowed."""
+"""Limits of the system for a worker's process; they are raised where the system allows it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from skyward.objects.encoding import Encoded
 from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Payload
 
 LENT_MAX = 128
-"""Segments lent at once that will be reused; each keeps a descriptor open."""
+"""How many lent segments are kept for reuse at most; each keeps a descriptor open."""
 
 Sendable = tuple[Payload, list[bytes | memoryview], list[memory.Segment]]
 
@@ -20,7 +20,7 @@ class Outbox:
         self._lent: dict[int, memory.Segment] = {}
 
     def pack(self, encoded: Encoded, shares_memory: bool) -> Sendable:
-        """A payload, its body, and the segments whose descriptors go along."""
+        """The payload and the body for an object, and the segments whose descriptors are sent."""
         if not encoded.buffers:
             packed = payloads.pack(encoded, None)
             return packed.payload, packed.body, []
@@ -45,7 +45,7 @@ class Outbox:
         return packed.payload, packed.body + streamed, segments
 
     def sent(self, segments: list[memory.Segment]) -> None:
-        """The client has the descriptors; keep some segments to use them again."""
+        """Note that the descriptors were sent; keeps some of the segments for reuse."""
         for segment in segments:
             if len(self._lent) < LENT_MAX:
                 self._lent[segment.id] = segment
@@ -53,7 +53,7 @@ class Outbox:
                 segment.close()
 
     def returned(self, segment_ids: list[int]) -> None:
-        """The client does not map these segments any more."""
+        """Take back segments that the client does not map any more."""
         for segment_id in segment_ids:
             segment = self._lent.pop(segment_id, None)
             if segment is not None:

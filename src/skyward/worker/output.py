@@ -1,7 +1,7 @@
-"""Output capture: what a task writes, from Python or C, cut into lines and sent on as it happens.
+"""Output capture: the output of a task, from Python or C, is cut into lines and sent at once.
 
 File descriptors 1 and 2 are pipes that this process both fills and drains. The agent holds their
-read ends too, so the last words of a process that dies are not lost.
+read ends, too, so the last output of a process that dies is not lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LineCutter:
         """Whether there is text, or part of a character, without a newline at its end."""
 
     def feed(self, data: bytes) -> tuple[str, str]:
-        """Whole lines (newlines included) and the bar state to show now, either may be empty."""
+        """Whole lines with their newlines, and the bar state to show now; each may be empty."""
         text = self._rest + self._decoder.decode(data)
         lines, _, self._rest = text.rpartition("\n")
         if lines or text.startswith("\n"):
@@ -115,13 +115,13 @@ class ProcessCapture:
             self._task = task
 
     def end(self) -> None:
-        """Send all that the task has written, so that it arrives before its result."""
+        """Send everything that the task has written, so that it arrives before the result."""
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except Exception:
-                # The task has put a stream of its own there.
+                # The task has replaced the stream with one of its own.
                 continue
         with self._lock:
             if self._waiting.poll(0):
@@ -198,7 +198,7 @@ class ThreadCapture:
         return write
 
     def begin(self, task: int) -> None:
-        """Nothing to do: the context says which task writes."""
+        """Do nothing: the context says which task writes."""
 
     def end(self) -> None:
         """Send the current task's unfinished lines."""
@@ -209,7 +209,7 @@ class ThreadCapture:
                 _emit_rest(self._emit, current_task.get(), name, cutter)
 
     def reroute(self, route: Route) -> None:
-        """Nothing to do: each write looks at its own context."""
+        """Do nothing: each write looks at its own context."""
 
 
 class TaskStream(RoutedStream):
@@ -225,7 +225,7 @@ class TaskStream(RoutedStream):
         self._written = False
 
     def reconfigure(self, **_: Any) -> None:
-        """Nothing: the client always gets UTF-8, line by line."""
+        """Do nothing: the client always gets UTF-8, line by line."""
 
     def pass_on(self, text: str) -> int:
         self._written = True

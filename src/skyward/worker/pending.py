@@ -1,4 +1,4 @@
-"""Pending tasks: received by an executor, but waiting for buffers or definitions, in order."""
+"""Pending tasks: the executor has received them, and they wait in order for what they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyward.worker.inbox import Inbox, Pieces
 
 @dataclass(slots=True)
 class PendingTask:
-    """A task that has arrived, though perhaps not everything that it names."""
+    """A task that has arrived; buffers and definitions that it names may be missing."""
 
     run: Run
     body: bytearray
@@ -40,11 +40,11 @@ class PendingTasks:
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
-        """Whether a task is pending, which another thread may admit at any time."""
+        """Whether a task is pending; another thread may admit it at any time."""
         return bool(self._tasks)
 
     def add(self, channel: Channel, run: Run, body: bytearray) -> None:
-        """A task has arrived, for the first time or again."""
+        """Take a task that has arrived, for the first time or again."""
         with self._lock:
             self._channel = channel
             if not self._tasks and self._is_complete(run):
@@ -61,19 +61,19 @@ class PendingTasks:
             self._admit_complete()
 
     def define(self, channel: Channel, define: Define, body: bytearray) -> None:
-        """An object has arrived that tasks name by its key."""
+        """Take an object that has arrived; tasks name it by its key."""
         with self._lock:
             self._channel = channel
             self._definitions.add(channel, define, body)
             self._admit_complete()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """No task will name these keys again."""
+        """Drop the objects under these keys: no task will name them again."""
         with self._lock:
             self._definitions.forget(keys)
 
     def settle(self) -> None:
-        """Buffers have arrived, or will not: admit the tasks that waited for them."""
+        """Admit the tasks that waited for buffers which have arrived or will not arrive."""
         with self._lock:
             self._admit_complete()
 
@@ -84,7 +84,7 @@ class PendingTasks:
             self._admit_complete()
 
     def clear(self) -> list[int]:
-        """Remove all tasks, which the client takes back; their numbers."""
+        """Remove all tasks, because the client takes them back; returns their numbers."""
         with self._lock:
             given = [task.run.task for task in self._tasks]
             self._tasks.clear()
@@ -106,7 +106,7 @@ class PendingTasks:
             self._admit(run, pieces)
 
     def _is_complete(self, run: Run) -> bool:
-        """The usual case: the task names nothing but its code, which is here."""
+        """Whether the task, as usual, names nothing but its code, and the code is here."""
         return not (run.payload.buffers or run.handles) and self._definitions.has(run.code)
 
     def _awaits(self, run: Run) -> bool:

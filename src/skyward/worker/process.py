@@ -1,4 +1,4 @@
-"""Child processes of an agent: how one is started, announces itself, and how its end is told."""
+"""Child processes of an agent: how a child starts, announces itself, and how its end is told."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _HINTS: dict[int, str] = {
 class ChildProcess:
     """A Python module that runs as a process of its own, and ends with its agent.
 
-    Its configuration goes to its standard input. It announces itself with a line on the status
-    pipe, and holds the lifeline. It leads a process group, which ends as a whole.
+    The process reads its configuration from its standard input, announces itself with a line on the
+    status pipe, and holds the lifeline. It leads a process group, which ends as a whole.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ChildProcess:
 
     @property
     def stderr(self) -> IO[bytes]:
-        """What the process writes there, if it was started with a pipe."""
+        """The process's standard error, if the process was started with a pipe for it."""
         assert self._process.stderr is not None
         return self._process.stderr
 
@@ -89,7 +89,7 @@ class ChildProcess:
         return self._process.wait(seconds)
 
     def follow(self) -> int:
-        """Wait for the end of the process, and end what it has left behind; only once."""
+        """Wait for the end of the process, and end its group; call it only once."""
         code = self._process.wait()
         lifeline.cut(self.pid)
         os.close(self._lifeline)
@@ -124,7 +124,7 @@ def ending(code: int, *, out_of_memory: bool = False) -> str:
 
 
 def oom_kills() -> int:
-    """How often the kernel's memory killer has struck on this machine."""
+    """How many processes of this machine the kernel has killed for lack of memory."""
     with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as lines:
         for line in lines:
             name, _, count = line.partition(" ")

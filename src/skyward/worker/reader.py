@@ -1,8 +1,8 @@
-"""The reader: takes the client's frames on the main thread between tasks, on its own during one.
+"""The reader: reads the client's frames, between tasks on the main thread, else on its own.
 
 Handing a task from a reading thread to a running one costs as much as a short task itself (a
 wake-up and two lock hand-overs, 40-60 us measured), so the thread that runs tasks also reads while
-it is idle. A second thread takes over only when a task lasts, or waits for the client.
+it is idle. A second thread reads only while a task takes long, or waits for the client.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 LASTS_SECONDS = 0.01
-"""A task that runs longer than this gets the second thread to listen meanwhile."""
+"""After a task has run for so long, the second thread begins to read."""
 PAUSE_SECONDS = 0.5
-"""After so long without a task the second thread sleeps until there is one."""
+"""After so long without a new task, the second thread sleeps until there is one."""
 
 J = TypeVar("J")
 
 
 class JobReader(Generic[J]):
-    """Two threads take turns to read; the one that holds the lock does. Jobs go through a queue."""
+    """Two threads take turns to read: the thread that holds the lock reads. Jobs are queued."""
 
     def __init__(
         self, read_one: Callable[[], None], elsewhere: Callable[[], bool] = lambda: False
@@ -41,7 +41,7 @@ class JobReader(Generic[J]):
         threading.Thread(target=self._stand_by, name="skyward-reader", daemon=True).start()
 
     def put(self, job: J) -> None:
-        """Queue a job; called while reading."""
+        """Queue a job; the thread that reads calls this."""
         self._jobs.put(job)
 
     def next(self) -> J:
@@ -61,7 +61,7 @@ class JobReader(Generic[J]):
                     self._turn.release()
                 if not self._jobs.empty():
                     continue
-            # Also when the second thread reads now: it may be about to stop.
+            # Even if the second thread reads now: it may be about to stop.
             self._handed_over = True
             self._hurry.set()
             job = self._jobs.get()
@@ -88,8 +88,8 @@ class JobReader(Generic[J]):
                 seen, seen_at = self._begun, now
             elif (self._running or self._handed_over) and self._turn.acquire(blocking=False):
                 try:
-                    # While this job lasts, also when others wait behind it: it may be cancelled,
-                    # or need credit. Then until the next: the main thread may have the turn again.
+                    # Read while this job runs, even if other jobs wait: the client may cancel the
+                    # job, or send credit. Then read until the next job, and return the turn.
                     begun = self._begun
                     while self._jobs.empty() or (self._running and self._begun == begun):
                         self._read_one()

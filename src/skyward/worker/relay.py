@@ -1,9 +1,9 @@
-"""The relay: large buffers go from executor to executor, so that they leave the client once.
+"""The relay: large buffers go from executor to executor, so that the client sends them only once.
 
-An executor that is told to fetch a buffer asks a peer for it, which passes on what it has while
-the rest is still coming to itself. So a broadcast goes down a chain of executors in small parts,
-all of them under way at once. An executor that cannot get a buffer from a peer reports the buffer
-missing, and the client sends it.
+The client tells an executor to fetch a buffer from a peer. The peer passes on the bytes that it
+has, while the other bytes are still on their way to the peer. So a broadcast goes down a chain of
+executors in small parts, and all links of the chain carry bytes at the same time. An executor that
+cannot get a buffer from a peer reports the buffer as missing, and the client sends it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from skyward.wire.messages import Fetch, Hello, Part, Want
 from skyward.worker.arrivals import Arrival, Arrivals
 
 BEAT_SECONDS = 1.0
-"""How often a peer that waits for bytes says so."""
+"""How often a peer that waits for bytes itself sends an empty part."""
 SILENT_SECONDS = 10.0
 """After so long without a message from a peer, the executor connects to it again."""
 UNKNOWN_SECONDS = 30.0
-"""How long a peer waits for a buffer that it is asked for and does not know."""
+"""How long a peer waits for a buffer that it does not know when another executor asks for it."""
 AGAIN_SECONDS = 0.2
 
 
 class Unavailable(Exception):
-    """A peer will not send what it was asked for."""
+    """A peer does not have the buffer that it was asked for."""
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class Relay:
         arrivals: Arrivals,
         settled: Callable[[], None],
     ) -> None:
-        """`settled` is called when buffers have arrived, or will not."""
+        """`settled` is called when buffers have arrived, or will not arrive."""
         self._pool, self._credentials = pool, credentials
         self._arrivals = arrivals
         self._settled = settled
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin to fetch buffers from a peer; without room for them they will be missing."""
+        """Begin to fetch buffers from a peer; if there is no room, they stay missing."""
         wanted = self._arrivals.unknown(fetch.blobs)
         if not wanted:
             return
@@ -84,7 +84,7 @@ class Relay:
             names = memory.digests([arrival.view for arrival in arrivals])
             complete = names == [arrival.digest for arrival in arrivals]
         except (OSError, EOFError, SkywardError, Unavailable):
-            # The buffers are reported missing, and the client sends them.
+            # The executor reports the buffers as missing, and the client sends them.
             pass
         finally:
             self._arrivals.settle(arrivals, complete=complete)
@@ -148,7 +148,7 @@ class Relay:
             want = messages.decode_as(Want, frame.kind, frame.meta)
             for blob in want.blobs:
                 self._send(channel, *blob, want.number)
-            # The peer closes first: if this end did, data the peer has not read could be lost.
+            # The peer closes first: if this end did, the peer might lose bytes it has not read.
             channel.receive()
         except LookupError:
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Relay:
             channel.close()
 
     def _send(self, channel: Channel, digest: bytes, length: int, start: int, number: int) -> None:
-        """Send the rest of a buffer, as it arrives; `LookupError` if it will not."""
+        """Send the rest of a buffer as it arrives; `LookupError` if it will not arrive."""
         known_at = time.monotonic()
         while start < length:
             with self._arrivals.lent(digest, length, start, number, BEAT_SECONDS) as view:

@@ -1,4 +1,4 @@
-"""A worker's ends of streams: arguments that arrive item by item, results that leave likewise."""
+"""A worker's ends of streams: arguments that arrive, and results that leave, item by item."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Credit
 
 WINDOW = 16
-"""Items a sender may be ahead of its receiver."""
+"""How many items a sender may be ahead of its receiver."""
 
 
 class InputStream:
-    """An iterator over items the client sends; asks for more before it runs dry."""
+    """An iterator over items that the client sends; asks for more before it is empty."""
 
     def __init__(self, task: int, index: int, channel: Channel, hurry: Callable[[], None]) -> None:
         self._task, self._index, self._channel, self._hurry = task, index, channel, hurry
@@ -24,11 +24,11 @@ class InputStream:
         self._done = False
 
     def put(self, pieces: Any) -> None:
-        """An item arrived."""
+        """Take an item that has arrived."""
         self._items.put((True, pieces))
 
     def finish(self, problem: Any) -> None:
-        """The client's iterator ended, or raised the given exception."""
+        """End the stream: the client's iterator has ended, or has raised the given exception."""
         self._items.put((False, problem))
 
     def __iter__(self) -> InputStream:
@@ -63,14 +63,14 @@ class OutputStream:
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def grant(self, count: int) -> None:
-        """The client has taken `count` items, or (-1) wants no more."""
+        """Permit `count` more items, which the client asks for; -1 closes the stream."""
         if count < 0:
             self.close()
         else:
             self._granted.put(count)
 
     def close(self) -> None:
-        """The client wants no more items."""
+        """Permit no more items."""
         self._closed = True
         self._granted.put(0)
 

@@ -1,4 +1,4 @@
-"""Supervision: the executors of a node, started, watched, reported when they end, and replaced."""
+"""Supervision: the agent starts the executors of a node, watches them, and replaces ended ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOPPED_SECONDS = 1.0
 FULL_SECONDS = 0.5
 """How long an output pipe may stay full before the agent empties it."""
 STARTS_MAX = 3
-"""After so many failed starts in a row an executor is not started again."""
+"""After so many failed starts in a row, the agent does not start an executor again."""
 LEAVE_SECONDS = 3.0
 """How long executors have to leave their plugins' hooks before they are killed."""
 
@@ -57,7 +57,7 @@ class ExecutorProcesses:
         tell: Callable[[Message], None],
         starts: queue.SimpleQueue[Callable[[], None] | None],
     ) -> None:
-        """`starts` takes what the agent's main thread is to do."""
+        """`starts` is the queue of functions that the agent's main thread calls."""
         self._config, self._tell, self._starts = config, tell, starts
         self._running: dict[tuple[int, int], ExecutorProcess] = {}
         self._lock = threading.Lock()
@@ -147,7 +147,7 @@ class ExecutorProcesses:
         return process.ending(code, out_of_memory=self._oom_kills > before)
 
     def _last_words(self, executor: ExecutorProcess) -> str:
-        """What the dead process wrote and nobody has read."""
+        """The output of a dead process that the process itself has not read and sent."""
         everything = ""
         for name, end in executor.outputs.items():
             cutter, text = LineCutter(), ""
@@ -162,7 +162,7 @@ class ExecutorProcesses:
         return everything
 
     def kill(self, worker: int, slot: int, pid: int, reason: str) -> None:
-        """End an executor, if it is still the one with this process number."""
+        """End an executor, unless another process has taken its place already."""
         with self._lock:
             executor = self._running.get((worker, slot))
             if executor is None or executor.process.pid != pid or executor.process.ended:
@@ -186,7 +186,7 @@ class ExecutorProcesses:
             self._empty_full_pipes(executor, now)
 
     def _empty_full_pipes(self, executor: ExecutorProcess, now: float) -> None:
-        """Read what an executor does not: a task may hold the lock that its reader needs."""
+        """Read output in place of an executor whose task holds the lock that its reader needs."""
         for name, end in executor.outputs.items():
             try:
                 waiting = _readable_bytes(end)

@@ -1,4 +1,4 @@
-"""Tensors as runs of bytes: what overlaps in memory is one region, and is so again when loaded."""
+"""Tensors as runs of bytes: tensors that overlap in memory share one region, also when loaded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 _LARGE = 1 << 20
-"""Copies from this size on get pages of their own."""
+"""The smallest copy that gets pages of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """The bytes of one region as they lie in memory, to be read when their turn comes."""
+    """The bytes of one region as they lie in memory; `read` is called when they are needed."""
 
     tensor: torch.Tensor
     first: int
     last: int
     packed: bool
-    """The tensor's elements alone are stored, in order; the bytes between them are not."""
+    """Whether only the tensor's elements are stored, in order, without the bytes between them."""
     dtype: str
     shape: Sequence[int]
 
@@ -37,7 +37,7 @@ class Span:
 
     @property
     def copied(self) -> bool:
-        """Whether `read` makes a copy, which nobody else can change."""
+        """Whether `read` makes a copy; the user's code cannot change that."""
         return self.packed or self.tensor.device.type != "cpu"
 
     def read(self) -> memoryview:
@@ -48,7 +48,7 @@ class Span:
         is_here = tensor.device.type == "cpu"
         if self.packed:
             flat = _fresh(self.size)
-            # What is elsewhere is put together there: what lies between would come along.
+            # Packed on its own device, so that the bytes between the elements do not travel.
             together = tensor if is_here else tensor.contiguous()
             flat.view(tensor.dtype).view(tensor.shape).copy_(together)
         else:
@@ -62,7 +62,7 @@ class Span:
 
 
 def _fresh(size: int) -> torch.Tensor:
-    """Bytes to copy to. Many go back to the system with it: the allocator may keep its own."""
+    """Memory for a copy; a large one goes back to the system, where torch might keep it."""
     import torch
 
     if size < _LARGE:
@@ -106,7 +106,7 @@ def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Span], li
 
 
 def _overlapping(placed: list[_Placed]) -> list[list[_Placed]]:
-    """Parts of one storage that do not overlap come apart: saving a slice saves the slice."""
+    """Group the tensors of one storage that overlap; so saving a slice saves only the slice."""
     groups: list[list[_Placed]] = []
     end = -1
     for each in sorted(placed, key=lambda placed: placed.first):
@@ -121,13 +121,13 @@ def _overlapping(placed: list[_Placed]) -> list[list[_Placed]]:
 def _span(group: list[_Placed]) -> Span:
     lead = min(group, key=lambda placed: placed.index)
     dtype, item = _name(lead.tensor), lead.tensor.element_size()
-    # Every view must begin at a multiple of its element, counted from where the region begins.
+    # Every view must begin at a multiple of its element's size, counted from the region's start.
     largest = max(placed.tensor.element_size() for placed in group)
     first = group[0].first // largest * largest
     last = max(placed.last for placed in group)
     payload = lead.tensor.numel() * item
     if len(group) == 1 and last - first > 2 * payload:
-        # Mostly holes, such as one column of a matrix: worth more than its strides.
+        # The tensor is mostly gaps, such as one column of a matrix: packing saves more than half.
         return Span(lead.tensor, 0, payload, True, dtype, list(lead.tensor.shape))
     if any(placed.tensor.dtype != lead.tensor.dtype for placed in group):
         return Span(lead.tensor, first, last, False, "uint8", [last - first])
@@ -158,7 +158,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it can be stored; raises for one that cannot."""
+    """The tensor in a form that can be stored; raises for a tensor that has none."""
     import torch
 
     def refused(what: str, advice: str) -> SerializationError:
@@ -181,7 +181,7 @@ def plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_at(view: View, flat: torch.Tensor) -> torch.Tensor:
-    """The tensor that a checked view shows of its region's bytes."""
+    """The tensor that a checked view describes, in the bytes of its region."""
     import torch
 
     dtype = getattr(torch, view.dtype)

@@ -1,4 +1,4 @@
-"""A manifest: what one version of a model consists of and where its bytes are."""
+"""A manifest: the tensors and values of one version of a model, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of bytes that one tensor, or several that overlap, lie in; loaded as one storage."""
+    """A run of bytes that holds one tensor, or several that overlap; it becomes one storage."""
 
     digest: Digest
     size: Annotated[int, msgspec.Meta(ge=1, le=SIZE_LIMIT)]
@@ -69,7 +69,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tensor: where in its region it begins and how it is laid out; an empty one has none."""
+    """A tensor: where it begins in its region, and its layout; an empty tensor has no region."""
 
     dtype: str
     shape: list[Size]
@@ -79,7 +79,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def steps(self) -> list[int]:
-        """The strides in elements, those of a contiguous tensor where none are given."""
+        """The strides in elements; without `strides`, those of a contiguous tensor."""
         return contiguous(self.shape) if self.strides is None else self.strides
 
     @property
@@ -131,7 +131,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Read a manifest from anyone: every index and extent in it is good afterwards."""
+    """Read and check a manifest from any source: every index and extent in the result is valid."""
     start = _ENVELOPE.match(data)
     if start is None or not data.endswith(_END):
         raise _damaged(where, "it is not a whole manifest")
@@ -161,7 +161,7 @@ def _damaged(where: str, what: str) -> StoreDamagedError:
 
 
 def flaws(manifest: Manifest) -> Iterator[str]:
-    """What makes a manifest one that no reader accepts."""
+    """The faults of a manifest; a reader refuses a manifest that has one."""
     for index, region in enumerate(manifest.regions):
         if region.object >= len(manifest.objects):
             yield f"region {index} lies in object {region.object} of {len(manifest.objects)}"

@@ -1,8 +1,8 @@
-"""An object: a safetensors file whose tensors are named by their contents, and it by its header.
+"""An object: a safetensors file; digests name the tensors in it, and the file itself.
 
 The header lists the digest of every tensor, and the object's name is the digest of the header, so
-a name vouches for every byte. A random ending makes each upload a file of its own: what the
-garbage collector has condemned is never written again under the same name.
+the name guards every byte. A random ending makes each upload a file of its own: no save ever writes
+to a name that the garbage collector is about to delete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Piece:
 
 
 def alignment(piece: Piece) -> int:
-    """Pieces go in falling order of this, so that each begins at a multiple of its element."""
+    """The sort key of pieces, largest first: each then begins at a multiple of its element size."""
     item = ITEM_SIZES[piece.span.dtype]
     return item if piece.span.dtype in DTYPES else 1
 
@@ -44,7 +44,7 @@ def header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
 
 
 def _entry(piece: Piece) -> TensorEntry:
-    """A piece as the head lists it; of a dtype that safetensors lacks, its plain bytes."""
+    """A piece as the head lists it; as plain bytes if safetensors lacks the dtype."""
     size = len(piece.data)
     dtype = DTYPES.get(piece.span.dtype)
     shape = list(piece.span.shape) if dtype else [size]
@@ -52,7 +52,7 @@ def _entry(piece: Piece) -> TensorEntry:
 
 
 def identity(head: bytes) -> str:
-    """The part of an object's name that its contents decide."""
+    """The part of an object's name that depends on its contents."""
     return xxhash.xxh3_128_hexdigest(head)
 
 
@@ -65,14 +65,14 @@ _distrusted: set[str] = set()
 
 
 def distrust(names: Iterable[str]) -> None:
-    """Note the objects of a version that was found damaged.
+    """Note the objects of a damaged version.
 
-    From now on, no save of this process reuses these objects because a manifest names them: saving
-    the right tensors again makes a version that is whole.
+    From now on, saves of this process do not reuse these objects, even if a manifest names them. So
+    the user can save the right tensors again and gets an undamaged version.
     """
     _distrusted.update(names)
 
 
 def is_distrusted(name: str) -> bool:
-    """Whether an object was in a damaged version; no two objects anywhere share a name."""
+    """Whether an object was in a damaged version; the name of an object is unique everywhere."""
     return name in _distrusted

@@ -12,7 +12,7 @@ from skyward.store.format.manifest import ITEM_SIZES, View
 
 ALIGNMENT = 64
 HEADER_LIMIT = 100 << 20
-"""What safetensors itself allows."""
+"""The limit of the safetensors library."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -31,7 +31,7 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""What safetensors calls the dtypes of torch; objects hold the others as plain bytes."""
+"""The names that safetensors has for torch's dtypes; objects hold other dtypes as plain bytes."""
 
 RECENT_DTYPES = DTYPES | {
     "complex64": "C64",
@@ -75,7 +75,7 @@ def head_of_views(
     views: Mapping[str, View], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
     """The head of a file that holds views by name, and where each begins, in the file's order."""
-    # As safetensors itself orders tensors, so that each begins at a multiple of its element.
+    # The order of safetensors itself: each tensor begins at a multiple of its element's size.
     order = sorted(views, key=lambda name: (-ITEM_SIZES[views[name].dtype], name))
     entries = [
         TensorEntry(

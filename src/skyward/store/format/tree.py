@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEPTH_LIMIT = 100
 _EXACT = 1 << 53
-"""Readers of JSON may keep numbers as doubles, which are exact up to here."""
+"""A reader of JSON may use doubles, which hold whole numbers exactly up to this one."""
 
 
 def encode(value: object) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
@@ -129,9 +129,10 @@ class Number:
 
 
 def outline(tree: Any, count: int, where: str, *, values: bool = True) -> Any:
-    """The value a tree stands for, with a number in the place of each of its `count` tensors.
+    """The value that a tree describes, with a `Number` in place of each of its `count` tensors.
 
-    Without `values`, those that JSON lacks stay as they are written, and torch is not needed.
+    Without `values`, a value that JSON has no type for stays in its written form, and torch is not
+    needed.
     """
 
     def take(index: int) -> Number:
@@ -160,11 +161,11 @@ def numbers(
 
 
 _Plain = Callable[[str, Any], Any]
-"""Makes the value of a kind and its content, for what is neither a tensor nor a container."""
+"""Makes a value that is neither a tensor nor a container from its kind and its content."""
 
 
 def decode(tree: Any, tensor: Callable[[int], Any], where: str) -> Any:
-    """The value a tree stands for; `tensor` gives the tensor of a number."""
+    """The value that a tree describes; `tensor` returns the tensor with a given number."""
     return _decoded(tree, tensor, where, _decode_plain)
 
 
@@ -179,7 +180,7 @@ def _decoded(tree: Any, tensor: Callable[[int], Any], where: str, plain: _Plain)
 
 
 class _MalformedError(Exception):
-    """No encoder makes this."""
+    """The tree has an entry that `encode` never writes."""
 
 
 def _decode(node: Any, tensor: Callable[[int], Any], plain: _Plain, depth: int) -> Any:
