@@ -49,7 +49,7 @@ class Pool:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been taken down."""
+        """Whether the pool has been taken down."""
         return self._fleet.closed
 
     @property
@@ -59,15 +59,15 @@ class Pool:
 
     @property
     def counts(self) -> Counts:
-        """What has been done so far."""
+        """The numbers of the pool's tasks so far."""
         return self._dispatcher.counts
 
     def start(self) -> None:
-        """Bring the nodes up; raises the first failure that leaves too few."""
+        """Start the nodes; raises the first failure that leaves too few nodes."""
         self._fleet.start()
 
     def close(self, seconds: float = 5.0) -> None:
-        """End everything; tasks not done are told. Nothing is left behind."""
+        """End the nodes and remove their machines; tasks that are not done fail."""
         if not self._closing.acquire(blocking=False):
             return
         self._dispatcher.close()
@@ -100,10 +100,10 @@ class Pool:
         worker: tuple[int, int] | None = None,
         like: Task | None = None,
     ) -> Task:
-        """Encode a call; `keep` copies what the caller may change before it is sent.
+        """Encode a call; `keep` copies arguments that the caller may change before they are sent.
 
-        `like` is a task of the same call, whose parcel is used again. Unless a worker is given,
-        tensors on a device of this pool stay where they are, and the call goes there.
+        `like` is a task of the same call, whose parcel is used again. Unless a worker is given, the
+        call goes to the node of its device tensors, and the tensors stay there.
         """
         self._check_open()
         function = pending.function
@@ -135,19 +135,19 @@ class Pool:
         )
 
     def submit(self, task: Task) -> None:
-        """Send a task to a free place, or queue it."""
+        """Send a task to an executor with a free slot, or queue it."""
         self._dispatcher.submit(task)
 
     def submit_all(self, tasks: list[Task]) -> None:
-        """Submit tasks such that no other comes between them on any worker."""
+        """Submit tasks together: no other task comes between them on any worker."""
         self._dispatcher.submit_all(tasks)
 
     def cancel(self, task: Task) -> None:
-        """Give a task up: the caller is released at once, the remote work is stopped."""
+        """Give a task up: the caller stops waiting at once, and the remote work is stopped."""
         self._dispatcher.cancel(task)
 
     def after(self, task: Task, action: Callable[[], None]) -> None:
-        """Off the loop's thread, once the task is done; to be called before it is submitted."""
+        """Run an action when the task is done, not on the loop's thread; call before `submit`."""
         with self._results_lock:
             if self._results_thread is None:
                 self._results_thread = threading.Thread(
@@ -165,12 +165,12 @@ class Pool:
         self._dispatcher.flush_output(task)
 
     def device(self, node: int, kind: str) -> int:
-        """The index of the sky device that stands for that kind on that node."""
+        """The index of the sky device of that kind on that node."""
         self._check_open()
         return self._fleet.device(node, kind)
 
     def device_holder(self, index: int) -> Holder | None:
-        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        """The node of a sky device of this pool, and the worker if only one sees the GPU."""
         return self._fleet.device_holder(index)
 
     def workers(self) -> list[tuple[int, int]]:
@@ -178,11 +178,11 @@ class Pool:
         return self._fleet.workers()
 
     def ready_nodes(self) -> int:
-        """How many nodes have come so far."""
+        """How many nodes have been ready."""
         return sum(node.joined for node in self.nodes)
 
     def slots(self) -> int:
-        """Tasks the pool can run at once."""
+        """How many tasks the pool can run at once."""
         return self._fleet.slots()
 
     def views(self) -> list[NodeView]:

@@ -1,4 +1,4 @@
-"""Answers: what came of a task, as a value, a stream of values, or a failure."""
+"""Answers: the outcome of a task, as a value, a stream of values, or a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXIT_HINT = " (the function called sys.exit; the worker goes on)"
 
 
 class Answer:
-    """What came of a task; `get` decodes it on the caller's thread."""
+    """The outcome of a task; `get` decodes it on the caller's thread."""
 
     def get(self) -> Any:
         """Return the value, or raise the exception."""
@@ -24,7 +24,7 @@ class Answer:
 
 
 class Value(Answer):
-    """The value the function returned, not yet decoded."""
+    """The value that the function returned, not yet decoded."""
 
     __slots__ = ("_pieces", "_where")
 
@@ -56,7 +56,7 @@ class Streaming(Answer):
         self._open = open
 
     def get(self) -> Any:
-        """A new iterator; only the caller holds it, so that dropping it ends the stream."""
+        """A new iterator; only the caller refers to it, so the stream ends when it is dropped."""
         return self._open()
 
 
@@ -79,7 +79,7 @@ class Failed(Answer):
 
 
 def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: str) -> Failed:
-    """The exception a task raised, with a note of where it ran and the remote traceback."""
+    """The exception that a task raised, with a note that has its node and remote traceback."""
 
     def make() -> BaseException:
         if failure.cancelled:
@@ -109,7 +109,7 @@ def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: st
 
 
 def remote_traceback(failure: Failure) -> str:
-    """The remote frames with source lines; where the worker has no file, the client's lines."""
+    """The remote frames with source lines; if the worker has no file, from the client's file."""
     lines = []
     for file, number, function, source in failure.frames:
         lines.append(f'  File "{file}", line {number}, in {function}')

@@ -1,4 +1,4 @@
-"""Cancelling: the remote work of a task is stopped, by killing its executor if need be."""
+"""Cancelling: stops the remote work of a task, and kills its executor if necessary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyward.calls.task import Task
 from skyward.wire.messages import Credit
 
 CANCEL_GRACE = 1.0
-"""Seconds a cancelled task has to end by itself before its process is killed."""
+"""How long a cancelled task may take to end before its process is killed."""
 
 
 class Canceller:
@@ -18,7 +18,7 @@ class Canceller:
         self._loop = loop
 
     def stop(self, lane: Lane, task: Task) -> None:
-        """Have an executor stop a task; one that does not is killed."""
+        """Have an executor stop a task; an executor that does not stop it is killed."""
         lane.stop(task)
         self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
 
@@ -26,13 +26,13 @@ class Canceller:
         if task.id not in lane.tasks or lane.lost:
             return
         if not lane.connection.connected_for(CANCEL_GRACE):
-            # The cancellation has not reached the executor, or only just.
+            # The cancellation has not reached the executor, or reached it a moment ago.
             self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
         else:
             lane.kill(f"{task.name} was cancelled and did not end within {CANCEL_GRACE} s")
 
     def end_stream(self, lane: Lane, task: Task) -> None:
-        """Have an executor end a stream whose items nobody wants any more."""
+        """Have an executor end a stream that its consumer has closed."""
         lane.tell(Credit(task.id, -1, -1))
         self._loop.later(CANCEL_GRACE, lambda: self._stop_if_running(lane, task))
 

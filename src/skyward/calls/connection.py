@@ -1,4 +1,4 @@
-"""A connection: the client's channel to one executor, on which one thread sends at a time."""
+"""A connection: the client's channel to one executor; one thread at a time sends on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Message, Payload, R
 
 
 class Connection:
-    """Sends messages to one executor, and reads what it sends."""
+    """Sends messages to one executor, and reads the payloads that it sends."""
 
     __slots__ = ("_mapped", "_reconnected", "channel", "closed", "lock")
 
@@ -26,20 +26,20 @@ class Connection:
         self.channel = channel
         self.closed = False
         self.lock = threading.RLock()
-        """Held by the thread that sends a task with all that goes before the task."""
+        """Held by the thread that sends a task, and the definitions that go before it."""
         self._mapped = Mapped(on_release)
         self._reconnected = 0.0
 
     def tell(self, message: Message) -> None:
-        """Send a small message; if the executor is gone, its watcher learns that anyway."""
+        """Send a small message; if the executor is gone, only its watcher reports that."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
     def when_free(self, action: Callable[[], None]) -> None:
-        """Do something with the lock held: now, or on another thread once a long transfer is over.
+        """Run an action with the lock held: now, or on another thread after a long transfer.
 
-        A transfer over a network may last for as long as the network is gone, and the loop's thread
-        must go on meanwhile: it is the one that hears how far the transfer has come.
+        A transfer may last as long as an outage of the network. The loop's thread must not wait for
+        it: that thread reads the counts that the transfer waits for.
         """
         if self.channel.shares_memory:
             with self.lock:
@@ -58,7 +58,7 @@ class Connection:
             self.on_own_thread(action)
 
     def on_own_thread(self, action: Callable[[], None]) -> None:
-        """Do something with the lock held, on a thread made for it."""
+        """Run an action with the lock held, on a thread of its own."""
 
         def locked() -> None:
             with self.lock:
@@ -67,15 +67,15 @@ class Connection:
         threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
 
     def reconnected(self) -> None:
-        """Note that the channel has made itself a new connection."""
+        """Note that the channel has a new connection."""
         self._reconnected = time.monotonic()
 
     def connected_for(self, seconds: float) -> bool:
-        """Whether the executor has been within reach for so long, without a gap."""
+        """Whether the executor has been within reach for so many seconds without a gap."""
         return self.channel.connected and time.monotonic() - self._reconnected >= seconds
 
     def take(self, frame: Frame, payload: Payload) -> Pieces:
-        """Read a received payload, mapping what is in shared memory."""
+        """Read a received payload; its shared memory is mapped."""
         if not payload.buffers and frame.body is not None and not frame.descriptors:
             return payloads.unpack(payload, frame.body, _nowhere)
         payloads.check(frame, payload)
@@ -98,7 +98,7 @@ class Connection:
         return pieces
 
     def flush_releases(self) -> None:
-        """Tell the executor which of its segments nothing here maps any more."""
+        """Tell the executor which of its segments this process maps no more."""
         released = []
         while self._mapped.released:
             released.append(self._mapped.released.popleft())
@@ -106,7 +106,7 @@ class Connection:
             self.tell(Released(released))
 
     def close(self) -> None:
-        """Close the channel; what was received from it stays valid."""
+        """Close the channel; received values stay valid."""
         self.closed = True
         self.channel.close()
         self._mapped.close()

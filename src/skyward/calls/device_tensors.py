@@ -1,4 +1,4 @@
-"""Device tensors: passed by reference to a call that runs on the node that holds them."""
+"""Device tensors: a call on their own node gets them by reference."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     import torch
 
 Holder = tuple[int, int | None]
-"""A node, and its worker if only that one can reach the device."""
+"""A node, and a worker of it if only that worker can reach the device."""
 
 
 class DeviceTensors:
-    """The sky tensors among one call's arguments, and the node they make the call run on."""
+    """The sky tensors among one call's arguments, and the node that the call must run on."""
 
     def __init__(self, holder_of: Callable[[int], Holder | None], on: int | None) -> None:
         self._holder_of, self._on = holder_of, on
         self.holder: Holder | None = None
-        """Where the call must run, once it refers to tensors."""
+        """Where the call must run; None as long as it refers to no tensor."""
 
     def __call__(self, storages: list[torch.UntypedStorage]) -> list[bytes] | None:
         """How the holder opens each of these storages; None if it cannot open all of them.

@@ -1,4 +1,4 @@
-"""Dispatch: brings tasks to executors and answers to callers, whatever is lost between."""
+"""Dispatch: brings tasks to executors and answers to callers, also when executors are lost."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ class Dispatcher:
         self._finisher = Finisher(packer, self.counts)
         self._canceller = Canceller(loop)
         self._releasing: deque[Lane] = deque()
-        """Lanes whose executor can have memory back; appended to from finalizers."""
+        """Lanes whose executor can get memory back; finalizers append to this."""
         loop.after_each_round(self._after_round)
 
     # Lanes come and go.
 
     def add(self, lane: Lane, *, usable: bool) -> None:
-        """Take a lane on; unless it is `usable`, it gets no tasks."""
+        """Add a lane; unless it is `usable`, it gets no tasks yet."""
         self.packer.recipients.add(lane)
         self.lanes.add(lane, usable=usable)
 
     def drain(self, lane: Lane) -> None:
-        """Give a lane nothing new."""
+        """Give a lane no new tasks."""
         self.lanes.drain(lane)
 
     def pause(self, lane: Lane) -> None:
-        """Give a lane that is out of reach nothing new for now; it keeps what it was sent."""
+        """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
         self.lanes.pause(lane)
 
     def resume(self, lane: Lane) -> None:
@@ -81,7 +81,7 @@ class Dispatcher:
         self.lanes.resume(lane)
 
     def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
-        """Give a lane up: tasks that ran there fail or are retried, the others are requeued."""
+        """Give a lane up: its running tasks fail or are retried, its other tasks are requeued."""
         self.packer.recipients.discard(lane)
         started, unstarted = self.lanes.remove(lane)
         self.counts.bytes_sent += lane.channel.bytes_sent
@@ -95,7 +95,7 @@ class Dispatcher:
             self._finisher.release(task)
 
     def _retry_or_fail(self, task: Task, problem: SkywardError) -> None:
-        """Deal with a task that lost its executor through no fault of its own."""
+        """Retry or fail a task whose executor was lost."""
         if task.done or not task.retries or task.inputs:
             self._finisher.fail(task, problem)
             return
@@ -125,7 +125,7 @@ class Dispatcher:
         self._loop.call_soon(lambda: None)
 
     def submit_all(self, tasks: list[Task]) -> None:
-        """Submit tasks such that no other comes between them on any worker."""
+        """Submit tasks together: no other task comes between them on any worker."""
         sends = []
         try:
             with self.lanes.lock:
@@ -173,13 +173,13 @@ class Dispatcher:
                 self.drain(lane)
             raise
         except OSError:
-            # The executor is gone; losing the lane decides what becomes of its tasks.
+            # The executor is gone; `lose` retries or fails its tasks.
             return
         except SkywardError as problem:
             self.lanes.take_back(lane, task)
             self._finisher.finish(task, Failed.because(problem))
 
-    # What comes back: on the loop's thread, or on a transfer thread for a large body.
+    # Frames from executors: on the loop's thread, or on a transfer thread for a large body.
 
     def receive(self, lane: Lane, frame: Frame) -> None:
         """Deal with a frame from an executor."""
@@ -235,7 +235,7 @@ class Dispatcher:
 
     def _open_stream(self, lane: Lane, task: Task) -> None:
         task.stream = items = StreamItems()
-        # Before anybody takes the iterator: a short stream is over by then, and its slot free.
+        # Before the caller takes the iterator: a short stream then ends, and frees its slot, early.
         lane.tell(Credit(task.id, -1, WINDOW))
         opened = functools.partial(
             RemoteIterator,
@@ -280,7 +280,7 @@ class Dispatcher:
         lane.resend(task, missing.digests, missing.keys)
 
     def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
-        """Take a task off its lane, which can take another."""
+        """Take a task off its lane, which then has room for another."""
         task = self.lanes.leave(lane, task_id, ran)
         lane.stop_feeding(task_id)
         if task is not None and task.timer is not None:
@@ -302,7 +302,7 @@ class Dispatcher:
             self._releasing.popleft().connection.flush_releases()
 
     def note_release(self, lane: Lane) -> None:
-        """Have a lane's executor told what it can have back; may be called from a finalizer."""
+        """Have a lane's executor told which memory it gets back; a finalizer may call this."""
         self._releasing.append(lane)
 
     def _fill(self, lane: Lane) -> None:
@@ -334,7 +334,7 @@ class Dispatcher:
     # Cancelling.
 
     def cancel(self, task: Task, problem: BaseException | None = None) -> None:
-        """Give a task up: the caller is released at once, the remote work is stopped."""
+        """Give a task up: the caller stops waiting at once, and the remote work is stopped."""
         task.cancelled = problem is None
         reason = problem or TaskCancelledError(f"{task.name} was cancelled")
         with self.lanes.lock:
@@ -347,7 +347,7 @@ class Dispatcher:
                 self.drain(lane)
 
     def _abandon(self, lane: Lane, task: Task) -> None:
-        """The consumer of a stream wants no more of it."""
+        """End a stream whose consumer wants no more items."""
         if task.id in lane.tasks and not self.closed:
             self._canceller.end_stream(lane, task)
 
@@ -380,7 +380,7 @@ class Dispatcher:
         )
 
     def close(self) -> None:
-        """Take nothing more; tasks that are not done fail."""
+        """Refuse new tasks; tasks that are not done fail."""
         with self.lanes.lock:
             self.closed = True
             unfinished = self.lanes.take_all()

@@ -1,4 +1,4 @@
-"""Finishing: a task gets its answer, is counted once, and gives back what it held."""
+"""Finishing: a task gets its answer, is counted once, and its memory is freed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class Finisher:
         self._packer, self._counts = packer, counts
 
     def finish(self, task: Task, answer: Answer) -> None:
-        """Give a task its answer; what it holds is released."""
+        """Give a task its answer, and free its memory."""
         if task.finish(answer) and not isinstance(answer, Streaming):
             self._count(task, failed=isinstance(answer, Failed))
         self.release(task)
 
     def fail(self, task: Task, problem: BaseException) -> None:
-        """Give a task a failure known here for an answer, and end its stream if it is one."""
+        """Give a task a failure of the client's as its answer, and end its stream if it has one."""
         self.end_stream(task, Failed.because(problem))
         self.finish(task, Failed.because(problem))
 
     def end_stream(self, task: Task, problem: Answer | None) -> None:
-        """If the task is a stream, no more items of it come."""
+        """End the stream of a task, if the task is a stream."""
         if task.stream is not None:
             task.stream.end(problem)
             self._count(task, failed=problem is not None)
 
     def release(self, task: Task) -> None:
-        """Free what a task holds, once it is done and no lane may still be sending it."""
+        """Free a task's memory if the task is done and no lane may still be sending it."""
         if task.done and not task.on_executor:
             self._packer.release(task.parcel)
 

@@ -1,4 +1,4 @@
-"""Many calls at once: all waited for together, or their results taken one by one."""
+"""Many calls at once: the caller waits for all of them, or takes their results one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Runner(Protocol):
 
 
 def not_the_end(problem: BaseException) -> BaseException:
-    """The problem; instead of StopIteration, which would end a loop over calls, a RuntimeError."""
+    """The problem, or a RuntimeError for StopIteration, which would end a loop over calls."""
     if not isinstance(problem, StopIteration):
         return problem
     replacement = RuntimeError("the call raised StopIteration")
@@ -39,23 +39,23 @@ def not_the_end(problem: BaseException) -> BaseException:
 
 
 class Crowd:
-    """Tasks waited for together: until all are done, or the first has failed."""
+    """Tasks that a caller waits for together: until all are done, or the first has failed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # `wait` counts as one, so that the crowd is not empty before all tasks have joined.
+        # The count begins with 1 for `wait`, so that it is not 0 before all tasks have joined.
         self._inside = 1
         # A queue and not an event: a Ctrl-C can leave an event's lock locked for good.
         self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failed: Task | None = None
 
     def joined(self) -> None:
-        """Wait for one more task."""
+        """Count one more task to wait for."""
         with self._lock:
             self._inside += 1
 
     def left(self, task: Task | None) -> None:
-        """A task is done."""
+        """Note that a task is done."""
         with self._lock:
             self._inside -= 1
             if self._failed is None and task is not None and isinstance(task.answer, Failed):
@@ -74,7 +74,7 @@ class Crowd:
 class Flow(Iterator[Any]):
     """Iterates over the results of calls, with some calls submitted ahead of the consumer.
 
-    Dropping it cancels the calls whose results were not taken.
+    When the flow is dropped, it cancels the calls whose results were not taken.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Flow(Iterator[Any]):
             if self._ordered:
                 self._tasks.append(task)
             else:
-                # The queue and not a method: a task must not keep a dropped flow alive.
+                # A method of the queue, not of the flow: a task must not keep a dropped flow alive.
                 task.when_done(self._ready.put)
             self._runner.submit(task)
 

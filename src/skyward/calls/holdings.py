@@ -1,4 +1,4 @@
-"""Holdings: what one executor already has, so that it is not sent again."""
+"""Holdings: the objects that one executor has already, so that the client sends them only once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyward.wire.messages import (
 )
 
 CODE_MAX = 256
-"""Functions an executor keeps before the client tells it to forget the oldest."""
+"""How many functions an executor keeps before the client tells it to forget the oldest."""
 
 Body = list[bytes | memoryview]
 
@@ -32,8 +32,8 @@ Body = list[bytes | memoryview]
 class Holdings:
     """The code, data, buffers and segments of memory that one executor has been sent.
 
-    Every method is called with the lock of the executor's connection held, so that what is noted
-    here and what is sent are in the same order.
+    Every caller holds the lock of the executor's connection, so that the notes here are in the
+    same order as the messages.
     """
 
     __slots__ = (
@@ -58,18 +58,18 @@ class Holdings:
         neighbor: Neighbor,
         relays: Relays | None,
     ) -> None:
-        """`tasks` are those the executor has; without `relays`, it fetches from no other."""
+        """`tasks` are the executor's tasks; without `relays`, it fetches from no other executor."""
         self._channel, self._store, self._tasks = channel, store, tasks
         self._neighbor, self._relays = neighbor, relays
         self._named: OrderedDict[bytes, NamedParcel] = OrderedDict()
         self._digests: set[bytes] = set()
         self._segments: set[int] = set()
         self._leaving: set[int] = set()
-        """Segments the executor was told to forget and has not released yet."""
+        """Segments that the executor was told to forget and has not released yet."""
         self._sends = 0
         """How many tasks were sent."""
         self._resent: dict[bytes, int] = {}
-        """For digests and keys that were missing: with which task they were sent again."""
+        """For digests and keys that were missing: the task with which they were sent again."""
 
     @property
     def can_fetch(self) -> bool:
@@ -153,7 +153,7 @@ class Holdings:
         return packed.payload, body, [segment.descriptor for segment in new.values()]
 
     def _fetches(self, buffers: dict[bytes, memoryview], fetch: bool) -> bool:
-        """Tell the executor to get these from another one; False if the client must send them."""
+        """Have the executor fetch buffers from another; False if the client must send them."""
         if self._relays is None or not buffers:
             return False
         fetch = fetch and sum(map(len, buffers.values())) >= RELAY_MIN
@@ -166,9 +166,9 @@ class Holdings:
         return True
 
     def lacks(self, task: Task, digests: Iterable[bytes], keys: Iterable[bytes]) -> None:
-        """Note that the executor does not have these, which a task needs.
+        """Note that the executor lacks buffers or objects that a task needs.
 
-        Several tasks may lack the same; it is sent again with the first of them.
+        Several tasks may lack the same object; the client sends it again with the first of them.
         """
         lacking = [digest for digest in digests if self._resent.get(digest, 0) <= task.sent]
         for key in keys:
@@ -199,9 +199,9 @@ class Holdings:
     def forget(
         self, segments: Sequence[int], keys: Sequence[bytes], digests: Sequence[bytes]
     ) -> Forget | None:
-        """Forget what nobody will refer to again; returns what to tell the executor, if anything.
+        """Forget objects that no task will refer to; returns the message for the executor, if any.
 
-        Segments stay pinned until the executor says that it has released them.
+        Segments stay pinned until the executor reports that it has released them.
         """
         ours = [segment for segment in segments if segment in self._segments]
         self._leaving.update(ours)
@@ -213,7 +213,7 @@ class Holdings:
         return Forget(known, ours, stale) if ours or known or stale else None
 
     def clear(self) -> None:
-        """The executor is gone, and holds nothing any more."""
+        """Forget everything: the executor is gone."""
         self.released(list(self._segments))
         self.drop_digests(list(self._digests))
 

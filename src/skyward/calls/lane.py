@@ -1,6 +1,6 @@
 """A lane: how the client uses one executor.
 
-It joins the connection to the executor, what the executor holds, and its load.
+A lane joins the connection to the executor, the executor's holdings, and its load.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Cancel, Message, Run
 
 PROMPT_BYTES = 16 << 10
-"""What is not larger is sent without waiting, whatever the network does."""
+"""A frame up to this size is sent without waiting, even during an outage of the network."""
 LONG_BYTES = 1 << 20
-"""Larger frames are not waited for to send a message after them."""
+"""A transfer of a larger pickle is cut off when its task is cancelled."""
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class Preparation:
     """How far an executor is with the plugins' hooks."""
 
     begun: bool = False
-    """Whether it was told to enter them, which it can do once."""
+    """Whether the executor was told to enter the hooks; it can enter them only once."""
     done: bool = False
-    """Whether it has entered them, or there are none."""
+    """Whether the executor has entered the hooks, or there are none."""
     replaced: bool = False
-    """Whether its group of workers is over: it gets nothing new, and is ended when idle."""
+    """Whether its group of workers is over: the executor gets no new tasks, and ends when idle."""
 
     def begin(self) -> bool:
         """Note that the executor is told to prepare; False if it has been told before."""
@@ -48,7 +48,7 @@ class Preparation:
         return not before
 
     def replace(self) -> bool:
-        """Note that another executor takes its place; False if that was known."""
+        """Note that another executor will take this one's place; False if that was known."""
         before, self.replaced = self.replaced, True
         return not before
 
@@ -88,7 +88,7 @@ class Lane:
         """`port` is kept free on the head's first worker.
 
         `kill` has the agent end the executor and start a new one. `on_release` is called, also from
-        finalizers, when the executor can have memory back.
+        finalizers, when the executor can get memory back.
         """
         self.load = load
         self.tasks = load.tasks
@@ -98,13 +98,13 @@ class Lane:
         self.holdings = Holdings(channel, store, load.tasks, self.neighbor, relays)
         self.preparation = Preparation()
         self._feeders: dict[int, list[Feeder]] = {}
-        """For each task with streamed arguments, what sends their items."""
+        """For each task with streamed arguments, the feeders that send the items."""
         self.pid, self.port = pid, port
         self.end_reason = ""
-        """Why the process ended, once the agent has said so."""
+        """Why the process ended, after the agent has reported it; empty until then."""
         self._kill = kill
         self._sending: Task | None = None
-        """The task that is being sent, with all that goes before it."""
+        """The task that a thread is sending, or whose definitions it is sending."""
 
     @property
     def node(self) -> int:
@@ -118,7 +118,7 @@ class Lane:
 
     @property
     def slot(self) -> int:
-        """Which of its worker's processes the executor is."""
+        """The executor's number among the processes of its worker."""
         return self.load.slot
 
     @property
@@ -132,7 +132,7 @@ class Lane:
         return self.connection.closed
 
     def tell(self, message: Message) -> None:
-        """Send a small message; if the executor is gone, its watcher learns that anyway."""
+        """Send a small message; if the executor is gone, only its watcher reports that."""
         self.connection.tell(message)
 
     def kill(self, reason: str) -> None:
@@ -140,7 +140,7 @@ class Lane:
         self._kill(self, reason)
 
     def process_ended(self, reason: str) -> None:
-        """Note why the process ended, as its agent says."""
+        """Note why the process ended; the agent has reported it."""
         self.end_reason = reason
 
     def takes_long(self, task: Task) -> bool:
@@ -154,14 +154,14 @@ class Lane:
         )
 
     def send(self, task: Task, *, fetch: bool = True) -> bool:
-        """Send a task with whatever its executor does not have yet, unless it was cancelled.
+        """Send a task and the objects that the executor lacks, unless the task was cancelled.
 
         With `fetch`, the executor is told to get large buffers from other executors if it can.
         """
         with self.connection.lock:
             if self.lost:
                 raise BrokenPipeError("the executor is gone")
-            # In this order: cancelling marks the task as done, and then looks whether it is sent.
+            # In this order: `cancel` first marks the task as done, then checks whether it is sent.
             self._sending = task
             try:
                 return not task.done and self._send(task, fetch)
@@ -189,7 +189,7 @@ class Lane:
         return True
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
-        """Send several light tasks in one write; returns those cancelled meanwhile, unsent."""
+        """Send several light tasks in one write; returns those that were cancelled, unsent."""
         with self.connection.lock:
             unsent = [task for task in tasks if task.done]
             batch: list[tuple[Message, Body]] = []
@@ -208,12 +208,12 @@ class Lane:
             return unsent
 
     def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:
-        """Send a task again with what the executor turned out not to have."""
+        """Send a task again, with the objects that the executor has reported missing."""
         with self.connection.lock:
             self.holdings.lacks(task, digests, keys)
-            # If the executor is gone, losing the lane decides what becomes of the task.
+            # If the executor is gone, the loss of the lane retries or fails the task.
             with contextlib.suppress(OSError):
-                # From the client: an executor asked for the buffers may be waiting for this one.
+                # The client sends the buffers: another executor may be waiting for this one.
                 self.send(task, fetch=False)
 
     def feed(self, task: Task) -> None:
@@ -223,36 +223,36 @@ class Lane:
         ]
 
     def grant(self, task_id: int, stream: int, count: int) -> None:
-        """The executor wants so many more items of a streamed argument."""
+        """Send so many more items of a streamed argument: the executor has asked for them."""
         for feeder in self._feeders.get(task_id, [])[stream:][:1]:
             feeder.grant(count)
 
     def stop_feeding(self, task_id: int) -> None:
-        """A task needs no more items of its streamed arguments."""
+        """Stop sending the items of a task's streamed arguments."""
         for feeder in self._feeders.pop(task_id, ()):
             feeder.stop()
 
     def stop(self, task: Task) -> None:
-        """Have a task stopped; amid a long transfer, only by ending the connection.
+        """Have a task stopped; during a long transfer, by ending the connection.
 
-        What is sent may be the caller's own memory, and the caller is about to have it back.
+        The transfer may read the caller's own memory, which the caller may change after `stop`.
         """
         parcel = task.parcel
         if self._sending is task and (parcel.large or parcel.encoded.pickle_length > LONG_BYTES):
             self.channel.abort()
             return
-        # The executor may not be reading while a thread waits to send to it. The loop must not
-        # wait as well: it has the executor killed if need be.
+        # The executor may not read, so that another thread waits to send to it. The loop must not
+        # wait, too: the loop has the executor killed if necessary.
         connection = self.connection
         run = connection.on_own_thread if self.channel.shares_memory else connection.when_free
         run(lambda: self.tell(Cancel(task.id)))
 
     def evicted(self, digests: list[bytes]) -> None:
-        """The executor dropped these buffers to stay within its cap."""
+        """Note that the executor dropped these buffers to stay within its cache's limit."""
         self.connection.when_free(lambda: self.holdings.drop_digests(digests))
 
     def released(self, segments: list[int]) -> None:
-        """The executor no longer maps these segments of the client's."""
+        """Note that the executor no longer maps these segments of the client's."""
         with self.connection.lock:
             self.holdings.released(segments)
 
@@ -263,7 +263,7 @@ class Lane:
         keys: Sequence[bytes] = (),
         digests: Sequence[bytes] = (),
     ) -> None:
-        """Tell the executor that nobody will refer to these again."""
+        """Tell the executor which objects and segments no task will refer to again."""
 
         def tell() -> None:
             message = self.holdings.forget(segments, keys, digests)
@@ -273,16 +273,16 @@ class Lane:
         self.connection.when_free(tell)
 
     def disconnected(self) -> None:
-        """The executor is out of reach, for now."""
+        """Note that the executor is out of reach for now."""
         self.neighbor.connected = False
 
     def reconnected(self) -> None:
-        """The executor is within reach again."""
+        """Note that the executor is within reach again."""
         self.neighbor.connected = True
         self.connection.reconnected()
 
     def close(self) -> None:
-        """The executor is gone for good."""
+        """Close the connection: the executor is gone for good."""
         self.neighbor.connected = False
         self.connection.close()
         with self.connection.lock:

@@ -11,7 +11,7 @@ from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.task import Task
 
 RECALL_SECONDS = 0.05
-"""After so long without a result, tasks sent ahead are called back for other executors to take."""
+"""After so long without a result, the client calls tasks back that were sent ahead."""
 
 
 class Lanes:
@@ -19,20 +19,20 @@ class Lanes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """To be held by callers of `assign` and `queue`, and around steps that belong together."""
+        """Callers hold this around `assign` and `queue`, and around steps that belong together."""
         self._scheduler: Scheduler[Task] = Scheduler()
         self._by_load: dict[Load[Task], Lane] = {}
         self._refillable: set[Lane] = set()
         """Lanes that may have room for waiting tasks."""
 
     def __iter__(self) -> Iterator[Lane]:
-        """The lanes there are now."""
+        """The lanes of this moment."""
         return iter(list(self._by_load.values()))
 
     # Lanes.
 
     def add(self, lane: Lane, *, usable: bool) -> None:
-        """Take a lane on; unless it is `usable`, it gets no tasks."""
+        """Add a lane; unless it is `usable`, it gets no tasks yet."""
         with self.lock:
             self._by_load[lane.load] = lane
             lane.load.open = usable
@@ -41,14 +41,14 @@ class Lanes:
             self._refillable.add(lane)
 
     def drain(self, lane: Lane) -> None:
-        """Give a lane nothing new."""
+        """Give a lane no new tasks."""
         with self.lock:
             lane.load.paused = False
             if lane.load.open:
                 self._scheduler.remove(lane.load)
 
     def pause(self, lane: Lane) -> None:
-        """Give a lane that is out of reach nothing new for now; it keeps what it was sent."""
+        """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
         with self.lock:
             lane.disconnected()
             if lane.load.open:
@@ -65,7 +65,7 @@ class Lanes:
                 self._refillable.add(lane)
 
     def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:
-        """Give a lane up; returns its tasks that may have started, and those that have not."""
+        """Remove a lane; returns its tasks that may have started, and its other tasks."""
         with self.lock:
             self.drain(lane)
             self._by_load.pop(lane.load, None)
@@ -80,7 +80,7 @@ class Lanes:
             return self._by_load.get(load) if load is not None else None
 
     def relist(self) -> None:
-        """Find every free slot again: a Ctrl-C may have come between two steps of assigning."""
+        """Find every free slot again: a Ctrl-C may have interrupted the assigning of a task."""
         with self.lock:
             for load in self._by_load:
                 self._scheduler.relist(load)
@@ -100,7 +100,7 @@ class Lanes:
         return refillable
 
     def take_stuck(self) -> list[Lane]:
-        """Lanes whose tasks sent ahead wait behind a slow one; each is named once."""
+        """Lanes with tasks that were sent ahead and wait behind a slow one; each is named once."""
         now = time.monotonic()
         stuck = []
         for load, lane in list(self._by_load.items()):
@@ -116,7 +116,7 @@ class Lanes:
         load = self._scheduler.pick(task)
         if load is None:
             return None
-        # In this order, so that a task on a lane knows it, whatever interrupts us.
+        # In this order, so that a task on a lane knows its lane even after a Ctrl-C.
         task.load = load
         self._scheduler.begin(load, task)
         return self._by_load[load]
@@ -137,7 +137,7 @@ class Lanes:
         self._scheduler.queue(task)
 
     def requeue(self, tasks: Iterable[Task]) -> None:
-        """Keep tasks that lost their lane, before all others; the first given comes last."""
+        """Queue tasks that lost their lane, before all others; the first given comes last."""
         with self.lock:
             for task in tasks:
                 if not task.done:
@@ -161,7 +161,7 @@ class Lanes:
         return task
 
     def recalled(self, lane: Lane, task_ids: list[int]) -> None:
-        """Requeue tasks that an executor was sent ahead and has given back."""
+        """Requeue tasks that an executor has given back."""
         with self.lock:
             lane.load.recalling = False
             lane.load.stop_sending_ahead()
@@ -170,7 +170,7 @@ class Lanes:
             self.refill_all()
 
     def take_unrunnable(self, can_run: Callable[[Task], bool]) -> list[Task]:
-        """Take the waiting tasks out that cannot run any more."""
+        """Remove the waiting tasks that cannot run any more, and return them."""
         with self.lock:
             unrunnable = [task for task in self._scheduler.queued() if not can_run(task)]
             for task in unrunnable:
@@ -178,7 +178,7 @@ class Lanes:
         return unrunnable
 
     def take_all(self) -> list[Task]:
-        """Every task; those that waited do so no longer."""
+        """Empty the queue, and return every task, also those on lanes."""
         with self.lock:
             waiting = self._scheduler.forget_queue()
             return waiting + [task for load in self._by_load for task in load.tasks.values()]

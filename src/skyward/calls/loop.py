@@ -1,6 +1,6 @@
 """The loop: the client's one background thread, which waits for frames and timers.
 
-It never runs user code.
+The loop never runs user code.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Loop:
             self._lose(channel, on_lost, _why_ended(channel))
             return
         self._selector.register(channel, selectors.EVENT_READ, (channel, on_frame, on_lost))
-        # Bytes read along with the handshake or with a large body wake no selector.
+        # No selector reports bytes that were read with the handshake or with a large body.
         self._deliver(channel, on_frame, on_lost, channel.buffered)
 
     def forget(self, channel: Channel) -> None:
@@ -108,7 +108,7 @@ class Loop:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-        # Other threads may still call `_wake`, when these descriptors may belong to other files.
+        # Other threads may still call `_wake`, after other files have got these descriptors.
         self._wake_read = self._wake_write = -1
 
     def _wake(self) -> None:
@@ -193,7 +193,7 @@ class Loop:
 
 
 def _why_ended(channel: Channel) -> BaseException:
-    """The reason why a channel is over, which reading from it raises."""
+    """The exception that says why a channel has ended; reading from the channel raises it."""
     try:
         channel.poll()
     except (EOFError, OSError) as problem:

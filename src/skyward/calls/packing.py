@@ -1,4 +1,4 @@
-"""Packing: calls, code and data become parcels, whose large buffers are hashed and held."""
+"""Packing: calls, code and data become parcels; large buffers are hashed and kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RETURN_SECONDS = 0.01
 
 
 def blob_room() -> tuple[int, str | None]:
-    """How many bytes of blobs to keep, and in which folder; None: in memory."""
+    """How many bytes of blobs to keep, and in which folder; None means in memory."""
     folder = os.environ.get("SKYWARD_BLOB_DIR") or None
     cap = min(memory.machine_memory() // 8, 4 << 30)
     if folder is not None:
@@ -37,7 +37,7 @@ def blob_room() -> tuple[int, str | None]:
                 f"SKYWARD_BLOB_DIR={folder!r}: it is not a folder; make it, or unset the variable "
                 "to use memory"
             )
-        # Segments that hold blobs, that executors still map, and that are free must fit together.
+        # All segments must fit: those with blobs, those that executors still map, and free ones.
         cap = min(cap, shutil.disk_usage(folder).free // 4)
     given = os.environ.get("SKYWARD_BLOB_CAP")
     if given is None:
@@ -48,7 +48,7 @@ def blob_room() -> tuple[int, str | None]:
 
 
 class Recipient(Protocol):
-    """An executor that holds parcels it was sent."""
+    """An executor that keeps the parcels it was sent."""
 
     def forget(
         self,
@@ -57,15 +57,15 @@ class Recipient(Protocol):
         keys: Sequence[bytes] = (),
         digests: Sequence[bytes] = (),
     ) -> None:
-        """Tell the executor that nobody will refer to these again."""
+        """Tell the executor which objects and segments no task will refer to again."""
 
 
 class Packer:
-    """Makes parcels, and keeps the one parcel for everything that executors hold under a key."""
+    """Makes parcels, and keeps one parcel for each key under which executors keep an object."""
 
     def __init__(self, *, encrypted: bool, relayed: bool) -> None:
         self.recipients: set[Recipient] = set()
-        """The executors that may hold what was packed here."""
+        """The executors that may keep objects that were packed here."""
         self._encrypted = encrypted
         self._relayed = relayed
         self.cap, folder = blob_room()
@@ -83,10 +83,11 @@ class Packer:
         for_many: bool = False,
         refer: DeviceTensors | None = None,
     ) -> tuple[Parcel, list[Iterator[Any]]]:
-        """Pack a call's arguments; returns also the iterators among them that travel item by item.
+        """Pack a call's arguments; also returns the iterators that travel item by item.
 
-        `keep` copies what the caller may change before it is sent; `for_many` says that others
-        are sent the same; `refer` decides which tensors stay where they are.
+        `keep` copies arguments that the caller may change before they are sent. `for_many` says
+        that several workers get the same arguments. `refer` decides which tensors stay on their
+        device.
         """
         function = pending.function
         args, kwargs, inputs = split_streams(pending)
@@ -128,7 +129,7 @@ class Packer:
             if held:
                 parcel.blobs = self.store.place(large, parcel.digests)
         if held:
-            # The bytes are in shared memory now; the caller may change or free its own memory.
+            # The bytes are in shared memory now, so the caller may change or free its memory.
             encoded.buffers = [
                 memory.placeholder(len(buffer)) if len(buffer) >= BLOB_MIN else buffer
                 for buffer in encoded.buffers
@@ -154,7 +155,7 @@ class Packer:
         return Parcel(parcel.encoded, list(parcel.blobs), parcel.digests, parcel.large)
 
     def release(self, parcel: Parcel) -> None:
-        """Free what a parcel holds, which nobody will send again."""
+        """Free the memory of a parcel that no lane will send again."""
         blobs, parcel.blobs = parcel.blobs, []
         for blob in blobs:
             self.store.unpin(blob.segment.id)
@@ -199,14 +200,14 @@ class Packer:
         return made
 
     def tell_unused(self) -> None:
-        """Tell the executors which segments and which data of `put` nobody uses any more."""
+        """Tell the executors which segments and which data of `put` are no longer in use."""
         retired, forgotten = self._take_retired(), self._take_forgotten()
         if retired or forgotten:
             for recipient in list(self.recipients):
                 recipient.forget(segments=retired, keys=forgotten)
 
     def _take_forgotten(self) -> list[bytes]:
-        """Release the data of handles that have died since; returns their keys."""
+        """Release the data of handles that have been freed; returns their keys."""
         keys: list[bytes] = []
         while not self._forgotten.empty():
             keys.append(self._forgotten.get())
@@ -220,7 +221,7 @@ class Packer:
         return keys
 
     def _take_retired(self) -> list[int]:
-        """Segments that hold nothing any more, which executors need not map any longer."""
+        """Segments without blobs, which executors need not map any longer."""
         retired = []
         while self.store.retired:
             retired.append(self.store.retired.popleft())
@@ -235,7 +236,7 @@ class Packer:
 def split_streams(
     pending: Pending[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Iterator[Any]]]:
-    """Replace the arguments that stream by references; returns also their iterators."""
+    """Replace the streamed arguments by references; also returns the iterators."""
     streamed = pending.function.streamed_parameters
     if not streamed:
         return pending.args, pending.kwargs, []

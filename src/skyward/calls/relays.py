@@ -1,4 +1,4 @@
-"""Relays: which executors have which large buffers, so that each buffer leaves the client once."""
+"""Relays: which executors have which large buffers, so that the client sends each only once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 RELAY_MIN = 1 << 20
-"""Fewer bytes than this are sent sooner than another executor is asked for them."""
+"""For fewer bytes, sending from the client is faster than fetching from another executor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -16,11 +16,11 @@ class Neighbor:
     """An executor that others may fetch buffers from."""
 
     address: str = ""
-    """Where the other executors reach it; empty if they cannot."""
+    """Where the other executors reach this one; empty if they cannot."""
     certified: str = ""
     """The name in its certificate."""
     connected: bool = True
-    """Whether the client has a connection to it now."""
+    """Whether the client has a connection to the executor now."""
 
 
 class Relays:
@@ -38,9 +38,9 @@ class Relays:
     ) -> tuple[Neighbor, int] | None:
         """Note that an executor gets these buffers; returns the executor to fetch them from.
 
-        That is the executor that got them last, so that all of them form a chain in which every
-        executor receives and sends each buffer once. The number says which step of the chain this
-        is. None: the client has to send the buffers.
+        This is the executor that got the buffers last. So the executors form a chain, in which
+        every executor receives and sends each buffer once. The number is the step in the chain.
+        Returns None if the client has to send the buffers.
         """
         with self._lock:
             holders = [self._holders.setdefault(digest, []) for digest in digests]

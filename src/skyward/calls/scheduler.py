@@ -1,6 +1,6 @@
 """The scheduler: which task goes to which executor.
 
-A pure structure, which takes constant time per task whatever the number of nodes.
+The scheduler is a plain data structure. The time per task does not depend on the number of nodes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ AHEAD_SECONDS = 0.004
 
 
 class Work(Protocol):
-    """What the scheduler knows of a task."""
+    """The properties of a task that the scheduler needs."""
 
     id: int
     on: int | None
-    """The node it must run on."""
+    """The node that the task must run on."""
     worker: tuple[int, int] | None
-    """The (node, worker) it must run on."""
+    """The (node, worker) that the task must run on."""
     waiting: bool
-    """Whether it is queued; False once it was cancelled there."""
+    """Whether the task is queued; False after it was cancelled in the queue."""
     order: int
-    """Its number in the queue, given by the scheduler."""
+    """The task's number in the queue; the scheduler sets it."""
 
 
 W = TypeVar("W", bound=Work)
@@ -40,31 +40,31 @@ class Load(Generic[W]):
     node: int
     worker: int
     slot: int
-    """Which of its worker's processes the executor is."""
+    """The executor's number among the processes of its worker."""
     capacity: int = 1
     """How many tasks the executor runs at once."""
     tasks: dict[int, W] = field(default_factory=dict)
-    """In flight, in the order they were sent; the first `capacity` have started."""
+    """The executor's tasks in the order of sending; the first `capacity` tasks have started."""
     window: int = 0
-    """How many tasks the executor may have, with those sent ahead; at first its capacity."""
+    """How many tasks the executor may have, including tasks sent ahead; first its capacity."""
     open: bool = True
     """Whether the executor is given new tasks."""
     paused: bool = False
-    """Whether it is given none only because it is out of reach."""
+    """Whether the executor gets no new tasks only because it is out of reach."""
     listed: bool = False
-    """Whether the scheduler has it among those with a free slot."""
+    """Whether the scheduler lists the executor among those with a free slot."""
     average: float = 1.0
-    """Seconds that its recent tasks ran."""
+    """How many seconds the executor's recent tasks ran on average."""
     last_result: float = 0.0
-    """When its last task ended."""
+    """When the executor's last task ended."""
     recalling: bool = False
-    """Whether it was asked to give tasks back, and has not answered."""
+    """Whether the executor was asked to give tasks back, and has not answered yet."""
 
     def __post_init__(self) -> None:
         self.window = self.window or self.capacity
 
     def note(self, ran: float) -> None:
-        """Learn from how long a task ran how many may be sent ahead."""
+        """Set how many tasks may be sent ahead, from the seconds that a task ran."""
         self.average = ran if ran > 10 * FAST_SECONDS else 0.7 * self.average + 0.3 * ran
         if self.average > FAST_SECONDS:
             self.window = self.capacity
@@ -101,7 +101,7 @@ class Load(Generic[W]):
 
 
 class Scheduler(Generic[W]):
-    """Round-robin over executors with a free slot; else a queue, also per node and per worker."""
+    """Picks executors with a free slot in turn; queues tasks, for all, by node or by worker."""
 
     def __init__(self) -> None:
         self._ready: deque[Load[W]] = deque()
@@ -113,20 +113,21 @@ class Scheduler(Generic[W]):
         self._first = itertools.count(-1, -1)
 
     def add(self, load: Load[W]) -> None:
-        """An executor is there to be used."""
+        """Use an executor from now on."""
         self._loads.setdefault((load.node, load.worker), []).append(load)
         self._at_node.setdefault(load.node, []).append(load)
         self._list(load)
 
     def remove(self, load: Load[W]) -> None:
-        """An executor gets nothing new; what it has is the caller's to deal with."""
+        """Give an executor no new tasks; the caller deals with the tasks that it has."""
         load.open = False
         self._loads[load.node, load.worker].remove(load)
         self._at_node[load.node].remove(load)
 
     def pick(self, task: W) -> Load[W] | None:
-        """An executor with a free slot for this task, now."""
-        # Never past one that waits for the same aim: broadcasts must keep one order everywhere.
+        """An executor that has a free slot for this task; None if there is none."""
+        # No task overtakes one that waits for the same worker or node: broadcasts must keep one
+        # order everywhere.
         if task.worker is not None:
             if self._awaited(task.worker):
                 return None
@@ -154,7 +155,7 @@ class Scheduler(Generic[W]):
         return best if best is not None and best.open and best.idle_slots else None
 
     def begin(self, load: Load[W], task: W) -> None:
-        """The task is about to be sent to that executor."""
+        """Note that the task is about to be sent to that executor."""
         load.tasks[task.id] = task
         self._list(load)
 
@@ -169,7 +170,7 @@ class Scheduler(Generic[W]):
             queue.append(task)
 
     def end(self, load: Load[W], task_id: int) -> W | None:
-        """The task has left that executor."""
+        """Note that the task has left that executor."""
         task = load.tasks.pop(task_id, None)
         self._list(load)
         return task
@@ -178,7 +179,7 @@ class Scheduler(Generic[W]):
         """The longest waiting task that this executor may take, if it has room."""
         if not load.open or len(load.tasks) >= load.window:
             return None
-        # Aimed tasks are not sent ahead: a broadcast must run everywhere at once.
+        # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
         queues = [self._queue]
         if len(load.tasks) < load.capacity and self._aimed:
             queues += [
@@ -201,18 +202,18 @@ class Scheduler(Generic[W]):
 
     @property
     def backlog(self) -> int:
-        """How many tasks wait, those cancelled meanwhile included."""
+        """How many tasks wait, including tasks that were cancelled while waiting."""
         return len(self._queue) + sum(map(len, self._aimed.values()))
 
     def forget_queue(self) -> list[W]:
-        """Take every waiting task out."""
+        """Remove every waiting task from the queue, and return them."""
         tasks = self.queued()
         self._queue.clear()
         self._aimed.clear()
         return tasks
 
     def relist(self, load: Load[W]) -> None:
-        """Make sure that an executor which has room is found."""
+        """List an executor that has room, so that `pick` finds it."""
         load.listed = load in self._ready
         self._list(load)
 

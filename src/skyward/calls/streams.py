@@ -16,35 +16,36 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Credit, End, Item
 
 WINDOW = 16
-"""Items the worker may be ahead of the consumer."""
+"""How many items the worker may be ahead of the consumer."""
 
 
 class StreamItems:
-    """The items of a stream that have come and were not taken yet.
+    """The items of a stream that have arrived and that the consumer has not taken yet.
 
-    The task holds this and not the iterator, so that a user who drops the iterator ends the stream.
+    The task refers to this object and not to the iterator: if the user drops the iterator, it is
+    freed, and the stream ends.
     """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Pieces | Answer | None] = queue.SimpleQueue()
 
     def put(self, pieces: Pieces) -> None:
-        """An item came in."""
+        """Add an item that has arrived."""
         self._queue.put(pieces)
 
     def end(self, problem: Answer | None) -> None:
-        """There are no more items; with a problem, this is why."""
+        """End the stream; `problem` is the exception that ended it, if any."""
         self._queue.put(problem)
 
     def get(self) -> Pieces | Answer | None:
-        """Wait for an item, or for the end: the problem, or None."""
+        """Wait for an item, or for the end of the stream: its exception, or None."""
         return self._queue.get()
 
 
 class RemoteIterator(Iterator[Any]):
-    """Iterates over what a remote generator yields, letting it run only so far ahead.
+    """Iterates over the items of a remote generator, which may run only `WINDOW` items ahead.
 
-    Closing it, leaving a `with` block, or dropping it stops the remote generator.
+    To stop the remote generator, close this iterator, leave its `with` block, or drop it.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class Feeder:
         self._thread.start()
 
     def grant(self, count: int) -> None:
-        """The worker wants so many more."""
+        """Send so many more items: the worker has asked for them."""
         self._wanted.release(max(1, count))
 
     def stop(self) -> None:
-        """The task is over."""
+        """Stop sending: the task has ended."""
         self._stopped = True
         self._wanted.release()
 

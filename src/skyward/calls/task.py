@@ -1,4 +1,4 @@
-"""A task as the client sees it: what is to run, where it is, and what came of it."""
+"""A task as the client sees it: the call, the executor that has it, and the answer."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class Task:
         self.waiting = False
         self.order = 0
         self.sent = 0
-        """Which of the tasks sent to its executor it is."""
+        """The task's number among the tasks sent to its executor."""
         self.load: Load[Task] | None = None
-        """Of the executor it was given to, if any."""
+        """The load of the executor that the task was given to, if any."""
         self.stream: StreamItems | None = None
         self.timer: Timer | None = None
         self.deadline: float | None = None
         self.done = False
         self.cancelled = False
         self.counted = False
-        """Whether `Counts` has it among those that succeeded, failed or were cancelled."""
+        """Whether `Counts` counts the task as succeeded, failed or cancelled."""
         self.wrote = False
         self.answer: Answer | None = None
         self._on_done: Callable[[Task], None] | None = None
@@ -88,25 +88,25 @@ class Task:
 
     @property
     def cancellable(self) -> bool:
-        """Whether something may be left to cancel: the task is not done, or it is a stream."""
+        """Whether cancelling has an effect: the task is not done, or it is a stream."""
         return not self.done or self.stream is not None
 
     @property
     def assigned(self) -> bool:
-        """Whether it was given to an executor, and not taken back."""
+        """Whether the task was given to an executor, and not taken back."""
         return self.load is not None
 
     @property
     def on_executor(self) -> bool:
-        """Whether an executor has it, or is being sent it."""
+        """Whether an executor has the task, or a thread is sending it."""
         return self.load is not None and self.id in self.load.tasks
 
     def when_done(self, action: Callable[[Task], None]) -> None:
-        """Have this called when the task is done; to be said before the task is submitted."""
+        """Have a function called when the task is done; call this before `submit`."""
         self._on_done = action
 
     def finish(self, answer: Answer) -> bool:
-        """Record what came of it, once: the first answer stays. Returns whether this is it."""
+        """Record the answer; the first answer stays. Returns whether this is the first."""
         if self.done:
             return False
         self.done = True

@@ -1,4 +1,4 @@
-"""Where to run it: `Compute`, the set of machines a user holds."""
+"""`Compute`: the set of machines on which a user runs functions."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 class Compute:
     """A set of machines to run functions on.
 
-    `name` is what the pool is called in messages and by `sky ps`. It is only a name: no
-    configuration is looked up by it, and two pools may have the same.
+    `name` stands for the pool in messages and in `sky ps`. It is only a name: no configuration is
+    looked up by it, and two pools may have the same name.
 
     >>> with sky.Compute(nodes=2) as compute:
     ...     result = train(model, x, y) >> compute
@@ -110,7 +110,7 @@ class Compute:
 
     def _forget_context(self) -> None:
         if self._token is not None:
-            # Another context may leave than entered, as with `async with` across tasks.
+            # The context that leaves may not be the one that entered: `async with` across tasks.
             with contextlib.suppress(ValueError):
                 functions.current.reset(self._token)
             self._token = None
@@ -122,7 +122,7 @@ class Compute:
         except SkywardError as problem:
             raise shown_from_outside(problem) from problem.__cause__
         except asyncio.CancelledError:
-            # The thread goes on all the same, and what it opens must not stay.
+            # The thread goes on in spite of the cancellation, and the pool that it opens must end.
             with contextlib.suppress(SkywardError):
                 await opening
             await asyncio.to_thread(self._close_surely)
@@ -160,7 +160,7 @@ class Compute:
             ready = _nodes(count) if there == count else f"{there} of {_nodes(count)}"
             more = "" if there == count else "; it goes on with the others"
             self._console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
-            # What the block prints comes after it, and not into a display that is being redrawn.
+            # The block's output must follow this line, and not disturb a display that is redrawn.
             self._console.drain()
             self._was_ready = True
         except BaseException:
@@ -182,7 +182,7 @@ class Compute:
                 ) from problem
 
     def _close_surely(self) -> None:
-        """Close; a Ctrl-C on the way makes it quicker, not partial."""
+        """Close completely; a Ctrl-C meanwhile makes closing quicker."""
         close_despite_interrupts(self.close, self._hurry)
 
     def _hurry(self) -> None:
@@ -303,7 +303,7 @@ class Compute:
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
     ) -> Iterator[Any]:
-        """One call per item, only so many ahead of the consumer.
+        """Make one call per item; only a limited number of calls run ahead of the consumer.
 
         >>> for score in compute.map(evaluate, range(1000)): ...
         """
@@ -368,7 +368,7 @@ class Compute:
         return torch.device("sky", self._open_pool.device(node, kind))
 
     def devices(self, kind: str = "auto") -> list[torch.device]:
-        """A torch device on every node that is there.
+        """A torch device on every node that has started.
 
         >>> first, second = compute.devices("cpu")
         """
@@ -385,7 +385,7 @@ class Compute:
     def resize(self, nodes: int | tuple[int, int] | Nodes) -> None:
         """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
 
-        Returns when that many nodes, or with bounds `min` of them, are there.
+        Returns when that many nodes are ready; with bounds, when `min` nodes are ready.
 
         >>> compute.resize(4)
         >>> compute.resize(sky.Nodes(8, min=4))
@@ -400,7 +400,7 @@ class Compute:
         self._open_pool.resize(nodes)
 
     def stats(self) -> Stats:
-        """What has been done so far.
+        """The pool's numbers so far: calls, losses and bytes.
 
         >>> compute.stats().succeeded
         """
@@ -454,7 +454,7 @@ def _close_all() -> None:
 
 
 def _disown() -> None:
-    """In a forked child the parent's pools are not ours to use or to close."""
+    """Forget the parent's pools in a forked child: the child must neither use nor close them."""
     functions.active.clear()
     functions.current.set(None)
     entered_computes.clear()

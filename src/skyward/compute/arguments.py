@@ -84,7 +84,7 @@ def resolve(
 
 
 def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:
-    # A class has all the attributes a protocol asks of its instances.
+    # `isinstance` takes a class for an instance: it has the attributes that the protocol names.
     if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, type)):
         return
     hint = " (give an instance, not the class)" if isinstance(value, type) else ""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 def close_despite_interrupts(close: Callable[[], None], hurry: Callable[[], None]) -> None:
-    """Close; a Ctrl-C on the way calls `hurry`, and is raised when all is closed."""
+    """Close completely; a Ctrl-C meanwhile calls `hurry`, and is raised after closing."""
     if threading.current_thread() is not threading.main_thread():
         close()
         return
-    # Ctrl-C strikes this thread only, so closing goes on undisturbed on another. It is waited
-    # for with a queue: an interrupt can leave an event locked, or a joined thread for dead.
+    # A Ctrl-C interrupts only the main thread, so another thread closes. The main thread waits with
+    # a queue: an interrupt can leave an event locked, or make `join` take the thread for dead.
     ended: list[bool] = []
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTICE_SECONDS = 5.0
-"""How long work for a device waits for a worker before that is said."""
+"""How long a call for a device waits for a worker before a warning tells the user."""
 
 _log = logging.getLogger("skyward")
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a sky device is: a node, and the worker on it if no other can reach the device."""
+    """Where a sky device is: a node, and a worker if only that worker can reach the device."""
 
     compute: Compute
     node: int
@@ -34,7 +34,7 @@ class Home:
         return f"node {self.node} of {self.compute.name}"
 
     def run(self, pending: Pending[T]) -> T:
-        """Run a call there and wait, in turn with the other calls of that node."""
+        """Run a call on the node and wait; the call takes its turn among the node's calls."""
         pool = self.compute._open_pool
         alone = None if self.worker is None else (self.node, self.worker)
         task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
@@ -65,7 +65,7 @@ class Home:
 
 
 def home_of(device: torch.device) -> Home | None:
-    """Where a sky device is; None if it belongs to no pool that is open here."""
+    """Where a sky device is; None if the device belongs to no open pool of this process."""
     for compute in list(entered_computes):
         pool = compute._pool
         if pool is not None and not pool.closed:

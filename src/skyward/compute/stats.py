@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a pool has done so far; bytes are those that went through sockets to executors."""
+    """What a pool has done so far; the bytes are those that went through executors' sockets."""
 
     submitted: int
     succeeded: int

@@ -32,11 +32,11 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsi
 
 
 class Channel:
-    """Frames over one socket, over one socket a direction when they are TLS, or over a link.
+    """Frames over one plain socket, over one TLS socket for each direction, or over a link.
 
-    OpenSSL does not allow one connection to be read and written from two threads at once, so an
-    encrypted channel is a pair of connections. Any thread may send; one thread at a time receives.
-    Over a link, one pair follows another, and its users notice only the time that takes.
+    OpenSSL does not allow two threads to read and write one connection at once, so an encrypted
+    channel is a pair of connections. Any thread may send; one thread at a time receives. A link
+    replaces a lost pair by a new one, and the channel's users notice only a delay.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Channel:
         link: Link | None = None,
     ) -> None:
         self.link = link
-        """What carries the frames, if the channel outlives its connections."""
+        """The link that carries the frames; None if the channel ends with its connections."""
         self._sender = sender
         self._receiver = receiver or sender
         self._encrypted = isinstance(sender, ssl.SSLSocket)
-        # A pair of plain connections leads to another machine, through a provider's own transport.
+        # Two plain connections lead to another machine, through a provider's own transport.
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
@@ -76,26 +76,26 @@ class Channel:
 
     @property
     def resumes(self) -> bool:
-        """Whether it survives the loss of its connections."""
+        """Whether the channel survives the loss of its connections."""
         return self.link is not None
 
     @property
     def connected(self) -> bool:
-        """Whether it has a connection now."""
+        """Whether the channel has a connection now."""
         return not self.closed if self.link is None else self.link.connections.connected
 
     @property
     def exhausted(self) -> bool:
-        """Whether its connection is lost, and all that came over it has been read."""
+        """Whether the connection is lost, and everything that it brought has been read."""
         return self.closed if self.link is None else self.link.connections.current is None
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to be over."""
+        """Whether the channel is known to have ended."""
         return self.closed or (self.link is not None and self.link.connections.ended)
 
     def ready(self, again: Callable[[], None]) -> bool:
-        """Whether frames can arrive; else `again` is called, once, when they can or never will."""
+        """Whether frames can arrive; if not, `again` is called when they can, or never will."""
         return self.link is None or self.link.incoming.ready(again)
 
     def on_change(self, told: Callable[[bool], None]) -> None:
@@ -104,7 +104,7 @@ class Channel:
             self.link.connections.watch(told)
 
     def reconnect(self) -> None:
-        """Give up the connection, which seems dead, and have a new one made, over a link."""
+        """Over a link, give up a connection that seems dead; the client makes a new one."""
         if self.link is not None:
             self.link.connections.reconnect()
 
@@ -114,7 +114,7 @@ class Channel:
             self.link.outgoing.patient = True
 
     def wait_for_room(self) -> None:
-        """Wait while much of what was sent is kept here, because there is no connection."""
+        """Wait while the link keeps many bytes that have not arrived at the other end."""
         if self.link is not None:
             self.link.outgoing.wait_for_room()
 
@@ -159,10 +159,10 @@ class Channel:
         self.bytes_sent += len(joined)
 
     def abort(self) -> None:
-        """End the connection for the readers of both ends; its owner still closes it."""
+        """End the connection for the readers of both ends; the owner must still close it."""
         self.aborted = True
         if self.link is not None:
-            # The other end cannot tell this from an outage; the channel's owner tells it so.
+            # The other end takes this for an outage, unless the channel's owner has told it.
             self.link.connections.end("the channel was aborted")
             return
         for end in {self._sender, self._receiver}:
@@ -179,7 +179,7 @@ class Channel:
             else:
                 self._send_vectors(views, descriptors, counts)
         except BaseException:
-            # A Ctrl-C in the middle of a frame: the other end would read what follows as its rest.
+            # After a Ctrl-C within a frame, the other end would read later bytes as its rest.
             if sum(counts) != length:
                 self.abort()
             raise
@@ -279,9 +279,9 @@ class Channel:
         places: Sequence[memoryview],
         told: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Take the rest of a frame with a large body straight into its final places.
+        """Read the large body of a frame straight into its final places.
 
-        Says now and then how much of it is there.
+        Calls `told` now and then with the number of bytes that have been read.
         """
         if sum(map(len, places)) != frame.body_length:
             raise ProtocolError(
@@ -320,7 +320,7 @@ class Channel:
             self._receiver.setblocking(blocking)
 
     def detach(self) -> tuple[socket.socket, socket.socket]:
-        """The sockets to send and receive on, for a protocol of their own from here on."""
+        """Give up the sockets to send and receive on; the caller uses another protocol there."""
         assert self.link is None
         return self._sender, self._receiver
 
@@ -332,7 +332,7 @@ class Channel:
             return
         for end in {self._sender, self._receiver}:
             with contextlib.suppress(OSError):
-                # On the plain socket underneath: unwrapping TLS would wait for the peer.
+                # The method of the plain socket: the one of a TLS socket would wait for the peer.
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
             end.close()
         for descriptor in self._decoder.drain_descriptors():

@@ -1,4 +1,4 @@
-"""Dialing: how a client makes a link's connections, the first and those after a loss."""
+"""Dialing: how a client makes a link's connections, the first one and one after each loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
 
 REFUSED_SECONDS = 2.0
-"""When a host refuses connections for so long, the process there has ended."""
+"""If a host refuses connections for so long, the process that listened there has ended."""
 PAUSES = (0.02, 1.0)
 """The first and the longest pause between two attempts to connect."""
 CONNECTIONS = 4
@@ -36,9 +36,9 @@ CONNECTIONS = 4
 
 
 def refused(problem: BaseException, since: float | None) -> float | None:
-    """When the refusals began, of which this problem may be the latest; None if it is none.
+    """When the refusals began: `since`, or now; None if this problem is no refusal.
 
-    Counted from the first refusal on, as the attempt before it may have taken seconds.
+    The time counts from the first refusal, since the attempt before it may have taken seconds.
     """
     if not isinstance(problem, ConnectionRefusedError):
         return None
@@ -46,12 +46,12 @@ def refused(problem: BaseException, since: float | None) -> float | None:
 
 
 def refused_too_long(since: float | None) -> bool:
-    """Whether the process that listened there must have ended."""
+    """Whether the refusals have lasted so long that the listening process must have ended."""
     return since is not None and time.monotonic() - since > REFUSED_SECONDS
 
 
 class Dialer:
-    """Connects one link, and again after each loss."""
+    """Connects one link, and reconnects it after each loss."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Dialer:
         gone: str = "",
         patience: float = math.inf,
     ) -> None:
-        """With `gone`, a host that refuses connections ends the link, and this is the reason.
+        """If `gone` is given, refused connections end the link, with `gone` as the reason.
 
-        So does a connection that cannot be made again within `patience` seconds.
+        The link also ends if no new connection can be made within `patience` seconds.
         """
         self._endpoint, self._name, self._dial = endpoint, name, dial
         self._hello = msgspec.structs.replace(hello, session=secrets.token_hex(16))
@@ -75,13 +75,13 @@ class Dialer:
         self._pid = 0
 
     def open(self, seconds: float = GREETING_SECONDS) -> tuple[Channel, Welcome]:
-        """Make the first connection; may be tried again after it failed."""
+        """Make the first connection; after a failure, the caller may try again."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
         return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
 
     def _again(self, received: int, ended: threading.Event) -> Pair:
-        """Make the next connection, for a link that has received so much, unless it ends first."""
+        """Make the next connection of a link that has received so many bytes, unless it ends."""
         refused_since: float | None = None
         started = time.monotonic()
         pause, longest = PAUSES

@@ -1,6 +1,6 @@
-"""Frames: a sixteen-byte header, a small MessagePack part, and raw bytes behind it.
+"""Frames: a sixteen-byte header, a small MessagePack part, and raw bytes after it.
 
-The layout is fixed in `docs/wire.md`; a test keeps that page and this module in step.
+`docs/wire.md` describes the layout; a test compares that page with this module.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HEADER = struct.Struct("<BBHIQ")
 PROTOCOL = 2
 
 GREETING_LIMIT = 4096
-"""The most an unauthenticated peer may make us read: one frame of this size, without a body."""
+"""The largest frame that is read from an unauthenticated peer: only one, without a body."""
 
 META_LIMIT = 16 << 20
 BODY_LIMIT = 1 << 44
 INLINE_BODY = 1 << 20
-"""A larger body is not buffered; the reader takes it straight into its final place."""
+"""A larger body is not buffered; the reader reads it straight into its final place."""
 
 DESCRIPTOR_LIMIT = 64
 
@@ -43,10 +43,10 @@ def header(kind: int, meta_length: int, body_length: int, descriptors: int = 0) 
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames without ever trusting a length it has not checked.
+    """Cuts a byte stream into frames; checks every length before it uses it.
 
-    `feed` takes what the socket gave; `next` returns a frame or None. After a frame whose body
-    is larger than `INLINE_BODY`, the caller first takes the body with `take` and the socket.
+    `feed` takes bytes from the socket; `next` returns a frame or None. After a frame whose body is
+    larger than `INLINE_BODY`, the caller first reads the body, with `take` and from the socket.
     """
 
     def __init__(self, meta_limit: int = META_LIMIT, body_limit: int = BODY_LIMIT) -> None:
@@ -57,7 +57,7 @@ class FrameDecoder:
         self._descriptors: list[int] = []
 
     def accept_large(self) -> None:
-        """Lift the limits once the peer has proven itself."""
+        """Lift the limits: the peer has proven its identity."""
         self.meta_limit, self.body_limit = META_LIMIT, BODY_LIMIT
 
     @property
@@ -67,7 +67,7 @@ class FrameDecoder:
 
     @property
     def missing(self) -> int:
-        """How many bytes are known to be needed before there can be a frame."""
+        """How many bytes, at least, the next frame still lacks."""
         have = self.buffered
         if have < HEADER.size:
             return HEADER.size - have
@@ -76,7 +76,7 @@ class FrameDecoder:
         return int(HEADER.size + meta_length + inline - have)
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Add bytes as they came off the socket."""
+        """Add bytes from the socket."""
         if self._at == len(self._data):
             self._data.clear()
             self._at = 0

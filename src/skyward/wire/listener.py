@@ -29,7 +29,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _listening(place: str) -> tuple[str, socket.socket]:
-    """A socket at "unix:PATH" or "tcp:HOST:PORT", with the endpoint it got."""
+    """A socket that listens at "unix:PATH" or "tcp:HOST:PORT", and its real endpoint."""
     family, _, address = place.partition(":")
     if family == "unix":
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -38,7 +38,7 @@ def _listening(place: str) -> tuple[str, socket.socket]:
         listening.listen(64)
         return place, listening
     host, port = host_and_port(place)
-    # Resolved here, since `bind` drops the zone of an address like fe80::1%eth0.
+    # The name is resolved here, since `bind` drops the zone of an address like fe80::1%eth0.
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     version, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)
     listening = socket.create_server(at, family=version, backlog=64)
@@ -51,14 +51,14 @@ def _is_elsewhere(problem: OSError) -> bool:
 
 
 class Listener:
-    """Accepts connections, and passes on only those whose peer has proven itself.
+    """Accepts connections, and passes on those whose peer has proven its identity.
 
-    Each unproven peer gets its own short-lived thread and a deadline, so that a silent or slow one
-    delays nobody else; there are at most `UNPROVEN_PEERS` at a time, the latest to connect.
+    Each unproven peer gets a short-lived thread of its own and a deadline, so that a silent or slow
+    peer delays no other. At most `UNPROVEN_PEERS`, the latest ones, may be unproven at a time.
 
-    `where` is one place or several, separated by spaces, and so is `endpoint`: plain Unix sockets
-    and TCP with TLS. Next to others, a TCP address that this machine does not have, or a name
-    that it does not know, is left out.
+    `where` and `endpoint` are one place or several, separated by spaces: plain Unix sockets, and
+    TCP with TLS. If there are several, the listener leaves out a TCP address that this machine does
+    not have, and a name that it does not know.
     """
 
     def __init__(
@@ -162,14 +162,14 @@ class Listener:
             self._accept(channel, hello)
 
     def _refusal(self, end: socket.socket, hello: Hello) -> str:
-        """Why a peer with a certificate, or the right user id, is refused; empty if it is not."""
+        """Why the listener refuses a peer whose identity is proven; empty if it does not."""
         if hello.pool != self._pool:
             return "this worker belongs to another pool"
         is_client = not isinstance(end, ssl.SSLSocket) or certified_name(end) == CLIENT
         return "" if is_client or hello.role == PEER else f"only the client asks for {hello.role!r}"
 
     def _received_of(self, hello: Hello) -> int | None:
-        """How much arrived of a link that its client begins or resumes; None if it cannot."""
+        """How many bytes of the client's link have arrived; None if the link cannot go on here."""
         with self._lock:
             link = self._links.get(hello.session)
         if hello.stripe:
@@ -180,7 +180,7 @@ class Listener:
         return None if hello.received else 0
 
     def _joined(self, end: socket.socket, decoder: FrameDecoder, hello: Hello) -> Channel | None:
-        """A new channel, or None if another connection is missing or belongs to an old one."""
+        """A new channel; None if its other connection is missing, or if an old link goes on."""
         if hello.direction == "both":
             return Channel(end, decoder=decoder)
         opposite = "send" if hello.direction == "receive" else "receive"
@@ -206,7 +206,7 @@ class Listener:
                 for half in filter(None, stale):
                     half.close()
                 return None
-            # What the client sends on, we receive on.
+            # The client's sending connection is the receiving one here.
             sender, receiver = (end, other) if hello.direction == "receive" else (other, end)
             if not hello.attempt:
                 return Channel(sender, receiver)
