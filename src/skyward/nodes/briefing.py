@@ -1,4 +1,4 @@
-"""A briefing: what the nodes of a pool are told about the pool and about each other."""
+"""A briefing: what the client tells a node about the pool and about the other nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyward.worker.config import AgentConfig
 
 
 class Briefing:
-    """Writes the briefing of every node, as the pool is at that moment."""
+    """Writes the briefing of every node, from the pool's state at that moment."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Briefing:
         return node.host.accelerators
 
     def compute_pool(self, node: Node, worker: int, group: list[Node] | None = None) -> str:
-        """What `instance_info` says on a worker, in a group of these nodes or of all."""
+        """The value of `instance_info` on a worker, in a group of these nodes or of all nodes."""
         nodes = self._roster.members(but_also=node) if group is None else group
         peers = tuple(Peer(each.index, each.host.address) for each in nodes)
         return InstanceInfo(
@@ -101,8 +101,8 @@ class Briefing:
         ).to_json()
 
     def tell_all(self) -> None:
-        """Nodes have come or gone: tell every worker that is there."""
-        # One at a time: what a worker is told last must not be what was true first.
+        """Tell every worker that nodes have come or gone."""
+        # One thread at a time, so that the last message to a worker has the latest state.
         with self._telling:
             for node in self._roster.members():
                 for worker in range(self.workers_on(node)):

@@ -1,4 +1,4 @@
-"""An agent that runs as a command of the client's own machine, and is watched as a process."""
+"""An agent that runs as a child process of the client, on the client's own machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from skyward.worker.config import AgentConfig
 
 START_SECONDS = 60.0
 TERMINATE_SECONDS = 2.0
-"""How long an agent that got a SIGTERM has before it is killed."""
+"""How long an agent may take to end after a SIGTERM before it is killed."""
 QUOTED = 2000
-"""So many of the last bytes that an agent wrote are shown when it did not start."""
+"""How many bytes of an agent's output, the last ones, the error of a failed start shows."""
 
 
 class ChildAgent:
-    """One agent process; its methods, but for the marked ones, run on the providers' loop."""
+    """One agent process; its methods run on the providers' loop, unless they say "any thread"."""
 
     def __init__(self, machine: Machine, equipment: Equipment) -> None:
         self.pid = 0
@@ -101,13 +101,13 @@ class ChildAgent:
     def terminate(self) -> None:
         """Ask the process to end; on any thread."""
         if self.pid and self._running is not None and not self._running.done():
-            # A stopped process gets a SIGTERM only once it is continued.
+            # A stopped process handles a SIGTERM only after it is continued.
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, number)
 
     async def end(self, seconds: float) -> None:
-        """Wait for the process to end by itself, then ask it, then kill it."""
+        """Wait for the process to end by itself, then ask it to end, then kill it."""
         running = self._running
         if running is None:
             return

@@ -1,8 +1,8 @@
 """Contact: how the client connects to agents and executors, and notices that a node is silent.
 
-Over a network a connection is a link, which reconnects by itself. `Contacts` makes the links of a
-silent node reconnect, keeps new tasks from executors that are cut off, and decides when a node
-is lost.
+Over a network, a connection is a link, which reconnects by itself. `Contacts` makes the links of a
+silent node reconnect, sends no new tasks to executors that are cut off, and decides when a node is
+lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from skyward.wire.identity import Credentials
 from skyward.wire.messages import Hello, Welcome
 
 SILENCE_SECONDS = 4.0
-"""The client reconnects to an agent that has not answered for so long."""
+"""How long an agent may leave a heartbeat unanswered before the client reconnects."""
 
 
 def reach(
@@ -39,10 +39,10 @@ def reach(
     patience: float = math.inf,
     persist: Callable[[], bool] = lambda: False,
 ) -> tuple[Channel, Welcome]:
-    """Connect to a process of a node; over a network the channel outlives its connections.
+    """Connect to a process of a node; over a network, the channel outlives its connections.
 
-    A first connection that fails is tried again while `persist` is true, unless nobody listens
-    there. For `gone` and `patience`, see `Dialer`.
+    If the first connection fails, `reach` tries again while `persist` is true, unless no process
+    listens there. For `gone` and `patience`, see `Dialer`.
     """
     if credentials is None:
         return connect(endpoint, hello, None, name)
@@ -62,7 +62,7 @@ def reach(
 
 
 class Contacts:
-    """Watches the links of a pool's nodes; all on the loop's thread."""
+    """Watches the links of a pool's nodes, on the loop's thread."""
 
     def __init__(
         self, loop: Loop, dispatcher: Dispatcher, console: Console, patience: float
@@ -101,7 +101,7 @@ class Contacts:
         lane.channel.on_change(lambda connected: self._loop.call_soon(lambda: changed(connected)))
 
     def why_lost(self, node: Node) -> str:
-        """Why a node must be taken for lost, or nothing; asked at every beat."""
+        """Why a node counts as lost; empty if it does not. Called at every beat."""
         control = node.control
         if control is None:
             return ""
@@ -111,7 +111,8 @@ class Contacts:
         ) and node.host.looks_dead()
         if not control.resumes:
             return "it has stopped answering" if dead or silence > LOST_SECONDS else ""
-        # The agent has heard from the client last a little before the client from the agent.
+        # The agent's last message from the client is a little older than the client's last message
+        # from the agent.
         if silence > self._patience or (dead and silence > self._patience - 2 * PING_SECONDS):
             return (
                 f"there was no contact for {self._patience:g} s (orphan_timeout), "
@@ -120,7 +121,7 @@ class Contacts:
         if dead:
             return "its agent is gone"
         if control.connected and node.unanswered > SILENCE_SECONDS:
-            # Where the agent does not answer, the executors' links hardly get anything through.
+            # If the agent's connection is dead, those of the executors probably are, too.
             for channel in (control, *(lane.channel for lane in node.lanes.values())):
                 channel.reconnect()
         return ""

@@ -26,7 +26,7 @@ from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepare
 from skyward.wire.versions import my_versions
 
 LAST_RESULTS_SECONDS = 1.0
-"""How long a dead executor's connection is read on before its tasks count as lost."""
+"""How long the client reads a dead executor's connection before its tasks count as lost."""
 
 
 class Executors:
@@ -47,7 +47,7 @@ class Executors:
         clustered: bool,
         give_up: Callable[[Node, PoolStartError], None],
     ) -> None:
-        """`give_up` is called with a node that cannot start, and why."""
+        """`give_up` is called with a node that cannot start, and with the reason."""
         self._id, self._worker, self._roster = pool_id, worker, roster
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._contacts, self._preparer = contacts, preparer
@@ -79,7 +79,7 @@ class Executors:
                     ),
                 )
             elif not self._roster.closed:
-                # The agent starts a new executor, which is tried in turn.
+                # The agent starts a new executor, and the client then connects to that one.
                 node.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
             return
         self._add_lane(node, up, channel)
@@ -118,23 +118,23 @@ class Executors:
             self._dispatcher.receive(lane, frame)
 
     def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
-        """The connection ended; the agent says why, unless the agent is gone too."""
+        """Handle the end of a connection; the agent reports why, unless it is gone, too."""
         if lane.lost or self._roster.closed:
             return
         self._dispatcher.drain(lane)
         resumes = lane.channel.resumes
         lane.close()
         if resumes:
-            # The process waits for the client to reconnect, which the client will not do.
+            # The process waits for the client to reconnect, but the client will not reconnect.
             node.kill(lane, f"its connection was given up: {problem}")
         if lane.end_reason:
             self._lose(node, lane, lane.end_reason)
             return
-        # The agent's report follows within moments; without one, the link itself broke.
+        # The agent's report follows soon; if none comes, the link itself broke.
         self._loop.later(2.0, lambda: self._lose(node, lane, "its connection was lost"))
 
     def down(self, node: Node, down: ExecutorDown) -> None:
-        """The agent reports that an executor has ended."""
+        """Handle the agent's report that an executor has ended."""
         lane = node.lanes.get((down.worker, down.slot))
         if lane is not None and lane.pid == down.pid:
             # Results that the executor sent before it ended come before the end of its connection,
@@ -155,7 +155,7 @@ class Executors:
             self._console.note(f"node {node.index}: worker {down.worker}: {down.reason}")
 
     def _lose(self, node: Node, lane: Lane, reason: str) -> None:
-        """An executor is gone: its tasks fail or are retried."""
+        """Remove an executor that is gone; its tasks fail or are retried."""
         if not node.remove_lane(lane):
             return
         if lane.tasks:
@@ -169,7 +169,7 @@ class Executors:
 
 
 def _among(endpoints: str, address: str) -> str:
-    """Of the places where an executor listens, the one at its node's address for the others."""
+    """The endpoint of an executor that has its node's address for other nodes."""
     wanted = address.removeprefix("[").removesuffix("]")
     places = (each for each in endpoints.split() if each.startswith("tcp:"))
     return next((each for each in places if host_and_port(each)[0] == wanted), "")

@@ -1,4 +1,4 @@
-"""Failures of a start, without the frames of the threads on which they were noticed."""
+"""Failures of a start, without the traceback frames of the pool's own threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OURS = (
 def shown_from_outside(failure: E) -> E:
     """Drop the frames of skyward and asyncio from an error and its causes.
 
-    The message says what happened, and where in a thread of the pool it was noticed helps nobody.
-    Frames of a provider that somebody else wrote stay, for they show where it failed.
+    The message says what happened; the place in a thread of the pool does not help the user. The
+    frames of other people's providers stay, because they show where the provider failed.
     """
     failure.__traceback__ = None
     seen: set[int] = {id(failure)}

@@ -1,4 +1,4 @@
-"""The fleet: a pool's nodes, put together from what starts, watches, resizes and ends them."""
+"""The fleet: a pool's nodes, and the parts that start, watch, resize and end them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from skyward.wire.messages import (
 from skyward.wire.versions import my_versions
 
 LAUNCH_SECONDS = 5.0
-"""How long a thread that brings a node up is waited for when the node is stopped."""
+"""How long the end of a node waits for the thread that starts it."""
 
 
 class Fleet:
@@ -154,7 +154,7 @@ class Fleet:
         return self._roster.closed
 
     def start(self) -> None:
-        """Bring all nodes up, in parallel; raises the first failure that leaves too few."""
+        """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
         provider, request, nodes = self._spec.provider, self._spec.request, self._spec.nodes
         self._journal.open_pool(
             self._id, self._spec.name, provider.name, provider.describe(), provider.price(request)
@@ -162,7 +162,7 @@ class Fleet:
         self._need(nodes.floor)
         self._membership.start(nodes.desired, nodes.floor)
         if not self._is_here or self._roster.coming:
-            # Only now it is known where the nodes are, or which of them are there.
+            # The addresses of the nodes, and which nodes are there, are known only now.
             self._briefing.tell_all()
         self._loop.later(PING_SECONDS, self._beat)
 
@@ -195,14 +195,14 @@ class Fleet:
         self._journal.close_pool(self._id)
 
     def hurry(self) -> None:
-        """End every machine now, though another thread gives the agents time to end."""
+        """End every machine now, even if another thread gives the agents time to end."""
         for node in self.nodes:
             threading.Thread(target=node.host.stop, args=(0,), daemon=True).start()
 
     def _stop_node(self, node: Node, seconds: float) -> None:
         node.stop()
         node.tell(Shutdown())
-        # An agent that is not connected was not told to end, and will not end by itself.
+        # An agent without a connection was not told to end, and will not end by itself.
         node.host.stop(seconds if node.is_connected else 0)
         node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
         if node.control is not None:
@@ -216,11 +216,11 @@ class Fleet:
     # Torch devices.
 
     def device(self, node: int, kind: str) -> int:
-        """The index of the sky device that stands for that kind on that node."""
+        """The index of the sky device of that kind on that node."""
         return self._devices.get(node, kind)
 
     def device_holder(self, index: int) -> tuple[int, int | None] | None:
-        """The node of a sky device of this pool, and the worker if one alone sees its GPU."""
+        """The node of a sky device of this pool, and the worker if only one sees the GPU."""
         found = self._devices.find(index)
         if found is None:
             return None
@@ -284,7 +284,7 @@ class Fleet:
                 raise ProtocolError(f"an agent does not send {type(message).__name__}")
 
     def _executor_ready(self, node: Node, lane: Lane) -> None:
-        """An executor can be given tasks; with the last one, the node is ready."""
+        """Give an executor tasks from now on; after its last executor, the node is ready."""
         self._dispatcher.add(lane, usable=not node.leaves and not lane.preparation.replaced)
         worker = self._spec.worker
         processes = 1 if worker.executor == "thread" else worker.concurrency
@@ -315,7 +315,7 @@ class Fleet:
     # Looking.
 
     def workers(self) -> list[tuple[int, int]]:
-        """Every (node, worker) that is there or comes back, in rank order."""
+        """Every (node, worker) that serves or will come back, in rank order."""
         return [
             (node.index, worker)
             for node in self.nodes
@@ -324,7 +324,7 @@ class Fleet:
         ]
 
     def slots(self) -> int:
-        """Tasks the pool can run at once."""
+        """How many tasks the pool can run at once."""
         return max(1, len(self.workers()) * self._spec.worker.concurrency)
 
     def views(self) -> list[NodeView]:

@@ -1,4 +1,4 @@
-"""A host: a provider's machine with an agent on it, made, watched and destroyed."""
+"""A host: a provider's machine with an agent on it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from skyward.wire.connecting import direct
 from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5
-"""How long a direct connection is tried before the machine's `dial` is used."""
+"""How long the client tries a direct connection before it uses the machine's `dial`."""
 SETTLE_SECONDS = 2.0
-"""How long a provider that makes a machine is waited for before it is cancelled."""
+"""How long the end of a node waits for the provider's `create` before it cancels it."""
 DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
-"""How long a host that was lost, and may be back, is given to remove what it still has."""
+"""How long removing a lost host's machine may take; the host may be back."""
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Host:
     """The machine of one node, and the agent on it.
 
-    Its methods are called on the threads of the pool; what they ask of the provider runs on the
+    The pool's threads call the methods of a host; the provider's own coroutines run on the
     providers' loop.
     """
 
@@ -49,7 +49,7 @@ class Host:
         *,
         lost: Host | None = None,
     ) -> None:
-        """`lost` is the host that this one replaces; what is left of it is removed first."""
+        """`lost` is the host that this one replaces; remains of its machine are removed first."""
         self.endpoint = ""
         """Where the agent listens: one place, or several separated by spaces."""
         self.address = "127.0.0.1" if is_here(provider) else ""
@@ -58,9 +58,9 @@ class Host:
         self.accelerators = 0
         self.accelerator: str | None = None
         self.agent_pid = 0
-        """The agent's process, on its machine."""
+        """The number of the agent's process on its machine."""
         self.may_return = not is_here(provider)
-        """Whether a machine that cannot be reached may be reached later."""
+        """Whether a machine that is out of reach may come back."""
         self._provider = provider
         self._order = order
         self._journal = journal
@@ -73,14 +73,14 @@ class Host:
         self._looking: concurrent.futures.Future[None] | None = None
         self._work: concurrent.futures.Future[Any] | None = None
         self._task: asyncio.Task[Any] | None = None
-        """The work itself: it ends later than the future that was cancelled."""
+        """The provider's task; after a cancellation, it ends later than its future."""
         self._stopped = False
         self._intended = False
         self._lost = lost
         self._may_have_remains = False
-        """Whether something of a machine that was lost may still be there."""
+        """Whether remains of a lost machine may still be there."""
         self._settled = threading.Event()
-        """Not set while it is open whether the provider's `create` makes a machine."""
+        """Set, except while the provider's `create` runs: then nobody knows if a machine exists."""
         self._settled.set()
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -114,7 +114,7 @@ class Host:
         try:
             machine = self._machine = await self._provider.create(order)
         except Exception:
-            # A `create` that fails leaves nothing, but an earlier machine may have left something.
+            # A `create` that fails leaves no machine, but an earlier machine may have remains.
             if not self._may_have_remains:
                 await self._recorded(self._journal.gone, order.pool, order.node)
             self._intended = False
@@ -132,7 +132,7 @@ class Host:
             self.accelerators, self.accelerator = equipment.accelerators, equipment.accelerator
             return
         if self._may_have_remains:
-            # On a host that came back: the old agent's folder, and the old agent if it lives.
+            # On a host that came back, this removes the old agent's folder, and ends the old agent.
             await preparation.remove(machine, order.pool, order.node)
             self._may_have_remains = False
         environment = await preparation.prepare(
@@ -144,7 +144,7 @@ class Host:
         self.accelerators, self.accelerator = environment.accelerators, environment.accelerator
 
     async def _recorded(self, write: Callable[..., None], *what: object) -> None:
-        """Write to the journal, which may wait for its lock, on another thread."""
+        """Write to the journal on another thread, because the write may wait for a lock."""
         if not is_here(self._provider):
             await asyncio.to_thread(write, *what)
 
@@ -206,7 +206,7 @@ class Host:
     # Serving.
 
     def route(self, endpoints: str) -> str:
-        """Choose, of the places where a process there listens, the one to connect to."""
+        """Choose the endpoint to connect to, from those where a process of the node listens."""
         if self._child is not None:
             return endpoints.split()[0]
         if self._is_direct:
@@ -214,9 +214,9 @@ class Host:
         return next(each for each in endpoints.split() if each.startswith("unix:"))
 
     def dial(self, endpoint: str, seconds: float) -> socket.socket:
-        """Connect to one of those places.
+        """Connect to an endpoint on the machine.
 
-        Raises `ConnectionRefusedError` only if it is known that nobody listens there.
+        Raises `ConnectionRefusedError` only if it is known that no process listens there.
         """
         if self._is_direct and endpoint.startswith("tcp:"):
             return direct(endpoint, seconds)
@@ -229,9 +229,9 @@ class Host:
             raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
 
     def looks_dead(self) -> bool:
-        """Whether it is known that the agent or its machine has ended or stands still.
+        """Whether the agent or its machine is known to have ended or stopped.
 
-        A provider is asked without waiting: this says what it answered last.
+        Does not wait for the provider: the result is the provider's last answer.
         """
         if self._child is not None:
             return self._child.looks_dead()
@@ -241,7 +241,7 @@ class Host:
         return self._known_gone
 
     async def _look(self, machine: Machine) -> None:
-        # An error in asking says nothing about the machine.
+        # If the question fails, that says nothing about the machine.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(ALIVE_SECONDS):
                 self._known_gone = not await machine.alive()

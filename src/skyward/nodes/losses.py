@@ -1,4 +1,4 @@
-"""Losses: what happens to the tasks of a node, and to the node, when it is gone."""
+"""Losses: what happens to a node that is gone, and to its tasks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Losses:
         self._preparer, self._startup = preparer, startup
 
     def control_ended(self, node: Node, control: Channel, problem: BaseException) -> None:
-        """The connection to an agent is over, and will not be made again."""
+        """Lose a node whose agent's connection has ended for good."""
         if node.control is control:
             self.lose(node, str(problem) if control.resumes else "its agent is gone")
 
     def plugin_failed(self, node: Node, failure: PluginError) -> None:
-        """A plugin's hook failed on a node, or too often in its workers."""
+        """Lose a node because a plugin's hook failed there, or too often in its workers."""
         if node.state == "starting":
             self._startup.give_up(node, failure)
         else:
@@ -48,7 +48,7 @@ class Losses:
             self.lose(node, str(failure))
 
     def lose(self, node: Node, reason: str) -> None:
-        """A whole node is gone: its tasks fail or are retried, and it is started again."""
+        """Lose a whole node: its tasks fail or are retried, and the node is started again."""
         with self._roster.lock:
             if self._roster.closed:
                 return
@@ -76,7 +76,7 @@ class Losses:
                 ),
             )
             self._preparer.lane_lost(node, lane, reason)
-        # Counted last: who sees the count relies on nothing being sent there any more.
+        # Counted last: a caller that sees the count relies on no task being sent there any more.
         self._dispatcher.counts.nodes_lost += 1
         if node.state == "failed":
             self._dispatcher.fail_unrunnable()

@@ -17,7 +17,7 @@ from skyward.nodes.startup import Startup
 
 READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
-"""How much longer installing an image, and plugins, may take: some download gigabytes."""
+"""How much longer a start with an image or plugins may take: some download gigabytes."""
 
 
 class Membership:
@@ -35,7 +35,7 @@ class Membership:
         is_slow: bool,
         stop_node: Callable[[Node, float], None],
     ) -> None:
-        """`is_slow`: machines have to be made, or plugins prepared, before a node is ready."""
+        """`is_slow` says whether a node needs a new machine, or plugins, before it is ready."""
         self._roster, self._startup = roster, startup
         self._dispatcher, self._prospects = dispatcher, prospects
         self._briefing, self._preparer = briefing, preparer
@@ -44,7 +44,7 @@ class Membership:
         self._resizing = threading.Lock()
 
     def start(self, count: int, needed: int) -> None:
-        """Start nodes together; returns when so many as are needed are ready."""
+        """Start nodes together; returns when as many nodes as needed are ready."""
         added = self._add(count)
         self._await_ready(added, needed)
         self._roster.begin_serving()
@@ -53,10 +53,10 @@ class Membership:
                 self._startup.tell_retry(node)
 
     def resize(self, count: int, needed: int) -> None:
-        """Grow or shrink to so many nodes; what runs on a leaving node is finished first.
+        """Grow or shrink to so many nodes; a leaving node first finishes its tasks.
 
-        Returns when so many as are needed are there. If they cannot be had, the pool stays as it
-        was.
+        Returns when as many nodes as needed are ready. If new nodes cannot start, the pool stays
+        unchanged.
         """
         with self._resizing:
             have = len(self._roster.nodes)
@@ -72,7 +72,7 @@ class Membership:
             self._briefing.tell_all()
 
     def grow(self, count: int) -> bool:
-        """Add nodes until there are so many, without waiting for them; False if not now."""
+        """Begin to add nodes until there are so many; False if that is impossible now."""
         if not self._resizing.acquire(blocking=False):
             return False
         try:
@@ -81,7 +81,7 @@ class Membership:
             self._resizing.release()
 
     def retry_failed(self) -> None:
-        """Start the nodes again that did not start and have waited long enough."""
+        """Start failed nodes again that have waited long enough."""
         if self._roster.serves:
             for node in self._roster.nodes:
                 if node.retry_is_due:
@@ -96,7 +96,7 @@ class Membership:
         return added
 
     def _await_ready(self, nodes: list[Node], needed: int) -> None:
-        """Wait until so many of these are ready; raises when too many have failed."""
+        """Wait until so many of these nodes are ready; raises when too many have failed."""
         deadline = time.monotonic() + self._seconds
         while sum(node.serves for node in nodes) < needed:
             failures = [node.failure for node in nodes if node.failure is not None]
@@ -108,14 +108,14 @@ class Membership:
             if time.monotonic() > deadline:
                 late = next(node.index for node in nodes if not node.serves)
                 raise PoolStartError(f"node {late} was not ready within {self._seconds:.0f} s")
-            # Not for long at a time, so that Ctrl-C and the failure of another node are noticed.
+            # Short waits, so that a Ctrl-C and the failure of another node are noticed.
             if waiting:
                 waiting[0].settled.wait(0.1)
             else:
                 time.sleep(0.01)
 
     def _drop(self, nodes: list[Node]) -> None:
-        """Remove nodes that were added and did not all come."""
+        """Remove nodes that were added together and did not all start."""
         self._roster.remove(nodes)
         for node in nodes:
             self._prospects.leave(node.index)

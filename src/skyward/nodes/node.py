@@ -1,7 +1,7 @@
 """A node as the client sees it: its state, its host, its agent, its lanes.
 
-The state is one value. Only the methods here change it, each from the states that it names, under
-the lock that the nodes of a pool share.
+The state is one value. Only the methods of `Node` change it, each from the states that it names,
+under the lock that the nodes of a pool share.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Kill, Message, Ping
 
 State = Literal["starting", "ready", "reconnecting", "draining", "lost", "failed", "stopped"]
-"""Where a node stands.
+"""The state of a node.
 
-- starting: its machine, agent or workers are on their way
+- starting: its machine, agent or workers are not there yet
 - ready: it runs tasks
-- reconnecting: its agent cannot be reached at the moment
-- draining: it leaves the pool once its tasks are done
-- lost: it is about to be started again
+- reconnecting: the client cannot reach its agent at the moment
+- draining: it leaves the pool when its tasks are done
+- lost: it will be started again soon
 - failed: it did not start, or was lost too often
-- stopped: it has left
+- stopped: it has left the pool
 """
 
 MOVES: dict[State, frozenset[State]] = {
@@ -44,24 +44,24 @@ MOVES: dict[State, frozenset[State]] = {
 
 PING_SECONDS = 0.5
 QUIET_SECONDS = 1.5
-"""After so much silence the host is asked whether it still lives."""
+"""After so many seconds of silence, the client asks whether the host still lives."""
 LOST_SECONDS = 20.0
-"""After so much silence a node counts as lost whatever the host says."""
+"""After so many seconds of silence, a node counts as lost, whatever the host says."""
 STEADY_SECONDS = 60.0
-"""A node that has served this long is not held to its earlier losses."""
+"""After a node has served for so long, its earlier losses no longer count."""
 START_ATTEMPTS = 3
-"""How often a node is started that is lost again and again."""
+"""How often a node is started at most if it is lost again and again."""
 RETURN_SECONDS = 600.0
-"""How long a node that was lost is tried again while its machine cannot be reached."""
+"""How long the client tries to start a lost node whose machine is out of reach."""
 RETURN_PAUSES = (1.0, 30.0)
-"""The shortest and the longest pause between two such attempts."""
+"""The shortest and the longest pause between two attempts to start such a node."""
 RETRY_PAUSES = (5.0, 300.0)
 """The first and the longest pause before a node that did not start is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a node had when it was lost."""
+    """The state, the lanes and the agent's connection of a node when it was lost."""
 
     before: State
     lanes: tuple[Lane, ...]
@@ -81,22 +81,22 @@ class Node:
         self.index = index
         self.host = host
         self.control: Channel | None = None
-        """The connection to its agent."""
+        """The connection to the node's agent."""
         self.lanes: dict[tuple[int, int], Lane] = {}
         self.failure: BaseException | None = None
-        """Why it did not start, or is not started again."""
+        """Why the node did not start, or is not started again."""
         self.settled = threading.Event()
-        """Set when it is ready or has failed."""
+        """Set when the node is ready or has failed."""
         self.joined = False
-        """Whether it has ever been ready, or is about to be, so that broadcasts count on it."""
+        """Whether broadcasts include the node: it has been ready, or will be in a moment."""
         self.prepared = False
-        """Whether its agent has entered the plugins' hooks."""
+        """Whether the node's agent has entered the plugins' hooks."""
         self.lost_since: float | None = None
-        """When it was lost; None while it serves, and before it ever did."""
+        """When the node was lost; None while it serves, and before it has served."""
         self.retry_at: float | None = None
-        """When a failed node is tried again; None when it is not."""
+        """When a failed node is started again; None if it is not."""
         self.failed_starts = 0
-        """How often in a row it did not start."""
+        """How many starts in a row have failed."""
         self._state: State = "starting"
         self._lock = lock or threading.RLock()
         self._clock = clock
@@ -112,28 +112,28 @@ class Node:
 
     @property
     def state(self) -> State:
-        """Where it stands."""
+        """The node's state."""
         return self._state
 
     @property
     def serves(self) -> bool:
-        """Whether it has workers that tasks are sent to, now or after a reconnect."""
+        """Whether the node's workers get tasks, now or after a reconnect."""
         return self._state in ("ready", "reconnecting")
 
     @property
     def leaves(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Whether the node leaves the pool, or has left it."""
         return self._state in ("draining", "stopped")
 
     @property
     def is_expected(self) -> bool:
-        """Whether it serves, or will without anybody's doing."""
+        """Whether the node serves, or will serve without a call of the user's."""
         with self._lock:
             waits = self._state == "failed" and self.retry_at is not None
             return waits or self._state in ("starting", "ready", "reconnecting", "lost")
 
     def _move(self, to: State, *origins: State) -> bool:
-        """Change the state if it is one of these, or one from which the table allows it."""
+        """Change the state if it is one of `origins`; without them, if `MOVES` allows it."""
         allowed = self._state in origins if origins else to in MOVES[self._state]
         if allowed:
             assert to in MOVES[self._state], f"{self._state} -> {to}"
@@ -141,7 +141,7 @@ class Node:
         return allowed
 
     def connect(self, control: Channel) -> bool:
-        """The agent of a starting node is connected; False if the node was ended meanwhile."""
+        """Take the connection to a starting node's agent; False if the node has ended."""
         with self._lock:
             if self._state != "starting":
                 return False
@@ -150,9 +150,10 @@ class Node:
             return True
 
     def join(self, executors: int) -> bool:
-        """Count a starting node among those that know of each other, once its executors are there.
+        """Count a starting node among those that know of each other, after its executors came.
 
-        The others are told so before the node is ready: who sees it ready finds them told.
+        The other nodes are told before the node is ready: when the user sees a ready node, the
+        others know of it.
         """
         with self._lock:
             if self._state != "starting" or not self._has_prepared(executors):
@@ -161,7 +162,7 @@ class Node:
             return True
 
     def become_ready(self, executors: int) -> bool:
-        """A starting node is ready once so many executors are prepared."""
+        """Make a starting node ready if so many executors are prepared."""
         with self._lock:
             if not self._has_prepared(executors) or not self._move("ready", "starting"):
                 return False
@@ -175,26 +176,26 @@ class Node:
         return sum(lane.preparation.done for lane in self.lanes.values()) == executors
 
     def disconnect(self) -> bool:
-        """The agent of a ready node cannot be reached; its connection is being made again."""
+        """Note that a ready node's agent is out of reach, and that the client reconnects."""
         with self._lock:
             return self._move("reconnecting", "ready")
 
     def reconnect(self) -> bool:
-        """The agent can be reached again."""
+        """Note that the agent is within reach again."""
         with self._lock:
             self.hear()
             return self._move("ready", "reconnecting")
 
     def drain(self) -> bool:
-        """The node gets no more tasks, because it leaves the pool."""
+        """Give the node no more tasks: it leaves the pool."""
         with self._lock:
             return self._move("draining")
 
     def lose(self, reason: str) -> Loss | None:
-        """The node is gone, and its machine is removed; None if that was known.
+        """Mark the node as lost, and remove its machine; None if the loss was known.
 
-        A node that serves, or was lost before, is to be started again unless that happened too
-        often: then it has failed. A draining node stays what it is.
+        A node that has served will be started again, unless it was lost too often: then it has
+        failed. A draining node stays draining.
         """
         with self._lock:
             before = self._state
@@ -218,14 +219,14 @@ class Node:
             return loss
 
     def await_return(self) -> float | None:
-        """A lost node cannot be reached: the pause before it is tried again, None if it is not."""
+        """The pause before a lost node out of reach is tried again; None if it is not."""
         with self._lock:
             if self.lost_since is None or not self.host.may_return:
                 return None
             gone = self._clock() - self.lost_since
             if gone >= RETURN_SECONDS or not self._move("lost", "starting"):
                 return None
-            # Only starts that came so far as to be lost again are counted.
+            # A start that did not reach the machine does not count.
             self._starts -= 1
             if self.host.made:
                 self._remove_machine()
@@ -233,7 +234,10 @@ class Node:
             return max(shortest, min(gone / 4, longest))
 
     def fail(self, failure: BaseException, *, retry: bool) -> bool:
-        """The node did not start, or was lost too often; with `retry` it is tried again later."""
+        """Mark the node as failed: it did not start, or was lost too often.
+
+        With `retry`, the node is started again later.
+        """
         with self._lock:
             if not self._move("failed"):
                 return False
@@ -248,12 +252,12 @@ class Node:
 
     @property
     def retry_is_due(self) -> bool:
-        """Whether a failed node has waited long enough to be tried again."""
+        """Whether a failed node has waited long enough for its next start."""
         due = self.retry_at
         return self._state == "failed" and due is not None and self._clock() >= due
 
     def start_again(self, host: Callable[[Host], Host]) -> bool:
-        """A lost or failed node is to be started on a new host, made from the old one."""
+        """Mark a lost or failed node as starting, on a new host made from the old one."""
         with self._lock:
             if not self._move("starting", "lost", "failed"):
                 return False
@@ -264,7 +268,7 @@ class Node:
             return True
 
     def stop(self) -> None:
-        """The node has left the pool, or the pool is closed."""
+        """Mark the node as stopped: it has left the pool, or the pool is closed."""
         with self._lock:
             self._move("stopped")
             self.settled.set()
@@ -272,7 +276,7 @@ class Node:
     # Starting and ending its host.
 
     def launch(self, bring_up: Callable[[Node], None]) -> None:
-        """Bring the node up on a thread of its own."""
+        """Start the node, on a thread of its own."""
         with self._lock:
             self._launch = threading.Thread(
                 target=bring_up, args=(self,), name=f"skyward-node-{self.index}", daemon=True
@@ -280,7 +284,7 @@ class Node:
             self._launch.start()
 
     def begin_start(self) -> None:
-        """Count a start, and wait until the machine that was lost is gone: both have one name."""
+        """Count a start, and wait until the lost machine is removed: both have the same name."""
         self._starts += 1
         if self._removal is not None:
             self._removal.join()
@@ -290,9 +294,9 @@ class Node:
         self._removal.start()
 
     def await_end(self, removal_seconds: float, launch_seconds: float) -> None:
-        """Wait for the threads that remove a lost machine and that bring the node up.
+        """Wait for the threads that remove a lost machine and that start the node.
 
-        The process may end with the pool, and would leave a lost machine half removed.
+        The process may end with the pool, and must not leave a lost machine half removed.
         """
         if self._removal is not None:
             self._removal.join(removal_seconds)
@@ -303,7 +307,7 @@ class Node:
 
     @property
     def is_connected(self) -> bool:
-        """Whether its agent can be told something, as far as known."""
+        """Whether the node's agent has a connection, as far as the client knows."""
         return self.control is not None and self.control.connected
 
     def tell(self, message: Message) -> None:
@@ -314,11 +318,11 @@ class Node:
                 control.send(message)
 
     def kill(self, lane: Lane, reason: str) -> None:
-        """Have the agent end an executor; it starts a new one."""
+        """Have the agent end an executor and start a new one."""
         self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
 
     def release(self) -> tuple[Channel | None, list[Lane]]:
-        """Take the connections to the agent and its executors away from the node, to end them."""
+        """Take the connections to agent and executors from the node; the caller ends them."""
         with self._lock:
             control, self.control = self.control, None
             lanes = list(self.lanes.values())
@@ -326,11 +330,11 @@ class Node:
             return control, lanes
 
     def enter_hooks(self) -> None:
-        """The agent has entered the plugins' hooks, or there are none."""
+        """Note that the agent has entered the plugins' hooks, or that there are none."""
         self.prepared = True
 
     def add_lane(self, lane: Lane) -> bool:
-        """An executor is connected; False if the node is gone by now."""
+        """Add a connected executor; False if the node has been lost or stopped."""
         with self._lock:
             if self._state in ("lost", "failed", "stopped"):
                 return False
@@ -338,7 +342,7 @@ class Node:
             return True
 
     def remove_lane(self, lane: Lane) -> bool:
-        """An executor has ended; False if that was known."""
+        """Remove an executor that has ended; False if that was known."""
         with self._lock:
             if self.lanes.get((lane.worker, lane.slot)) is not lane:
                 return False
@@ -356,24 +360,24 @@ class Node:
         self.tell(Ping(self._pings))
 
     def hear(self) -> None:
-        """The agent has sent something."""
+        """Note that the agent has sent a message."""
         self._heard = self._clock()
         self._asked = None
 
     @property
     def silence(self) -> float:
-        """For how long the agent has sent nothing."""
+        """For how many seconds the agent has sent no message."""
         return self._clock() - self._heard
 
     @property
     def unanswered(self) -> float:
-        """For how long a heartbeat has gone unanswered; a client that slept has asked nothing."""
+        """For how many seconds a heartbeat has been unanswered; 0 if the client sent none."""
         return 0.0 if self._asked is None else self._clock() - self._asked
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What a user sees of a node."""
+    """A node as the user sees it."""
 
     node: int
     state: State
@@ -381,4 +385,4 @@ class NodeView:
     accelerator: str | None
     accelerators: int
     running: tuple[str, ...]
-    """Names of the tasks on it."""
+    """The names of the tasks on the node."""

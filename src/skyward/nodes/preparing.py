@@ -1,8 +1,8 @@
-"""Preparing workers: plugins' hooks are entered before a worker gets its first task.
+"""Preparing workers: a worker enters the plugins' hooks before it gets its first task.
 
-The workers of a distributed plugin are prepared together, as one group. A process joins a group
-once: when a member is lost, or the pool's size changes, the others are replaced as they become
-idle, and the new ones form a new group.
+The workers of a distributed plugin are prepared together, as one group. A process joins only one
+group: when a member is lost, or the pool's size changes, each other member is replaced when it is
+idle, and the new workers form a new group.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from skyward.nodes.roster import Roster
 from skyward.wire.messages import Prepare
 
 STUCK_SECONDS = 8.0
-"""How long the others of a broadcast have to fail by themselves once one of them was lost."""
+"""How long the other workers of a broadcast may take to fail after one of them was lost."""
 IDLE_LOOK_SECONDS = 0.02
 GATHER_SECONDS = 10.0
-"""How much longer a group waits for its missing nodes once so many are there as a pool needs."""
+"""How much longer a group waits for missing nodes when as many are ready as the pool needs."""
 ATTEMPTS = 3
-"""How often workers are prepared that fail at it, before their node counts as lost."""
+"""How often a worker's preparation may fail before its node counts as lost."""
 
 
 class Preparer:
-    """Decides when which worker is told to prepare."""
+    """Decides when each worker is told to prepare."""
 
     def __init__(
         self,
@@ -43,30 +43,30 @@ class Preparer:
         ready: Callable[[Node, Lane], None],
         failed: Callable[[Node, PluginError], None],
     ) -> None:
-        """`ready` is called with executors that can be given tasks, `failed` with nodes."""
+        """`ready` is called with executors that can get tasks, `failed` with nodes that failed."""
         self._loop, self._roster, self._briefing = loop, roster, briefing
         self._drain, self._ready, self._failed = drain, ready, failed
         self.together = preparations.together
         self._for_nodes = preparations.for_nodes
         self._for_processes = preparations.for_processes
         self._attempts = 0
-        """How often workers were prepared since all of them were ready."""
+        """How often workers were prepared since the last time that all of them were ready."""
         self._gathering = False
-        """Whether a group without the nodes that are still missing is about to be made."""
+        """Whether a timer runs that will form a group without the missing nodes."""
         self._waits_for_all = True
         self._lock = threading.RLock()
 
     # Nodes.
 
     def node_up(self, node: Node) -> None:
-        """An agent is connected."""
+        """Prepare a node whose agent is connected."""
         if self._for_nodes:
             node.tell(Prepare("", self._for_nodes))
         else:
             node.enter_hooks()
 
     def node_prepared(self, node: Node, problem: str) -> None:
-        """An agent has entered its hooks, or not."""
+        """Take an agent's answer: it has entered the hooks, or a hook failed."""
         if problem:
             self._failed(node, PluginError(f"node {node.index}: {problem}"))
             return
@@ -77,7 +77,7 @@ class Preparer:
     # Workers.
 
     def lane_up(self, node: Node, lane: Lane) -> None:
-        """An executor is connected, or its node is prepared now."""
+        """Prepare an executor, after it has connected and its node is prepared."""
         if not node.prepared:
             return
         if not self._for_processes:
@@ -88,7 +88,7 @@ class Preparer:
             self._group()
 
     def lane_prepared(self, node: Node, lane: Lane, problem: str) -> None:
-        """An executor has entered its hooks, or not."""
+        """Take an executor's answer: it has entered the hooks, or a hook failed."""
         if not problem:
             self._usable(node, lane)
             return
@@ -120,7 +120,7 @@ class Preparer:
     # Groups.
 
     def _workers(self, node: Node) -> list[Lane]:
-        """The workers of a node that are there, in rank order."""
+        """The connected workers of a node, in rank order."""
         count = self._briefing.workers_on(node)
         found = (node.lanes.get((worker, 0)) for worker in range(count))
         return [lane for lane in found if lane is not None]
@@ -137,15 +137,15 @@ class Preparer:
         return self._is_complete(node) and all(w.preparation.done for w in self._workers(node))
 
     def _complete(self) -> list[Node]:
-        """The nodes all of whose workers are there."""
+        """The nodes whose workers are all connected."""
         with self._roster.lock:
             return [node for node in self._roster.nodes if self._is_complete(node)]
 
     def _group(self) -> None:
-        """Form a group if every worker is there and none belongs to an earlier one.
+        """Form a group if every worker is connected and none belongs to an earlier group.
 
-        A node that has never been ready is waited for only as long as too few others are there,
-        and a moment longer.
+        The group waits for a node that has never been ready only while the pool has too few nodes,
+        and `GATHER_SECONDS` longer.
         """
         with self._lock, self._roster.lock:
             if self._roster.closed:
@@ -172,7 +172,7 @@ class Preparer:
                 self._tell(node, lane, complete)
 
     def _gather(self, complete: list[Node]) -> None:
-        """Begin to count the time after which a group is formed of those that are there."""
+        """Start the timer that forms a group of the connected workers."""
         if self._gathering or len(complete) < self._roster.needed:
             return
         self._gathering = True
@@ -184,12 +184,12 @@ class Preparer:
         self._loop.later(GATHER_SECONDS, over)
 
     def node_failed(self) -> None:
-        """A node will not come for now: the others may be all there are."""
+        """Form a group without a node that has failed, if all others are there."""
         if self.together and self._for_processes:
             self._group()
 
     def lane_lost(self, node: Node, lane: Lane, reason: str) -> None:
-        """A worker is gone; if it was a member of a group, that group is over."""
+        """Handle the loss of a worker; if it was a member of a group, the group ends."""
         preparation = lane.preparation
         if preparation.begun and not preparation.done and not preparation.replaced:
             self.lane_prepared(node, lane, f"its process ended in a plugin's hook: {reason}")
@@ -199,7 +199,7 @@ class Preparer:
     def regroup(self, *, lost: bool = False) -> None:
         """Replace every member of the group, each when it is idle.
 
-        With `lost`, a member is gone: those in a broadcast with it are not waited for long.
+        With `lost`, a member is gone: members in a broadcast with it get only `STUCK_SECONDS`.
         """
         if not self.together:
             return
@@ -214,7 +214,7 @@ class Preparer:
                 self._drain(lane)
                 self._replace_when_idle(node, lane)
             for task in lane.load.started() if lost else ():
-                # Its next collective call fails, unless nothing tells it that a peer is gone.
+                # The next collective call fails, unless the member cannot tell that a peer is gone.
                 if task.worker is not None:
                     self._loop.later(STUCK_SECONDS, functools.partial(_end, lane, task.id))
 

@@ -1,4 +1,4 @@
-"""The loop on which providers work: one thread of this process, for all pools."""
+"""The event loop for the coroutines of providers: one thread of this process, for all pools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin to run a coroutine there; cancelling the future cancels it."""
+    """Begin to run a coroutine on the providers' loop; the future can cancel it."""
     global _loop
     with _lock:
         if _loop is None:

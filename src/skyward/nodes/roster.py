@@ -12,24 +12,24 @@ class Roster:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Guards this list and the states of its nodes."""
+        """Guards the list of nodes and their states."""
         self.nodes: list[Node] = []
         self.closed = False
         self.needed = 1
-        """With fewer nodes the pool is of no use."""
+        """How many nodes the pool needs at least."""
         self._serves = False
 
     def need(self, count: int) -> None:
-        """Say without how many nodes the pool is of no use."""
+        """Set how many nodes the pool needs at least."""
         self.needed = count
 
     def add(self, nodes: list[Node]) -> None:
-        """Nodes have been asked for."""
+        """Add nodes that will be started."""
         with self.lock:
             self.nodes = [*self.nodes, *nodes]
 
     def remove(self, nodes: list[Node]) -> None:
-        """Nodes have left."""
+        """Remove nodes that have left."""
         with self.lock:
             self.nodes = [node for node in self.nodes if node not in nodes]
 
@@ -38,24 +38,24 @@ class Roster:
         return next((node for node in self.nodes if node.index == index), None)
 
     def begin_serving(self) -> None:
-        """Enough nodes are ready for the pool to be used."""
+        """Note that enough nodes are ready for the pool to serve."""
         self._serves = True
 
     @property
     def serves(self) -> bool:
-        """Whether enough nodes have been ready for the pool to be used."""
+        """Whether enough nodes have been ready for the pool to serve."""
         return self._serves
 
     def close(self) -> None:
-        """Nothing is started any more."""
+        """Close the pool: no node is started any more."""
         with self.lock:
             self.closed = True
 
     def members(self, but_also: Node | None = None) -> list[Node]:
         """The nodes that know of each other.
 
-        While a pool starts, these are all nodes; later those that have been ready, and `but_also`,
-        which is about to be.
+        While a pool starts, these are all nodes. Later, these are the nodes that have been ready,
+        and `but_also`, which is about to be ready.
         """
         with self.lock:
             return [

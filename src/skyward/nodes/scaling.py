@@ -1,4 +1,4 @@
-"""Scaling: how many nodes an elastic pool should have, from the tasks that wait and idle nodes."""
+"""Scaling: how many nodes an elastic pool should have, by its waiting tasks and idle nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from skyward.errors import SkywardError
 from skyward.spec import Nodes, Options
 
 BACKLOG_SECONDS = 1.0
-"""How long tasks wait before another node is worth its start."""
+"""How long tasks must wait before the pool starts another node."""
 
 
 class Scaler:
-    """Within the bounds of the pool: grows while tasks wait, shrinks after `idle_timeout`."""
+    """Grows a pool while tasks wait, and shrinks it after `idle_timeout`, within its bounds."""
 
     def __init__(
         self,
@@ -37,13 +37,14 @@ class Scaler:
         self._shrinking = False
 
     def bound(self, nodes: Nodes) -> None:
-        """Set other bounds."""
+        """Set new bounds."""
         self._nodes = nodes
 
     def look(self, count: int, *, coming: int, slots: int) -> None:
-        """Called at every beat with the number of nodes, and of those not ready for the first time.
+        """Grow or shrink if necessary; called at every beat with the numbers of nodes.
 
-        `slots` is how many tasks a node runs at once.
+        `coming` is how many of the nodes have never been ready, `slots` how many tasks a node runs
+        at once.
         """
         if not self._nodes.elastic or self._shrinking:
             return

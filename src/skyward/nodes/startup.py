@@ -1,4 +1,4 @@
-"""Start-up: from a node that was asked for to its connected agent, and what a failure means."""
+"""Start-up: brings a node from its request to its connected agent, and handles failures."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from skyward.wire.versions import check_compatible, my_versions
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Who is told what comes of an agent's connection."""
+    """The functions that are called for frames of an agent, and for the end of its connection."""
 
     frame: Callable[[Node, Frame], None]
-    """The agent has sent a frame."""
+    """Called with a frame from the agent."""
     ended: Callable[[Node, Channel, BaseException], None]
-    """The connection is over."""
+    """Called when the connection has ended."""
 
 
 class Startup:
-    """Brings nodes up, each on a thread of its own."""
+    """Starts nodes, each on a thread of its own."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Startup:
         self._told_out_of_reach: set[Node] = set()
 
     def new_node(self, index: int) -> Node:
-        """A node that nothing has been started for."""
+        """A new node; its start has not begun."""
         return Node(index, self._host(index), self._roster.lock)
 
     def _host(self, index: int, lost: Host | None = None) -> Host:
@@ -80,14 +80,14 @@ class Startup:
         )
 
     def start(self, node: Node) -> None:
-        """Begin to bring a new node up."""
+        """Begin to start a new node."""
         self._prospects.expect(node.index)
         node.launch(self._bring_up)
 
     def start_again(self, node: Node) -> None:
-        """Begin to bring a lost or failed node up on a new host, unless it is leaving."""
+        """Begin to start a lost or failed node on a new host, unless the node leaves the pool."""
         with self._roster.lock:
-            # The lock keeps `close` from stopping the old host only.
+            # Without the lock, `close` might stop only the old host.
             if self._roster.closed or not node.start_again(
                 lambda lost: self._host(node.index, lost)
             ):
@@ -106,7 +106,7 @@ class Startup:
             self._console.phase(node.index, "connecting")
             self._connect(node, host)
         except Exception as problem:
-            # Whatever a provider raises: nobody else would notice that the node never comes.
+            # Any exception of a provider: nothing else would notice that the node never starts.
             self._start_failed(node, problem)
 
     def _connect(self, node: Node, host: Host) -> None:
@@ -149,7 +149,7 @@ class Startup:
             self.give_up(node, failure)
 
     def await_return(self, node: Node, failure: Exception) -> bool:
-        """A node that was lost cannot be reached: whether it is tried again."""
+        """Whether a lost node that is out of reach will be tried again."""
         pause = None if self._roster.closed else node.await_return()
         if pause is None:
             return False
@@ -164,7 +164,7 @@ class Startup:
         return True
 
     def give_up(self, node: Node, failure: BaseException) -> None:
-        """A node did not start: one that has never been ready is tried again later."""
+        """Give a start up; a node that has never been ready is started again later."""
         with self._roster.lock:
             is_missed = not self._roster.closed and not node.leaves
             served = node.lost_since is not None
@@ -200,7 +200,7 @@ class Startup:
         self._preparer.node_failed()
 
     def tell_retry(self, node: Node) -> None:
-        """Say, once, that a node is missing and will be tried again."""
+        """Tell the user once that a node is missing and will be started again."""
         self._console.note(
             f"node {node.index} could not be started: {node.failure}; it is tried again, "
             "less and less often"
