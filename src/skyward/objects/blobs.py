@@ -36,10 +36,10 @@ class Blob:
 
 
 class BlobStore:
-    """Blobs this process holds, least recently used out first once they exceed the cap.
+    """The blobs of this process; above the cap, the least recently used blobs are evicted.
 
-    A segment is reused only when no blob is left in it and it is not pinned; it is pinned for as
-    long as this process or another maps it.
+    A segment is reused only when it has no blob and is not pinned. It is pinned as long as this
+    process or another one maps it.
     """
 
     def __init__(self, cap: int, folder: str | None = None) -> None:
@@ -58,9 +58,9 @@ class BlobStore:
     def place(
         self, buffers: Sequence[memoryview], names: Sequence[bytes] | None = None
     ) -> list[Blob]:
-        """Hold these contents, copying only what is not held yet; the caller must unpin them.
+        """Keep these contents; copies only new ones. The caller must unpin the blobs.
 
-        `names` are their digests, where those are known already.
+        `names` are the digests of the contents, if they are known already.
         """
         names = memory.digests(buffers) if names is None else names
         with self._lock:
@@ -96,7 +96,7 @@ class BlobStore:
         return [blobs[name] for name in names]
 
     def place_new(self, buffers: Sequence[memoryview]) -> list[Blob]:
-        """As `place`, for contents that are most likely not held: named while they are copied."""
+        """Like `place`, for contents that are probably new: hashes them while it copies them."""
         offsets, size = memory.aligned([len(buffer) for buffer in buffers])
         segment = self.arena.allocate(size)
         try:
@@ -109,13 +109,13 @@ class BlobStore:
             self.add(Blob(name, segment, offset, len(buffer)), pinned=True)
             for name, offset, buffer in zip(names, offsets, buffers, strict=True)
         ]
-        # If all of it was held already, the segment is free again.
+        # If all contents were kept already, the segment is free again.
         self.unpin(segment.id)
         self._shrink()
         return blobs
 
     def add(self, blob: Blob, *, pinned: bool = False) -> Blob:
-        """Hold a blob whose bytes are in place already."""
+        """Keep a blob whose bytes are in their segment already."""
         with self._lock:
             known = self._find(blob.digest)
             kept = known or blob
@@ -129,7 +129,7 @@ class BlobStore:
             return kept
 
     def find(self, digest: bytes) -> Blob | None:
-        """The blob of that content, if it is held; pinned for the caller."""
+        """The blob of that content, pinned for the caller; None if it is not kept."""
         with self._lock:
             blob = self._find(digest)
             if blob is not None:
@@ -137,13 +137,13 @@ class BlobStore:
             return blob
 
     def has(self, digest: bytes) -> bool:
-        """Whether that content is held."""
+        """Whether that content is kept."""
         return digest in self._blobs
 
     def evict(self, digest: bytes) -> int | None:
         """Drop one blob, whatever the cap.
 
-        Returns its segment if that holds no other blob, so that only pins keep it.
+        Returns the blob's segment if that has no other blob; then only pins keep the segment.
         """
         with self._lock:
             blob = self._blobs.pop(digest, None)
@@ -159,7 +159,7 @@ class BlobStore:
         return blob
 
     def pin(self, segment: Segment) -> None:
-        """Keep a segment's bytes as they are until `unpin`."""
+        """Keep a segment's bytes unchanged until `unpin`."""
         with self._lock:
             self._segments[segment.id] = segment
             self._pins[segment.id] = self._pins.get(segment.id, 0) + 1
@@ -175,7 +175,7 @@ class BlobStore:
                 self._reuse(segment_id)
 
     def trim(self) -> None:
-        """Evict what exceeds the cap."""
+        """Evict blobs until the others fit the cap."""
         self._shrink()
 
     def _shrink(self) -> None:
@@ -225,19 +225,19 @@ def _repeated(names: Sequence[bytes]) -> list[bytes]:
 
 
 class Sources:
-    """Remembers what was last sent from which memory, to see when new contents replace old ones.
+    """Remembers the contents last sent from each buffer, to notice when the caller changes one.
 
-    A buffer that changes between calls would otherwise fill the cache with versions nobody will
-    use again, each in memory that has to be touched for the first time.
+    Otherwise a buffer that changes between calls would fill the cache with versions that no call
+    will use again, each in memory that has to be touched for the first time.
     """
 
     def __init__(self) -> None:
         self._last: OrderedDict[tuple[int, int], tuple[bytes, bytes]] = OrderedDict()
-        """By address and length: the digest, and that of the first chunk alone."""
+        """For each address and length: the digest of the buffer, and of its first chunk alone."""
         self._lock = threading.Lock()
 
     def replaced(self, buffers: Sequence[memoryview], names: Sequence[bytes]) -> list[bytes]:
-        """The digests whose buffers now hold something else."""
+        """The digests of contents that have been replaced in their buffers."""
         stale = []
         with self._lock:
             for buffer, name in zip(buffers, names, strict=True):
@@ -253,7 +253,7 @@ class Sources:
         return stale
 
     def surely_new(self, buffers: Sequence[memoryview]) -> list[bytes] | None:
-        """The digests these buffers had before, if every buffer has surely changed; else None."""
+        """The former digests of these buffers if every buffer has surely changed; else None."""
         before = []
         with self._lock:
             for buffer in buffers:
@@ -273,7 +273,7 @@ class Mapped:
 
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
         self.released: deque[int] = deque()
-        """Segments nothing here maps any more; appended to from finalizers, so lock-free."""
+        """Segments that this process maps no more; finalizers append to it, so it has no lock."""
         self._notify = notify
         self._open: dict[int, tuple[int, int]] = {}
         self._counts: dict[int, list[int]] = {}
@@ -309,7 +309,7 @@ class Mapped:
             self._notify()
 
     def drop(self, segment: int) -> None:
-        """Make no new views of a segment; it is released when its last view dies."""
+        """Make no new views of a segment; it is released when its last view is freed."""
         held = self._open.pop(segment, None)
         if held is None:
             return

@@ -1,4 +1,4 @@
-"""Encoding: objects become a cloudpickle, with every large buffer beside it and not in it."""
+"""Encoding: an object becomes a cloudpickle; large buffers are kept outside the pickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Encoded:
     buffers: list[memoryview] = field(default_factory=list)
     storages: list[tuple[int, int]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    """Data given to `put` that the object refers to."""
+    """The data from `put` that the object refers to."""
     referred: list[torch.UntypedStorage] = field(default_factory=list)
     """Storages on a device that the receiver opens in place; they are kept alive until then."""
 
@@ -43,7 +43,7 @@ class Encoded:
         return sum(map(len, self.pieces))
 
     def with_pickle_as_buffer(self) -> Encoded:
-        """The same with the pickle as the first buffer, which executors can keep and pass on."""
+        """The same object with the pickle as its first buffer: executors can keep and relay it."""
         whole = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         buffers = [memoryview(whole), *self.buffers]
         return Encoded([], buffers, self.storages, self.handles, self.referred)
@@ -55,7 +55,7 @@ class Encoded:
 
 
 class _PickleFile:
-    """A file the pickler writes to that keeps large bytes objects as they are, uncopied."""
+    """The file that the pickler writes to; it keeps large bytes objects without a copy."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes | memoryview] = []
@@ -82,7 +82,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._own_modules = own_modules
         self._names = names
         self._sent: dict[int, set[str]] = {}
-        # Not a method: a pickler in a cycle would keep all it has pickled until it is collected.
+        # Not a method: a pickler in a reference cycle would keep all pickled objects alive until
+        # the garbage collector runs.
         super().__init__(
             out, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
         )
@@ -147,9 +148,10 @@ def encode(
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
-    `Arguments` are encoded as their values. `refer` is given the storages on sky devices, if there
-    are any, and says how the receiver opens each, or None if their bytes have to travel. Raises
-    `SerializationError` naming the part that cannot travel and the path to it from `what`.
+    `Arguments` are encoded as their values. `refer` gets the storages on sky devices, if there are
+    any. It returns how the receiver opens each of them, or None if their bytes have to be sent.
+    Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
+    `what`.
     """
     if isinstance(value, Arguments):
         whole: Any = (value.args, value.kwargs)
@@ -181,7 +183,7 @@ def _dumped(
     described: Descriptions,
     what: str,
 ) -> tuple[_PickleFile, _Pickler]:
-    """The pickle of `whole`, which stands for `value`."""
+    """The pickle of `whole`; errors are about `value`, which `whole` contains."""
     try:
         while True:
             out = _PickleFile()
@@ -221,7 +223,7 @@ _look_up: Callable[[bytes], Any] | None = None
 
 
 def find_handles(look_up: Callable[[bytes], Any]) -> None:
-    """Use `look_up` to find the data of handles that this process decodes from now on."""
+    """From now on, use `look_up` to find the data of handles that this process decodes."""
     global _look_up
     _look_up = look_up
 
@@ -366,14 +368,14 @@ class StreamRef:
 
 @dataclass(slots=True)
 class PortableException:
-    """An exception with its causes and contexts, which pickle alone leaves out."""
+    """An exception with its causes and contexts; pickle alone would leave these out."""
 
     problem: Exception
     chain: dict[str, PortableException]
     suppress_context: bool
 
     def rebuild(self) -> Exception:
-        """The exception, its chain restored."""
+        """The exception with its restored chain."""
         for link, other in self.chain.items():
             setattr(self.problem, link, other.rebuild())
         self.problem.__suppress_context__ = self.suppress_context

@@ -35,10 +35,10 @@ class Handle(Generic[T]):
 
 
 def put(value: T) -> T:
-    """Declare data frozen: it is sent once per node, and then free to use in any number of calls.
+    """Declare data frozen: each node gets it once, and any number of calls can use it.
 
-    Pass the handle as you would the data; the function sees the data itself. Neither side may
-    change it.
+    Pass the handle in place of the data; the function sees the data itself. Neither the client nor
+    the function may change the data.
 
     >>> images = sky.put(images)
     >>> [train(images, lr) > compute for lr in rates]

@@ -36,8 +36,9 @@ Made = TypeVar("Made")
 class Crew:
     """A few threads that hash and copy.
 
-    An executor of the standard library costs five times as much a job, and a Ctrl-C at the wrong
-    moment leaves its locks locked for good. A SimpleQueue is written in C, where no Ctrl-C comes.
+    An executor of the standard library costs five times as much per job, and a Ctrl-C at the wrong
+    moment leaves its locks locked for ever. A SimpleQueue is written in C, where a Ctrl-C cannot
+    interrupt it.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,7 +47,7 @@ class Crew:
             threading.Thread(target=self._work, name="skyward-copy", daemon=True).start()
 
     def map(self, action: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-        """The action's results, in order; a failure is raised once every thread is done."""
+        """The action's results, in order; raises a failure after every thread is done."""
         done: queue.SimpleQueue[tuple[int, Made, BaseException | None]] = queue.SimpleQueue()
         for job in enumerate(items):
             self._jobs.put((done, action, *job))
@@ -67,7 +68,7 @@ class Crew:
                 done.put((index, action(item), None))
             except BaseException as problem:
                 done.put((index, None, problem))
-            # The thread must not keep these alive until the next job comes.
+            # The thread must not keep these objects alive until the next job comes.
             del done, action, item
 
 
@@ -145,7 +146,7 @@ def _names(buffers: Sequence[memoryview], leaves: Iterator[bytes]) -> list[bytes
 
 
 def first_leaf(buffer: memoryview) -> bytes:
-    """The digest of a buffer's first chunk: if it differs, so does the buffer."""
+    """The digest of a buffer's first chunk: if the digest differs, the buffer differs."""
     return xxhash.xxh3_128_digest(buffer[:CHUNK])
 
 
@@ -154,7 +155,7 @@ def _hash_run(chunks: Sequence[memoryview]) -> list[bytes]:
 
 
 def _runs(chunks: Sequence[Item], per_run: int = 8) -> list[Sequence[Item]]:
-    # Handing a chunk to a thread costs about what hashing it does, so they go in runs.
+    # Handing a chunk to a thread costs about as much as hashing it, so a thread gets several.
     return [chunks[at : at + per_run] for at in range(0, len(chunks), per_run)]
 
 
@@ -168,7 +169,7 @@ def fresh(size: int) -> memoryview:
 
 
 def placeholder(size: int) -> memoryview:
-    """Stands for a buffer whose bytes are kept elsewhere: address space that is never touched."""
+    """A stand-in for a buffer whose bytes are kept elsewhere: address space without memory."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
@@ -273,7 +274,7 @@ class Segment:
         return self._shared
 
     def close(self) -> None:
-        """Free the memory, once nobody maps it any more."""
+        """Free the memory when no process maps it any more."""
         os.close(self.descriptor)
         # A live memoryview keeps the mapping; dropping this reference is enough then.
         with contextlib.suppress(BufferError):
@@ -285,7 +286,7 @@ class Segment:
 def map_private(
     descriptor: int, offset: int, length: int, gone: Callable[[], None] | None = None
 ) -> memoryview:
-    """A copy-on-write view: reading copies nothing, writing is seen by nobody else."""
+    """A copy-on-write view: reading copies nothing, and no other process sees a write."""
     block = mmap.mmap(
         descriptor,
         length,
@@ -315,7 +316,7 @@ def aligned(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """Segments of one owner: reused when free, bounded by a cap on what lies idle."""
+    """The segments of one owner: free segments are reused, and kept up to a cap."""
 
     def __init__(self, idle_cap: int, folder: str | None = None) -> None:
         self._idle_cap = idle_cap
@@ -343,7 +344,7 @@ class Arena:
             )
 
     def recycle(self, segment: Segment) -> None:
-        """Take back a segment that nobody maps any more."""
+        """Take back a segment that no process maps any more."""
         with self._lock:
             self._free.append(segment)
             self._returned.notify_all()

@@ -1,7 +1,7 @@
-"""The user's own code: which modules travel by value, and what a function refers to.
+"""The user's own code: which modules travel by value, and which objects a function refers to.
 
-This is decided per pickle and without a process-wide registry, so threads cannot disturb each
-other.
+Each pickle decides this for itself, without a process-wide registry, so that threads cannot disturb
+each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_own_file(file: str) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Whether a module is the user's: its file was not put there by an installer."""
+    """Whether a module is the user's own: no installer has installed its file."""
     if not module or module == "__main__" or module.partition(".")[0] in OURS:
         return False
     loaded = sys.modules.get(module)
@@ -76,7 +76,7 @@ def travels_by_value(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The globals a code object (with those nested in it) reads, assigns, and all names it uses."""
+    """The globals that a code object and its nested ones read and assign, and all their names."""
     reads, stores, names = set(), set(), set(code.co_names)
     for instruction in dis.get_instructions(code):
         if instruction.opcode in _STORES:
@@ -94,9 +94,9 @@ def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str],
 
 @dataclass(slots=True)
 class References:
-    """Everything a function's code refers to, to see whether any of it was replaced.
+    """The objects that a function's code refers to; `fresh` tells whether one was replaced.
 
-    `fresh` compares by identity, so it is only trusted when nothing found can change in place.
+    `fresh` compares by identity, so its answer counts only if no found object can change in place.
     """
 
     root: Callable[..., Any]
@@ -124,7 +124,7 @@ class References:
 
 
 def references(function: Callable[..., Any]) -> References:
-    """Walk from a function to all it refers to; raises if it uses a name defined nowhere."""
+    """Find all objects that a function refers to; raises if it uses an undefined name."""
     found = References(inspect.unwrap(function))
     # The values are kept, not only their ids: a freed value's id would be used again.
     seen: dict[int, Any] = {}
@@ -189,7 +189,7 @@ def _visit_function(function: types.FunctionType, found: References) -> Iterator
         value = space.get(name, _MISSING)
         if value is _MISSING:
             defined = hasattr(builtins, name) or name in stores or "NameError" in names
-            # Only in the function that is sent: a helper may name what it never uses.
+            # Only in the function that is sent: a helper may have a name that it never uses.
             if defined or function is not found.root:
                 found._checks.append((space, name, _MISSING))
                 continue

@@ -29,7 +29,7 @@ class Packed:
 
 
 def pack(encoded: Encoded, large: Callable[[list[memoryview]], list[Buffer]] | None) -> Packed:
-    """Lay out an encoded object; `large` says where buffers of blob size are, None: inline."""
+    """Lay out an encoded object; `large` says where large buffers are; None means inline."""
     body: list[bytes | memoryview] = list(encoded.pieces)
     length = at = encoded.pickle_length
     if not encoded.buffers:
@@ -52,7 +52,7 @@ def pack(encoded: Encoded, large: Callable[[list[memoryview]], list[Buffer]] | N
 
 
 def check(frame: Frame, payload: Payload) -> None:
-    """Refuse a payload that does not add up, before anything is set aside for it."""
+    """Refuse a payload whose numbers do not match, before any memory is allocated for it."""
     streamed = sum(ref.length for ref in payload.buffers if ref.where == STREAMED)
     if payload.inline + streamed != frame.body_length:
         problem = "does not account for its body"
@@ -72,7 +72,7 @@ def unpack(
     body: bytearray | memoryview,
     find: Callable[[Buffer], memoryview],
 ) -> Pieces:
-    """The pieces `encoding.decode` wants; `find` resolves what is not inline."""
+    """The pieces for `encoding.decode`; `find` returns the buffers that are not inline."""
     view = memoryview(body)
     if not payload.buffers and not payload.storages and payload.pickle == len(view):
         return view, [], []

@@ -26,7 +26,7 @@ class CannotOpenError(Exception):
 
 
 def storage(description: bytes) -> torch.UntypedStorage:
-    """A storage over the memory described, shared with the process that described it."""
+    """A storage over the described memory, shared with the process that owns the memory."""
     import torch
 
     pid, descriptor, name, size = _MEMORY.unpack_from(description)
@@ -53,7 +53,7 @@ def storage(description: bytes) -> torch.UntypedStorage:
 
 
 def flat(description: bytes) -> torch.Tensor:
-    """The bytes of the memory described."""
+    """The bytes of the described memory."""
     import torch
 
     opened = storage(description)
@@ -61,7 +61,7 @@ def flat(description: bytes) -> torch.Tensor:
 
 
 def device(description: bytes) -> torch.device:
-    """The device that the memory described is on, as this process names it."""
+    """The device of the described memory, by this process's name for the device."""
     import torch
 
     where = description[_MEMORY.size :]
@@ -74,7 +74,7 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
     path = f"/proc/{pid}/fd/{descriptor}"
     wanted = f"/memfd:{name.decode('ascii', 'replace')} (deleted)"
     try:
-        # The name is checked before and after: the process number may be in use again by then.
+        # The name is checked before and after: another process may have got the number meanwhile.
         if os.readlink(path) == wanted:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if os.readlink(f"/proc/self/fd/{file}") == wanted:
@@ -86,7 +86,7 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
 
 
 def settle() -> None:
-    """Wait until every operation issued on borrowed GPU memory is done."""
+    """Wait until every operation on borrowed GPU memory is done."""
     if not _borrowed:
         return
     for ordinal in {borrowed.ordinal for borrowed in _borrowed.copy()}:
@@ -96,7 +96,7 @@ def settle() -> None:
 
 
 class _Borrowed:
-    """A storage of another process on a GPU, which that process keeps for as long as this lives."""
+    """A storage of another process on a GPU; that process keeps it as long as this object lives."""
 
     def __init__(self, file: int, ordinal: int, handle: bytes, offset: int, size: int) -> None:
         try:

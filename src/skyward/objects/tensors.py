@@ -1,7 +1,7 @@
-"""Tensors on the wire: dtype, shape, strides and raw storage, free of torch's pickle format.
+"""Tensors on the wire: dtype, shape, strides and raw storage, without torch's pickle format.
 
-A storage shared by several tensors travels once, and only the part of it that they cover. Of a
-storage that the receiver can open in place, only a description travels.
+A storage that several tensors share is sent once, and only the part that they cover. If the
+receiver can open a storage in place, only a description of the storage is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reduced = tuple[Any, ...]
 
 
 class Descriptions:
-    """How the receiver opens the storages that it opens in place."""
+    """The descriptions by which the receiver opens storages in place."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class Descriptions:
         pairs = list(zip(storages, descriptions, strict=True))
         self.of_storage = {storage._cdata: description for storage, description in pairs}
         self.on_device = {storage.device: description for storage, description in pairs}
-        """Of one storage on each device."""
+        """The description of one storage on each device."""
 
 
 class StorageBook:
-    """The storages met while one object is encoded, and how much of each is needed."""
+    """The storages in an object that is being encoded, and the part of each that is needed."""
 
     def __init__(self, described: Descriptions) -> None:
         self.refs: list[StorageRef] = []
@@ -46,7 +46,7 @@ class StorageBook:
         self._described = described
 
     def reference(self, storage: torch.UntypedStorage) -> StorageRef:
-        """The one reference that stands for this storage."""
+        """The one reference to this storage."""
         ref = self._by_id.get(storage._cdata)
         if ref is None:
             description = self._described.of_storage.get(storage._cdata)
@@ -57,11 +57,11 @@ class StorageBook:
         return ref
 
     def on_devices(self) -> list[torch.UntypedStorage]:
-        """The storages on sky devices, which the receiver might be able to open."""
+        """The storages on sky devices; the receiver may be able to open them."""
         return [ref.storage for ref in self.refs if ref.storage.device.type == "sky"]
 
     def buffers(self) -> tuple[list[memoryview], list[tuple[int, int]]]:
-        """The bytes to send, and for each its (first byte, size of the whole storage)."""
+        """The buffers to send, and for each its (first byte, size of the whole storage)."""
         views, places = [], []
         for ref in self.refs:
             first, last = (ref.first, ref.last) if ref.last else (0, 0)
@@ -118,7 +118,7 @@ def _raw_view(flat: torch.Tensor) -> memoryview:
 
 
 def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
-    """How a plain dense tensor or parameter is rebuilt; None: torch pickles it."""
+    """How a plain dense tensor or parameter is rebuilt; None if torch must pickle it."""
     import torch
 
     kind = type(tensor)
@@ -195,7 +195,7 @@ _decoding = threading.local()
 
 
 def use_shelf(shelf: Shelf | None) -> Shelf | None:
-    """Take storages from this shelf for what this thread decodes now; returns the one before."""
+    """Use this shelf for the objects that this thread decodes now; returns the one before."""
     before: Shelf | None = getattr(_decoding, "shelf", None)
     _decoding.shelf = shelf
     return before

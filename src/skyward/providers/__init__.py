@@ -1,9 +1,9 @@
-"""Where machines come from: one module a provider, all behind one small protocol.
+"""Providers: the sources of machines, one module each, behind one small protocol.
 
-A provider makes machines and destroys them. What a machine must offer is small: run a command, and
-carry bytes to a socket there. Everything else, from installing Python to starting the agent, is
-done with these two. docs/providers.md shows how to write one, and `skyward.testing` has the tests
-that every provider passes.
+A provider makes machines and destroys them. A machine can run a command, and can carry bytes to one
+of its sockets. Skyward does everything else with these two, from installing Python to starting the
+agent. docs/providers.md shows how to write a provider, and `skyward.testing` has the tests that
+every provider passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyward.spec import Image, Volume
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a pool asks of a provider: what each machine is to be, and how many there may be."""
+    """A pool's request to a provider: the properties of each machine, and how many at most."""
 
     accelerator: Accelerator | None
     vcpus: float | None
@@ -30,15 +30,15 @@ class Request:
     image: Image
     volumes: tuple[Volume, ...]
     most_nodes: int = 1
-    """To so many the pool may grow."""
+    """How many nodes the pool may have at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One machine to be made, for one node of one pool."""
+    """The order for one machine, for one node of one pool."""
 
     pool: str
-    """Unique; what is made must carry it, so that it can be found after a crash."""
+    """The pool's unique name; the machine must carry it, so that `find` works after a crash."""
     node: int
     request: Request
 
@@ -48,11 +48,11 @@ class Machine(Protocol):
 
     @property
     def id(self) -> str:
-        """What the provider calls it; enough to destroy it later."""
+        """The provider's name for the machine; enough to destroy the machine later."""
 
     @property
     def node(self) -> int:
-        """Which node of its pool it was made for."""
+        """The number of the node that the machine was made for."""
 
     @property
     def address(self) -> str:
@@ -60,11 +60,11 @@ class Machine(Protocol):
 
     @property
     def direct(self) -> str | None:
-        """Where this process may try to connect to it; None when only `dial` leads there."""
+        """An address that this process may try to connect to; None if only `dial` works."""
 
     @property
     def python(self) -> str | None:
-        """A Python that has skyward and all the image asks for; None where one is to be made."""
+        """A Python that has skyward and the image's packages; None if the bootstrap makes one."""
 
     async def run(
         self,
@@ -75,58 +75,59 @@ class Machine(Protocol):
     ) -> int:
         """Run a command with its standard input, and return its exit status.
 
-        What it writes, to either stream, goes to `output` as it comes. Cancelling ends it. As in
-        a shell, the status is 127 when there is no such command, and 128 + n after signal n;
-        `UnreachableError` when the machine or the way to it is gone.
+        `output` gets the bytes of both output streams as they come. Cancelling ends the command. As
+        in a shell, the status is 127 if there is no such command, and 128 + n after signal n.
+        Raises `UnreachableError` if the machine or the connection to it is gone.
         """
 
     async def dial(self, endpoint: str) -> socket.socket:
         """A blocking socket that carries bytes to "unix:PATH" or "tcp:127.0.0.1:PORT" there.
 
-        The way is private: nobody else can read it, and only this user can open it. Shutting
-        half of it down does the same over there. An `OSError` when nobody listens, where the
-        provider can tell; else a socket that is at its end.
+        The connection is private: no other user can read or open it. Shutting down one direction
+        here shuts it down there. If no process listens, raises an `OSError` if the provider can
+        tell; otherwise the socket is at its end.
         """
 
     async def alive(self) -> bool:
-        """Whether the machine is there; False only when it is known to be gone for good.
+        """Whether the machine exists; False only if it is known to be gone for good.
 
-        Its node is given up at once then. A `PoolStartError`, such as `UnreachableError`, when
-        nobody answers who would know: the node is waited for, as long as `orphan_timeout` says.
+        After False, the pool gives the node up at once. Raises a `PoolStartError`, such as
+        `UnreachableError`, if the provider gets no answer: then the pool waits for the node, as
+        long as `orphan_timeout` says.
         """
 
     async def destroy(self) -> None:
-        """Remove it, whatever runs on it; returns when it is gone, and is fine if it was."""
+        """Remove the machine, whatever runs on it, and wait for its end; may be called twice."""
 
 
 @runtime_checkable
 class Provider(Protocol):
-    """A source of machines. A value: it holds no connection and makes nothing until asked."""
+    """A source of machines: a value, which holds no connection."""
 
     @property
     def name(self) -> str:
-        """What people call it; also its name in the registry."""
+        """The provider's name, for people and in the registry."""
 
     def check(self, request: Request) -> None:
-        """Refuse, with a `ConfigurationError`, what this provider can never give."""
+        """Raise a `ConfigurationError` for a request that this provider can never fulfil."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Its arguments as JSON, without secrets: `sky down` makes it anew from them."""
+        """The arguments for JSON, without secrets: `sky down` makes the provider from them."""
 
     def price(self, request: Request) -> float | None:
-        """What a machine costs an hour, in US dollars; None when nobody knows."""
+        """The price of a machine for an hour, in US dollars; None if it is unknown."""
 
     async def create(self, order: Order) -> Machine:
-        """Make a machine; raises `PoolStartError`, and then leaves nothing behind."""
+        """Make a machine; if it raises `PoolStartError`, it leaves nothing behind."""
 
     async def find(self, pool: str) -> Sequence[Machine]:
-        """Every machine of a pool that is still there, also one whose `create` was cut short."""
+        """Every existing machine of a pool, also one whose `create` was interrupted."""
 
 
 def encrypted(provider: Provider) -> bool:
     """Whether the channels to a provider's machines need credentials.
 
-    They do, unless the provider has an attribute `encrypted` that says otherwise.
+    They do, unless the provider has an attribute `encrypted` that is false.
     """
     return bool(getattr(provider, "encrypted", True))
 
@@ -142,19 +143,19 @@ def is_here(provider: Provider) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What a machine that needs no bootstrap has for its node."""
+    """The folder, the cards and the directory of a machine that needs no bootstrap."""
 
     folder: str
-    """The node's own, private and short: its sockets and the agent's log are made there."""
+    """The node's private folder, with a short path: for its sockets and the agent's log."""
     hostname: str
     accelerators: int = 0
     accelerator: str | None = None
     working_directory: str | None = None
-    """Where the workers run, and what they can import from; None for the client's own."""
+    """The directory in which the workers run and import; None for the client's own."""
 
 
 def equipment_of(machine: Machine) -> Equipment | None:
-    """The machine's attribute `equipment`; None where the bootstrap has to find out and install."""
+    """The machine's attribute `equipment`; None if the machine needs the bootstrap."""
     found = getattr(machine, "equipment", None)
     return found if isinstance(found, Equipment) else None
 
@@ -164,7 +165,7 @@ BUILT_IN = {
     "container": "skyward.providers.container:Container",
     "ssh": "skyward.providers.ssh:SSH",
 }
-"""Where each provider of ours is."""
+"""The class of each provider that is part of Skyward."""
 
 
 def find_provider(name: str) -> type[Any]:

@@ -23,16 +23,16 @@ _RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
 _VERSION = re.compile(r"models/(.+)/([1-9][0-9]{0,8})\.(json|gone)")
 _LONGEST = 200
 _KEPT = 64
-"""How many manifests are remembered; one may take as much memory as a small model."""
+"""How many manifests a catalog remembers; one may take as much memory as a small model."""
 
 
 def manifest_url(files: Files, manifest: Manifest) -> str:
-    """What messages call a manifest."""
+    """The name of a manifest in messages."""
     return f"{files.url}/models/{manifest.name}/{manifest.version}.json"
 
 
 def check_name(name: object) -> str:
-    """A model's name: segments of a path, none of which leads out of the store's folder."""
+    """Check a model's name: a path whose segments never lead out of the store's folder."""
     if not isinstance(name, str):
         raise ConfigurationError(f"name={name!r}: a model's name must be a str; pass a str")
     segments = name.split("/")
@@ -61,7 +61,7 @@ class Catalog:
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
 
     def numbers(self, name: str | None = None) -> dict[str, list[int]]:
-        """The versions there are, oldest first, of every model or of one."""
+        """The numbers of the versions, oldest first, of every model or of one."""
         found: dict[str, list[int]] = {}
         for owner, number, gone in self._listed(name):
             if not gone:
@@ -69,7 +69,7 @@ class Catalog:
         return {owner: sorted(found[owner]) for owner in sorted(found)}
 
     def resolve(self, name: str, version: int | None) -> int:
-        """The version asked for, or the newest."""
+        """The number of the version that was asked for, or of the newest."""
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise ConfigurationError(
                 f"version={version!r}: a version is a whole number; pass an int, such as version=1"
@@ -116,12 +116,12 @@ class Catalog:
         return manifest
 
     def remember(self, name: str, version: int) -> Manifest:
-        """The same, as it was when it was last kept here."""
+        """One version's manifest as it was last kept here, or read now."""
         kept = self._kept.get(f"models/{name}/{version}.json")
         return self.keep(kept or self.read(name, version))
 
     def keep(self, manifest: Manifest) -> Manifest:
-        """Remember a manifest in place of the one that was used least lately."""
+        """Remember a manifest, and forget the one whose last use is the longest ago."""
         path = f"models/{manifest.name}/{manifest.version}.json"
         self._kept[path] = manifest
         self._kept.move_to_end(path)
@@ -130,7 +130,7 @@ class Catalog:
         return manifest
 
     def has(self, name: str, version: int) -> bool:
-        """Whether a version is still there."""
+        """Whether a version still exists."""
         return self._files.size(f"models/{name}/{version}.json") is not None
 
     def publish(self, drafts: Iterable[Manifest], name: str) -> Manifest:
@@ -139,7 +139,7 @@ class Catalog:
             path = f"models/{name}/{draft.version}.json"
             if not self._files.create(path, _accepted(draft)):
                 continue
-            # The number may have been used and withdrawn since the drafts began to be numbered.
+            # Since the drafts got their numbers, a version of this number may have come and gone.
             if self._files.size(f"models/{name}/{draft.version}.gone") is None:
                 return self.keep(draft)
             self._files.delete(path)
@@ -153,7 +153,7 @@ class Catalog:
         return max((number for _, number, _ in self._listed(name)), default=0)
 
     def withdraw(self, name: str, versions: list[int]) -> None:
-        """Delete versions; their bytes stay until the garbage collector comes."""
+        """Delete versions; their bytes stay until the garbage collector deletes them."""
         last = self.last_number(name)
         if last in versions:
             self._files.write(f"models/{name}/{last}.gone", [b"{}\n"])
@@ -175,7 +175,7 @@ class Catalog:
 
 
 def _accepted(draft: Manifest) -> bytes:
-    """A draft as it is written, if readers accept it."""
+    """A draft as bytes to write; raises if readers would not accept it."""
     for flaw in manifests.flaws(draft):
         raise SerializationError(
             f"{draft.name!r} cannot be stored: {flaw}; please report this, with the tensors' "
@@ -187,7 +187,7 @@ def _accepted(draft: Manifest) -> bytes:
 
 
 def check_length(name: str, length: int) -> None:
-    """Raise for a manifest that no reader would take."""
+    """Raise for a manifest that is longer than readers accept."""
     if length > MANIFEST_LIMIT:
         raise SerializationError(
             f"{name!r} cannot be stored: what is not in tensors would take {length >> 20} MiB, and "

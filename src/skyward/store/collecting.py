@@ -13,7 +13,7 @@ from skyward.store.saving.leases import GRACE, leased
 
 
 def collect(files: Files, catalog: Catalog, older_than: float) -> int:
-    """Remove the files that nothing names, and return how many bytes that freed.
+    """Remove the files that no manifest and no lease names; returns how many bytes that freed.
 
     A manifest that cannot be read stops the collection, because its objects are unknown. The
     manifests are read again after the leases, because a save publishes before it drops its lease:

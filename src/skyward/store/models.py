@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """One published version of a model, and what is known of it.
+    """One published version of a model, and its description.
 
-    `size` counts the bytes of its tensors, `added` those that the store did not have before it.
+    `size` is the number of bytes of its tensors, `added` how many of them were new in the store.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a version: the path to it in what was saved, and its looks."""
+    """One tensor of a version: its path in the saved value, its dtype, shape and size."""
 
     name: str
     dtype: str
@@ -67,12 +67,13 @@ class StoredTensor:
 class ModelStore:
     """Models by name and version, in a folder, on a model server or at any URL of fsspec.
 
-    Tensors are stored by content, so a version costs what changed in it. A version appears whole
-    or not at all, its bytes are verified when they are loaded, and nothing is ever unpickled.
-    With `durable`, a save to a folder returns when the disk has it; without, a power failure may
-    cost versions saved moments before it, which is noticed when they are loaded. A save or load
-    that takes a while shows a bar on a terminal, unless `progress` is False; a function given
-    there is called with a title for each and returns a `skyward.store.progress.Progress`.
+    Tensors are stored by content, so a new version takes space only for the tensors that changed. A
+    version appears whole or not at all, its bytes are verified when they are loaded, and nothing is
+    ever unpickled. With `durable`, a save to a folder returns when the bytes are on the disk.
+    Without it, a power failure may damage versions that were saved moments before; a load reports
+    the damage. A save or load that takes a while shows a bar on a terminal, unless `progress` is
+    False. If `progress` is a function, it is called with a title for each save or load, and returns
+    a `skyward.store.progress.Progress`.
 
     >>> import tempfile, torch
     >>> store = ModelStore(tempfile.mkdtemp())
@@ -100,18 +101,18 @@ class ModelStore:
 
     @property
     def url(self) -> str:
-        """Where it is: a folder's absolute path, or the address, without credentials."""
+        """The store's place: a folder's absolute path, or the address, without credentials."""
         return self._files.url
 
     @property
     def absent(self) -> bool:
-        """Whether it is a folder that does not exist, as before the first save."""
+        """Whether the store is a folder that does not exist, as before the first save."""
         return absent(self._files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """It travels as its address, token included: other processes open the same place.
+        """Pickle the address and the token: other processes open the same place.
 
-        A function that is told of progress stays here, and nothing is drawn there in its place.
+        A function given as `progress` stays in this process, and the other process draws no bar.
         """
         where = self._address
         progress = self._progress is True
@@ -126,9 +127,9 @@ class ModelStore:
     ) -> ModelVersion:
         """Store a module, a state dict, or any nesting of tensors and plain values, as a version.
 
-        Returns once the version can be loaded. A save that was interrupted can be repeated: what
-        had been uploaded is not uploaded again. Tensors on a device of `compute.device()` are
-        saved by its node, where that reaches the store.
+        Returns when the version can be loaded. If a save was interrupted, repeat it: objects that
+        were uploaded are not uploaded again. Tensors on a device of `compute.device()` are saved by
+        the device's node, if the node can reach the store.
         """
         import torch
 
@@ -157,13 +158,14 @@ class ModelStore:
         device: str | torch.device = "cpu",
         strict: bool = True,
     ) -> Any:
-        """The newest version, or the one asked for.
+        """Load the newest version, or version `version`.
 
-        Without `into`, returns what was saved (for a module, its state dict), on `device`. With
-        it, fills that module where it is and returns it; names, shapes and dtypes must be the
-        same, or nothing is changed and the error lists every difference. `strict=False` loads
-        what fits, converting dtypes, and logs the rest. Parameters on the meta device are made
-        on `device`. What goes to a device of `compute.device()` is read by its node, not here.
+        Without `into`, returns the saved value (for a module, its state dict), on `device`. With
+        `into`, fills that module's own tensors and returns the module. Names, shapes and dtypes
+        must be the same; otherwise nothing is changed, and the error lists every difference. With
+        `strict=False`, loads the tensors that fit, converts dtypes, and logs the others. Parameters
+        on the meta device are made on `device`. The node of a device of `compute.device()` reads
+        the tensors for that device itself.
         """
         import torch
 
@@ -205,19 +207,19 @@ class ModelStore:
         return found
 
     def _read(self, name: str, numbers: Iterable[int]) -> Iterator[ModelVersion]:
-        """Those of the versions that nobody has deleted since they were listed."""
+        """The versions that still exist; some may have been deleted since they were listed."""
         for number in numbers:
             with contextlib.suppress(ModelNotFoundError):
                 yield _version(self._catalog.read(name, number))
 
     def numbers(self, name: str | None = None) -> dict[str, builtins.list[int]]:
-        """The numbers of each model's versions, or of one's, oldest first; none of them is read."""
+        """The numbers of every model's versions, or of one's, oldest first; reads no version."""
         return self._catalog.numbers(None if name is None else check_name(name))
 
     def describe(
         self, name: str, version: int | None = None
     ) -> tuple[ModelVersion, tuple[StoredTensor, ...]]:
-        """The newest version or the one asked for, and its tensors, none of which is read."""
+        """The newest version or version `version`, and its tensors; reads no tensor's bytes."""
         manifest = self._manifest(name, version)
         views = manifest.tensors
         where = manifest_url(self._files, manifest)
@@ -233,16 +235,16 @@ class ModelStore:
         )
 
     def delete(self, name: str, version: int | None = None) -> None:
-        """Delete a model, or one version of it; `gc` then frees what no other version needs."""
+        """Delete a model, or one version; `gc` then frees the bytes that no other version needs."""
         self._catalog.resolve(check_name(name), version)
         numbers = self._catalog.numbers(name).get(name, []) if version is None else [version]
         self._catalog.withdraw(name, numbers)
 
     def gc(self, older_than: float = GRACE) -> int:
-        """Remove the bytes that no version names, and say how many they were.
+        """Delete the files that no version names, and return how many bytes they had.
 
-        What is younger than `older_than` seconds stays, because a save in flight may be about to
-        name it: go below the default of a day only while nobody saves.
+        Files younger than `older_than` seconds stay, because a running save may be about to name
+        them: give less than the default of a day only while nobody saves.
         """
         if isinstance(older_than, bool) or not isinstance(older_than, int | float):
             raise ConfigurationError(
@@ -258,11 +260,10 @@ class ModelStore:
         name: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> ModelVersion:
-        """Store what a file holds, and with it the metadata that the file has.
+        """Store the contents of a file as the next version, with the file's own metadata.
 
-        `.safetensors` is read as such, and so is a folder with a checkpoint in several of them
-        and their index. Everything else is taken for a file of `torch.save`, which is read with
-        `weights_only=True`, always.
+        The file may be a `.safetensors` file, or a folder with several of them and their index.
+        Any other file must be one of `torch.save`; it is always read with `weights_only=True`.
         """
         check_name(name)
         facts = _checked_metadata(metadata)
@@ -272,11 +273,12 @@ class ModelStore:
     def export_file(
         self, name: str, path: str | os.PathLike[str], version: int | None = None
     ) -> ModelVersion:
-        """Write a version as a file for other tools, which appears when it is complete.
+        """Write a version to a file for other tools; the file appears when it is complete.
 
-        One that ends in `.safetensors` is written a part at a time and can hold a state dict, or
-        any other dict of tensors; of tied weights it has one, as `safetensors.torch.load_model`
-        expects it. Under any other name it is a file for `torch.load(path, weights_only=True)`.
+        A file that ends in `.safetensors` is written a part at a time. It can hold a state dict or
+        any other dict of tensors, and one of several tied weights, as
+        `safetensors.torch.load_model` expects. Any other file is one for
+        `torch.load(path, weights_only=True)`.
         """
         manifest = self._manifest(name, version)
         target = Path(path)

@@ -12,19 +12,19 @@ from skyward.console import terminal_in_use
 
 
 class Progress(Protocol):
-    """Called during one save or load, from any thread."""
+    """The progress of one save or load; any thread may call its methods."""
 
     def begin(self, total: int) -> None:
-        """The save or load has this many bytes; called again when a save starts over."""
+        """Begin a save or load of this many bytes; called again when a save starts over."""
 
     def advance(self, count: int) -> None:
-        """This many bytes were written or read."""
+        """Note that this many bytes were written or read."""
 
     def reused(self, count: int) -> None:
-        """This many bytes need no writing, because the store has them."""
+        """Note that the store already has this many bytes."""
 
     def done(self) -> None:
-        """The save or load has ended, well or not."""
+        """End: the save or load has succeeded or failed."""
 
 
 Watch = Callable[[str], Progress]
@@ -43,7 +43,7 @@ UNWATCHED: Progress = _Unwatched()
 
 @contextlib.contextmanager
 def watched(wanted: bool | Watch, title: str) -> Iterator[Progress]:
-    """The progress of what happens inside: a bar on a terminal, nothing elsewhere."""
+    """Show the progress of the block as a bar if there is a terminal."""
     progress = UNWATCHED
     if callable(wanted):
         progress = wanted(title)

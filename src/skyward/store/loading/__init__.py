@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _HASHED = 64 << 20
-"""Mapped objects are verified together up to this size."""
+"""How many bytes of mapped objects are verified together."""
 _SMALL_FETCHED = 1 << 20
 _SMALL_MAPPED = 1 << 16
 """Smaller tensors are copied, because each would keep all of its object in memory; mapped objects
@@ -30,12 +30,12 @@ are in the page cache, which the kernel empties when memory is short."""
 
 
 _Work = tuple[StoredObject, list[Region], list[int]]
-"""An object, its regions that are wanted, and their numbers in the manifest."""
+"""An object, the regions to read from it, and their numbers in the manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """An object's regions that are wanted, and their bytes."""
+    """The regions to read from an object, and their bytes."""
 
     stored: StoredObject
     indices: list[int]
@@ -58,20 +58,20 @@ class Loading:
         self._verified: set[int] = set()
 
     def begin(self, wanted: Iterable[int]) -> None:
-        """Tell the progress how much there is."""
+        """Tell the progress how many bytes the load has."""
         self._progress.begin(self.size(wanted))
 
     def size(self, wanted: Iterable[int]) -> int:
-        """How many bytes regions have."""
+        """How many bytes these regions have."""
         return sum(self._manifest.regions[index].size for index in set(wanted))
 
     def verify(self, wanted: Iterable[int]) -> None:
-        """Check regions ahead of `regions`, where that costs no second download."""
+        """Verify regions before `regions` reads them, if that needs no second download."""
         for group in self._groups(wanted, mapped_only=True):
             self._check(group)
 
     def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each region as flat bytes of its own; little that was fetched is held at a time."""
+        """Each region as flat bytes of its own; holds few fetched bytes at a time."""
         for group in self._groups(wanted):
             self._check(group)
             for read in group:
@@ -92,7 +92,7 @@ class Loading:
         ]
 
     def _groups(self, wanted: Iterable[int], mapped_only: bool = False) -> Iterator[list[_Read]]:
-        """What is wanted, object by object; mapped ones in groups worth hashing together."""
+        """The work, object by object; mapped objects in groups that are hashed together."""
         found: dict[int, list[int]] = {}
         for index in sorted(set(wanted)):
             found.setdefault(self._manifest.regions[index].object, []).append(index)
@@ -178,15 +178,15 @@ class Loading:
 
 
 def _flats(read: _Read) -> Iterator[torch.Tensor]:
-    """A storage for each region, over the memory that was read where that is safe."""
+    """A storage for each region; it uses the memory that was read, if that is safe."""
     import torch
 
     small = _SMALL_MAPPED if read.mapped else _SMALL_FETCHED
     taken: set[int] = set()
     for region, block in zip(read.regions, read.blocks, strict=True):
         flat = torch.frombuffer(block, dtype=torch.uint8)
-        # Equal tensors are stored once but loaded apart; and torch's kernels expect addresses that
-        # are multiples of the element.
+        # Equal tensors are stored once, but each gets its own memory; and torch's kernels expect
+        # addresses that are multiples of the element's size.
         shared = region.start in taken
         taken.add(region.start)
         if shared or region.size < small or flat.data_ptr() % ALIGNMENT:

@@ -1,4 +1,4 @@
-"""Requests to the node of a torch device: the calls it runs, and what happens when it refuses."""
+"""Requests to the node of a torch device: sends calls, and handles the node's refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("skyward.store")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A node's answer when it cannot reach what a request needs."""
+    """A node's answer if it cannot reach the store or the memory that a request names."""
 
     what: str
     """"store", or "memory" for that of its own device."""
@@ -34,7 +34,7 @@ class NodeRequests:
     def __init__(self, address: Address, files: Files, device: torch.device) -> None:
         import torch
 
-        # Here: a process that only saves to a folder needs no pool.
+        # Imported here: a process that only saves to a folder needs no pool.
         from skyward.compute.home import home_of
 
         self._address = address

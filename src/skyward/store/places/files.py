@@ -1,4 +1,4 @@
-"""The files of a store as every kind of place offers them."""
+"""The files of a store: the interface that every kind of place has."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ class FileEntry:
 
 
 class Draft(Protocol):
-    """A file being written; it is gone on leaving unless it was published."""
+    """A file being written; when the block ends, it is deleted unless it was published."""
 
     def write(self, start: int, data: memoryview) -> bytes:
-        """Write from `start` on, and return the digest of what was written."""
+        """Write from `start` on, and return the digest of the written bytes."""
 
     def publish(self, path: str, head: bytes) -> None:
-        """Write the beginning, and let the file appear whole."""
+        """Write the beginning of the file, and give the complete file its name."""
 
 
 class Files(Protocol):
     """Files below one root, named by paths with forward slashes.
 
-    A file that is not there raises `FileNotFoundError`; everything else that goes wrong raises a
-    `StoreError` that names the file and the next step.
+    A missing file raises `FileNotFoundError`; any other failure raises a `StoreError` that names
+    the file and the next step.
     """
 
     url: str
-    """What messages call the root; no credentials in it."""
+    """The name of the root in messages, without credentials."""
 
     transfers: int
-    """How many reads or writes at a time pay off here."""
+    """How many reads or writes at a time are worthwhile here."""
 
     whole: int
-    """From this size on, a tensor is a file of its own here."""
+    """The smallest tensor that is a file of its own here."""
 
     drafts: bool
     """Whether a file can be written here before its name is known."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Bytes from `start` on; fewer than `length` only where the file ends."""
+        """Bytes from `start` on; fewer than `length` only at the end of the file."""
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Fill the buffer from `start` on; returns less than its length where the file ends."""
+        """Fill the buffer from `start` on; returns fewer bytes only at the end of the file."""
 
     def view(self, path: str) -> memoryview | None:
-        """The file as private, writable memory without a copy, where the place can do that."""
+        """The file as private, writable memory without a copy; None if the place cannot do that."""
 
     def size(self, path: str) -> int | None:
-        """How long the file is; None when it is not there."""
+        """The length of the file; None if there is no such file."""
 
     def write(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Write a file whole: a reader sees what was there before or all of this."""
+        """Write a file: a reader sees either the old file or the complete new one."""
 
     def draft(self) -> AbstractContextManager[Draft] | None:
-        """A file to be written before its name is known; None where `drafts` is False."""
+        """A file that is written before its name is known; None if `drafts` is False."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file whole unless one is there already, and say whether it is this one now."""
+        """Write a file unless it exists already; returns whether it is the one written here."""
 
     def list(self, folder: str) -> list[FileEntry]:
-        """Every file below a folder, however deep; none when there is no such folder."""
+        """Every file below a folder, at any depth; empty if there is no such folder."""
 
     def delete(self, path: str) -> None:
-        """Remove a file; one that is gone already is fine."""
+        """Remove a file; a missing file is no error."""

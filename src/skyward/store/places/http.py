@@ -1,4 +1,4 @@
-"""A store behind a model server: its files over HTTP, in ranges that go on where they broke."""
+"""A store behind a model server: reads and writes files over HTTP, and resumes broken reads."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class HttpFiles:
         return len(self._range(path, start, len(buffer), buffer))
 
     def view(self, path: str) -> memoryview | None:
-        """Nothing remote is in reach without a copy."""
+        """None: a remote file needs a copy."""
         return None
 
     def size(self, path: str) -> int | None:
-        """How long the file is."""
+        """The length of the file."""
 
         def ask() -> int | None:
             with self._exchange("HEAD", path, "reading") as answer:
@@ -99,16 +99,16 @@ class HttpFiles:
         self._put(path, parts, {})
 
     def draft(self) -> None:
-        """An upload has its name from the beginning."""
+        """None: an upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Upload a file unless one is there, which the server decides."""
+        """Upload a file unless it exists; the server decides that."""
         made, attempts = self._put(path, [data], {"If-None-Match": "*"})
         # The answer to the first attempt may have got lost after the file was made.
         return made or (attempts > 1 and self.read(path, 0, len(data) + 1) == data)
 
     def list(self, folder: str) -> builtins.list[FileEntry]:
-        """Every file below a folder, with times as this machine's clock would have them."""
+        """Every file below a folder, with times converted to this machine's clock."""
 
         def ask() -> bytes:
             with self._exchange("GET", f"{folder}/", "listing") as answer:
@@ -171,7 +171,7 @@ class HttpFiles:
         return self._repeated(path, "reading", ask, lambda: done)
 
     def _extent(self, answer: http.client.HTTPResponse, path: str, start: int) -> int:
-        """How many bytes come, after a check that they begin where they were asked to."""
+        """How many bytes the answer has; checks that they begin at the requested position."""
         found = _RANGE.match(answer.getheader("Content-Range") or "")
         begin = int(found[1]) if found and answer.status == 206 else 0
         if begin != start or answer.length is None:
@@ -182,7 +182,7 @@ class HttpFiles:
         return answer.length
 
     def _put(self, path: str, parts: Sequence[Buffer], headers: dict[str, str]) -> tuple[bool, int]:
-        """Whether the file is there as sent, False where one was already; and the attempts."""
+        """Whether the file was written (False if it existed), and the number of attempts."""
         views = [memoryview(part).cast("B") for part in parts]
         attempts = 0
 
@@ -201,7 +201,7 @@ class HttpFiles:
         ask: Callable[[], _Made],
         progress: Callable[[], int] = lambda: 0,
     ) -> _Made:
-        """Ask, and ask again when the connection breaks."""
+        """Send a request, and send it again if the connection breaks."""
         pauses, reached = iter(PAUSES), 0
         while True:
             try:

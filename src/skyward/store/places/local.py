@@ -22,8 +22,8 @@ from skyward.store.places.mapping import mapped
 class LocalFiles:
     """The files of one folder.
 
-    With `durable`, a written file has reached the disk when `write` returns; without it, the
-    operating system has it, and a power failure may still take it.
+    With `durable`, a file is on the disk when `write` returns. Without it, the operating system has
+    the file, and a power failure may still destroy it.
     """
 
     transfers = 3
@@ -56,7 +56,7 @@ class LocalFiles:
             return mapped(file.fileno())
 
     def size(self, path: str) -> int | None:
-        """How long the file is."""
+        """The length of the file."""
         try:
             with self.reported("reading", path):
                 return self._path(path).stat().st_size
@@ -79,16 +79,16 @@ class LocalFiles:
             yield _Draft(self, temporary, descriptor)
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write to a temporary file, then link it, which fails where a file is."""
+        """Write to a temporary file, then link it; the link fails if the file exists."""
         with self.reported("writing", path), self.temporary() as (temporary, descriptor):
             memory.write_all(descriptor, 0, memoryview(data))
             return self.link(descriptor, temporary, path)
 
     def list(self, folder: str) -> builtins.list[FileEntry]:
-        """Every file below a folder; a part that cannot be read fails the whole.
+        """Every file below a folder; raises if a part of it cannot be read.
 
-        Links to folders are followed, each folder once, and under its own path where it has one:
-        what can be loaded through a link is in use.
+        Follows links to folders, since files behind a link are in use, too. Each folder is listed
+        once, under its real path if that is below `folder`.
         """
         found: list[FileEntry] = []
         seen: set[tuple[int, int]] = set()
@@ -137,7 +137,7 @@ class LocalFiles:
         self._sync(target.parent)
 
     def link(self, descriptor: int, temporary: Path, path: str) -> bool:
-        """The same, unless a file has the name already."""
+        """Give a temporary file its name, unless another file has the name already."""
         target = self._ready(descriptor, path)
         try:
             os.link(temporary, target)
@@ -148,7 +148,7 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[tuple[Path, int]]:
-        """A new file in `tmp/` to write to, gone afterwards unless it was renamed."""
+        """A new file in `tmp/` to write to; it is deleted afterwards unless it was renamed."""
         folder = self._root / "tmp"
         self._make_folder(folder)
         temporary = folder / uuid.uuid4().hex
@@ -159,7 +159,7 @@ class LocalFiles:
             temporary.unlink(missing_ok=True)
 
     def _ready(self, descriptor: int, path: str) -> Path:
-        """Make a written file durable, if asked for, and its folder; returns the final path."""
+        """Make the folder of a written file, and if asked, make both durable; the final path."""
         if self._durable:
             os.fsync(descriptor)
         target = self._path(path)
@@ -214,7 +214,7 @@ class _Draft:
         self._descriptor = descriptor
 
     def write(self, start: int, data: memoryview) -> bytes:
-        """Write and hash in one go."""
+        """Write and hash in one pass."""
         with self._files.reported("writing", "objects"):
             return memory.write_named(self._descriptor, start, data)
 
