@@ -11,6 +11,7 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.nodes.cleaning import clean
+from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, Request
 
@@ -59,6 +61,32 @@ def test_a_pool_and_its_machines_are_on_record(journal: Journal) -> None:
     assert record.client == "running"
     assert record.cost is not None
     assert 0 <= record.cost < 0.01
+
+
+class Watched(sky.Local):
+    """A provider that looks into the journal when it is to make a machine, and makes none."""
+
+    name, here = "watched", False
+    found: ClassVar[list[tuple[int, str | None]]] = []
+
+    async def create(self, order: Order) -> Any:
+        """Note what is on record."""
+        (record,) = Journal().pools()
+        self.found[:] = [(each.node, each.id) for each in record.machines]
+        raise sky.PoolStartError("there is no machine")
+
+
+def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
+    journal: Journal,
+) -> None:
+    pool = opened(journal)
+    host = Host(Watched(), Order(pool, 3, WISH), journal, lambda _: None, lambda _: None)
+
+    with pytest.raises(sky.PoolStartError, match="there is no machine"):
+        host.prepare()
+
+    assert Watched.found == [(3, None)]
+    assert journal.pools()[0].machines == ()
 
 
 def test_a_pool_with_machines_left_stays_on_record(journal: Journal) -> None:
