@@ -172,6 +172,15 @@ def test_the_same_files_give_the_same_bytes_at_any_time(here: Path) -> None:
     assert includes.find(["app"]).digest != first[1]
 
 
+def test_a_file_that_changed_and_kept_its_length_is_read_again(here: Path) -> None:
+    write(here / "app/a.py", text="x = 1")
+    before = includes.find(["app"]).digest
+    write(here / "app/a.py", text="x = 2")
+    # A second write within the clock's resolution would leave the time as it was.
+    os.utime(here / "app/a.py", (1, 1))
+    assert includes.find(["app"]).digest != before
+
+
 def test_programs_stay_executable(here: Path, tmp_path: Path) -> None:
     write(here / "run.sh", here / "note.txt")
     (here / "run.sh").chmod(0o700)
