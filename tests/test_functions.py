@@ -649,6 +649,15 @@ def test_on_picks_the_node(compute, on, expected):
     assert compute.submit(node(), on=on).result(20) == expected
 
 
+def test_a_call_for_a_busy_node_waits_though_another_is_free(compute, tmp_path):
+    busy = compute.submit(wait_then(tmp_path / "go", 1), on=1)
+    waiting = compute.submit(node(), on=1)
+    # A node asks for what waits when it has finished something.
+    assert {compute.run(node(), on=0) for _ in range(4)} == {0}
+    (tmp_path / "go").touch()
+    assert busy.result(20) == waiting.result(20) == 1
+
+
 @pytest.mark.parametrize("on", [2, -1, "tail", 1.0, True])
 def test_a_node_that_is_not_there_is_refused_at_once(compute, on):
     with pytest.raises(sky.ConfigurationError, match="give 'head' or a node from 0 to 1"):
