@@ -378,6 +378,17 @@ def test_a_backlog_gives_back_what_was_not_acknowledged(seed: int) -> None:
         assert arrived == stream
 
 
+def test_what_is_counted_before_its_write_returned_is_kept_until_then() -> None:
+    kept = Backlog()
+    kept.add(b"written")
+    kept.acknowledge(7)
+    assert kept.unsent() == b"written"
+    assert kept.held == 7
+    kept.sent(7)
+    kept.acknowledge(7)
+    assert kept.held == 0
+
+
 def test_a_count_that_cannot_be_is_refused() -> None:
     kept = Backlog()
     kept.filled(len(kept.room()[:10]))
