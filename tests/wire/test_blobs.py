@@ -9,15 +9,18 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skyward.calls.packing import Packer
 from skyward.errors import ProtocolError
 from skyward.objects import memory
 from skyward.objects.blobs import SEGMENTS_MAX, Blob, BlobStore, Mapped, Sources
+from skyward.objects.encoding import encode
 from skyward.objects.memory import CHUNK, GRANULE, Arena, Segment
 
 MIB = 1 << 20
@@ -263,6 +266,20 @@ def test_a_buffer_with_new_contents_replaces_its_old_ones() -> None:
     assert sources.replaced([memoryview(b"read-only")], [b"4"]) == []
     for _ in range(2):
         assert sources.replaced([memoryview(b"read-only")], [b"5"]) == []
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_what_the_caller_has_replaced_is_not_held_wherever_it_changed(at: int) -> None:
+    packer = Packer(encrypted=False, relayed=False)
+    data = np.zeros(4 * MIB, np.uint8)
+    held = []
+    for value in range(3):
+        data[at] = value
+        parcel = packer.parcel(encode(data), keep=True)
+        packer.release(parcel)
+        held += parcel.digests
+    assert [packer.store.has(digest) for digest in held] == [False, False, True]
+    packer.close()
 
 
 # Segments of another process.
