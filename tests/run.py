@@ -1,7 +1,7 @@
 """Run as a script: the whole suite, in as many pytest processes as the machine is good for.
 
-Files are put together to batches of about two minutes, and each batch is one pytest process. Batches
-begin longest first, by the seconds in `seconds.txt`. Files that need Podman or SSH hosts wait for
+Files are put together to batches of about two minutes, each one pytest process. Batches begin
+longest first, by the seconds in `seconds.txt`. Files that need Podman or SSH hosts wait for
 those more than they compute, so two further processes do nothing else, from the beginning.
 """
 

@@ -10,7 +10,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
-import psutil
 
 from skyward.errors import PoolStartError
 from skyward.providers import Equipment, Machine
@@ -94,6 +93,9 @@ class ChildAgent:
             return True
         if not self.pid:
             return False
+        # Imported here: few pools ask, and it takes a client 20 ms to start.
+        import psutil
+
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         return True

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import platformdirs
-import psutil
 
 from skyward.errors import PoolStartError
 
@@ -203,6 +202,9 @@ class NoJournal(Journal):
 
 def _began(pid: int) -> float:
     """When a process began, since the system gives the number of an ended process to a new one."""
+    # Imported here: a local pool has no journal, and the import takes 20 ms.
+    import psutil
+
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-from importlib import metadata
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,8 +32,13 @@ def __getattr__(name: str) -> Any:
         made = getattr(importlib.import_module(f"skyward.plugins.frameworks.{name}"), name)
         globals()[name] = made
         return made
-    found = metadata.entry_points(group=GROUP, name=name)
-    for entry in found:
+    if importlib.util.find_spec(f"skyward.plugins.{name}") is not None:
+        # One of our modules, and no plugin: Python asks here before it imports the module.
+        return importlib.import_module(f"skyward.plugins.{name}")
+    # Imported here, as every executor imports this package, and this takes 15 ms.
+    from importlib import metadata
+
+    for entry in metadata.entry_points(group=GROUP, name=name):
         made = entry.load()
         globals()[name] = made
         return made
@@ -46,4 +50,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    from importlib import metadata
+
     return sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})

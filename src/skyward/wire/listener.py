@@ -22,7 +22,6 @@ from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, che
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.versions import my_versions
 
 UNPROVEN_PEERS = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -68,7 +67,10 @@ class Listener:
         credentials: Credentials | None,
         accept: Callable[[Channel, Hello], None],
         seconds: float = GREETING_SECONDS,
+        *,
+        versions: dict[str, str] | None = None,
     ) -> None:
+        """`versions` are sent to every peer; only an agent sends them, for all its processes."""
         self._sockets: dict[str, socket.socket] = {}
         places = where.split(" ")
         for place in places:
@@ -84,7 +86,7 @@ class Listener:
         self._context = credentials.context(server=True) if credentials else None
         self._accept = accept
         self._seconds = seconds
-        self._versions = my_versions()
+        self._versions = versions or {}
         self._unproven: dict[int, socket.socket] = {}
         self._halves: dict[tuple[str, int, str], socket.socket] = {}
         self._links: dict[str, Link] = {}

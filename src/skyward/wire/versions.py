@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from importlib import metadata
 
@@ -10,6 +11,7 @@ from skyward.errors import VersionMismatchError
 from skyward.wire.frames import PROTOCOL
 
 
+@functools.cache
 def my_versions() -> dict[str, str]:
     """The versions that this end runs; the handshake sends them to the other end."""
     versions = {

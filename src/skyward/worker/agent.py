@@ -36,6 +36,7 @@ from skyward.wire.messages import (
     Shutdown,
     Topology,
 )
+from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
@@ -61,7 +62,9 @@ class Agent:
         self._devices = DeviceProcesses(config, self._tell)
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock")
-        self._listener = Listener(where, config.pool, credentials, self._accept)
+        self._listener = Listener(
+            where, config.pool, credentials, self._accept, versions=my_versions()
+        )
 
     @property
     def endpoint(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import queue
@@ -350,6 +349,9 @@ class Executor:
         value = self._hooks.decorated(function)(*args, **kwargs)
         del args, kwargs
         if isinstance(value, types.CoroutineType):
+            # Imported here: few functions need it, and it takes an executor 25 ms.
+            import asyncio
+
             value = asyncio.run(value)
         if isinstance(value, types.AsyncGeneratorType):
             value = jobs.drained(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +38,8 @@ def with_streams(
 
 def drained(items: Any) -> Any:
     """An async generator as a plain one."""
+    import asyncio
+
     loop = asyncio.new_event_loop()
     try:
         while True:
