@@ -34,7 +34,7 @@ def naming_options(options: Mapping[str, str]) -> Iterator[None]:
 def argument(name: str, *value: object, python: str = "") -> str:
     """An argument as the user gives it: `host='::'` in Python, `--host ::` on the command line.
 
-    `python` is what Python's users write, where that is no keyword argument.
+    `python` is the form for Python's users, if it is not a keyword argument.
 
     >>> argument("host", "::"), argument("token"), argument("insecure", True)
     ("host='::'", 'token=...', 'insecure=True')

@@ -1,4 +1,4 @@
-"""What a function sees on its node: its place in the pool, and where its output goes."""
+"""The context of a function on its node: its place in the pool, and where its output goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIABLE = "COMPUTE_POOL"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One node of the pool, as the others reach it."""
+    """One node of the pool, with the address at which other nodes reach it."""
 
     node: int
     address: str
@@ -46,7 +46,7 @@ class InstanceInfo:
     job_id: str = "local"
     hostname: str = ""
     place: int | None = None
-    """Which of the nodes that are there this one is; None for the same as `node`.
+    """This node's rank among the present nodes; None if it is the same as `node`.
 
     The two differ while a node with a lower number is missing.
     """
@@ -58,7 +58,7 @@ class InstanceInfo:
 
     @property
     def node_rank(self) -> int:
-        """This node's rank among those that are there."""
+        """This node's rank among the present nodes."""
         return self.node if self.place is None else self.place
 
     @property
@@ -73,7 +73,7 @@ class InstanceInfo:
 
     @property
     def total_accelerators(self) -> int:
-        """Accelerators in the whole pool, whose nodes are alike."""
+        """Accelerators in the whole pool; all nodes have the same number."""
         return self.accelerators * self.total_nodes
 
     def to_json(self) -> str:
@@ -106,7 +106,7 @@ def instance_info() -> InstanceInfo:
 
 
 class Output(str):
-    """A line a task wrote, with where it came from."""
+    """A line that a task wrote, with its stream, node and task."""
 
     stream: str
     node: int
@@ -129,14 +129,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a call's output goes: some streams nowhere, the rest to a listener if there is one."""
+    """Where a call's output goes: some streams are muted, the others go to a listener, if any."""
 
     muted: frozenset[str] = frozenset()
     listener: Listener | None = None
     unfinished: dict[str, str] = field(default_factory=dict, compare=False)
-    """Per stream, the line that the listener has not got yet."""
+    """For each stream, the unfinished line that the listener has not got yet."""
     outer: Route | None = None
-    """The route that the listener itself prints to; else it would be called for its own lines."""
+    """The route for the listener's own output; without it, the listener would get its own lines."""
 
 
 class Capture(Protocol):
@@ -204,11 +204,11 @@ class RoutedStream(io.TextIOBase):
         return len(text)
 
     def pass_on(self, text: str) -> int:
-        """Write to whatever is behind."""
+        """Write to the stream that this one replaces."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Give the listener, which is about to be removed, the line without a newline."""
+        """Give the listener the last, unfinished line; the listener is about to be removed."""
         now = route.get()
         rest = now.unfinished.pop(self.name, "")
         if rest:
@@ -424,10 +424,10 @@ class _Muted:
 def redirect_output(callback: Listener) -> Iterator[None]:
     """Give output to a callback, line by line, instead of printing it.
 
-    Inside a function the callback gets what that call prints. On the client it gets what the block
-    itself prints, in its own thread or task, and what the pool forwards meanwhile; the latter is
-    called on the console's thread. The callback gets an `Output`: a `str` that also knows its
-    stream, node and task. What the callback prints goes where output went before.
+    Inside a function, the callback gets the output of that call. On the client, it gets the output
+    of the block itself, in the block's own thread or task, and the output that the pool forwards
+    meanwhile, on the console's thread. The callback gets an `Output`: a `str` that also knows its
+    stream, node and task. The callback's own output goes where output went before.
 
     >>> lines = []
     >>> with sky.redirect_output(lines.append):

@@ -1,4 +1,4 @@
-"""What can go wrong, one root: every error says what happened, where, and what to do next."""
+"""Errors, with one root: every error says what happened, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class SkywardError(Exception):
-    """Anything Skyward itself reports."""
+    """The root of all errors that Skyward itself raises."""
 
 
 class ConfigurationError(SkywardError, ValueError):
@@ -16,11 +16,11 @@ class ConfigurationError(SkywardError, ValueError):
 
 
 class ImageError(SkywardError):
-    """The environment an `Image` asks for is not there and cannot be made."""
+    """The environment that an `Image` describes cannot be made."""
 
 
 class SerializationError(SkywardError, TypeError):
-    """A value, or something it refers to, cannot travel; the message names the path to it."""
+    """A value, or an object that it refers to, cannot be sent; the message names the path to it."""
 
 
 class BlobStoreFullError(SkywardError, OSError):
@@ -32,7 +32,7 @@ class StoreError(SkywardError):
 
 
 class StoreDamagedError(StoreError):
-    """A file of the store is not what was written; nothing of it was used."""
+    """A file of the store is not the file that was written; none of its bytes were used."""
 
 
 class StoreFullError(StoreError, OSError):
@@ -44,7 +44,7 @@ class ModelNotFoundError(StoreError, LookupError):
 
 
 class ModelMismatchError(StoreError, ValueError):
-    """What is stored does not fit the model; the message lists every difference."""
+    """The stored version does not fit the model; the message lists every difference."""
 
 
 class PoolError(SkywardError):
@@ -56,27 +56,27 @@ class PoolClosedError(PoolError, RuntimeError):
 
 
 class PoolStartError(PoolError):
-    """A node did not come up; the message carries what it printed."""
+    """A node did not start; the message has the node's output."""
 
 
 class UnreachableError(PoolStartError, ConnectionError):
-    """A machine cannot be reached, or not any more; the message says where and what to try."""
+    """A machine is out of reach; the message says where it is and what to try."""
 
 
 class HostKeyError(PoolStartError):
-    """A host showed a key that is not the one it is known by; nothing was sent to it."""
+    """A host showed another key than the one on record; no data was sent to it."""
 
 
 class LoginError(PoolStartError):
-    """A host let nobody in; the message names the user and the keys that were tried."""
+    """A host refused the login; the message names the user and the keys that were tried."""
 
 
 class PluginError(PoolError):
-    """A plugin's hook failed; the message names it, the node, and carries the traceback."""
+    """A plugin's hook failed; the message has the plugin, the hook, the node and the traceback."""
 
 
 class VersionMismatchError(PoolStartError):
-    """Client and worker differ in a way that would break what travels between them."""
+    """Client and worker have versions that cannot exchange functions or data."""
 
 
 class AuthenticationError(PoolError, ConnectionError):
@@ -88,7 +88,7 @@ class ProtocolError(SkywardError, ConnectionError):
 
 
 class TaskError(SkywardError):
-    """One task did not produce its result, through no exception of its own."""
+    """A task has no result, though its function did not raise an exception."""
 
 
 class TaskTimeoutError(TaskError, TimeoutError):
@@ -122,7 +122,7 @@ class RemoteError(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one worker of a broadcast came to: its value or its exception."""
+    """The outcome of one worker of a broadcast: its value or its exception."""
 
     node: int
     worker: int

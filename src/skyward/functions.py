@@ -1,4 +1,4 @@
-"""Functions: what to run; calling one describes a call, which an operator sends to a `Compute`."""
+"""Functions: calling one describes a call, and an operator sends the call to a `Compute`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _target(where: Where) -> CallTarget:
 
 
 class Function(Generic[P, T]):
-    """A function whose calls are lazy: calling it describes a call, an operator carries it out."""
+    """A function whose calls are lazy: calling it describes a call, and an operator runs it."""
 
     __sky_function__ = True
 
@@ -142,7 +142,7 @@ class Function(Generic[P, T]):
         return _unpickled, (body, self.timeout, self.retries, self.name)
 
     def by_value(self) -> tuple[Any, ...]:
-        """For Skyward's own pickles, which carry the code of what a worker cannot import."""
+        """For Skyward's own pickles, which carry code that a worker cannot import."""
         return _rebuild, (self.body, self.timeout, self.retries, self.name)
 
     def __repr__(self) -> str:
@@ -157,7 +157,7 @@ class Function(Generic[P, T]):
         return bound
 
     def code(self) -> Code:
-        """The body, encoded; again only when something it refers to has changed."""
+        """The encoded body; it is encoded again only after an object that it uses has changed."""
         with self._lock:
             if self._code is None or not self._code.fresh():
                 self._code = Code.of(self.body)

@@ -37,7 +37,7 @@ class Future(concurrent.futures.Future[T]):
         cancelled = super().cancel()
         stop, self._stop = self._stop, None
         if cancelled and stop is not None:
-            # Threads in `wait` and `as_completed` are only told of it this way.
+            # Threads in `wait` and `as_completed` learn of the cancellation only by this call.
             self.set_running_or_notify_cancel()
             stop()
         return cancelled

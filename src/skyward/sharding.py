@@ -1,4 +1,4 @@
-"""Each worker's part of a data set: the same split on every node, in the type it was given."""
+"""Each worker's part of a data set: every node splits alike, and the data keeps its type."""
 
 from __future__ import annotations
 

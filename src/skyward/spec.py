@@ -24,7 +24,7 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Variables(Mapping[str, str]):
     """Environment variables as an immutable mapping that pickles, hashes and never shows values.
 
-    Any variable may hold a token, and what has a telling `repr` ends up in a log.
+    Any variable may hold a token, and the `repr` of a value often ends up in a log.
     """
 
     __slots__ = ("_values",)
@@ -132,8 +132,8 @@ class Image:
 class Nodes:
     """How many nodes: the number to start with and, for an elastic pool, its bounds.
 
-    The pool starts when `min` nodes are ready, and goes on for the others up to `desired`. While
-    tasks wait it grows up to `max`, and it shrinks to `min` when it is idle.
+    The pool starts when `min` nodes are ready, and then starts the other nodes up to `desired`.
+    While tasks wait, the pool grows up to `max`; while it is idle, it shrinks to `min`.
 
     >>> Nodes.of((2, 8))
     Nodes(desired=2, min=2, max=8)
@@ -167,7 +167,7 @@ class Nodes:
 
     @classmethod
     def of(cls, value: int | tuple[int, int] | Nodes) -> Nodes:
-        """Read what `Compute(nodes=...)` accepts: a number, `(min, max)`, or `Nodes` itself."""
+        """Read the argument of `Compute(nodes=...)`: a number, `(min, max)`, or `Nodes` itself."""
         given: Any = value
         if isinstance(given, Nodes):
             return given
@@ -235,10 +235,10 @@ class Worker:
 class Options:
     """How a pool behaves; every time is in seconds.
 
-    With `cluster=False` workers stand alone: they know of no peers, and pass nothing on to each
-    other. `idle_timeout` is how long a node without work is kept, `orphan_timeout` how long one
-    lives on without its client, and so how long an outage of the network may last. `console=None`
-    shows progress in the way the terminal allows.
+    With `cluster=False`, workers have no connection to each other: they know no peers, and pass no
+    data on. `idle_timeout` is how long the pool keeps a node without tasks. `orphan_timeout` is how
+    long a node lives on without its client, and so how long an outage of the network may last.
+    `console=None` shows progress in the way that the terminal allows.
 
     >>> Options(default_timeout=30).retries
     0

@@ -1,4 +1,4 @@
-"""Commands: what all of them share, which is `--json`, `--debug`, and how they fail."""
+"""Commands: the parts that all of them share, `--json`, `--debug`, and how they fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from skyward.errors import SkywardError
 
 FAILED = 1
 INTERRUPTED = 130
-"""What a shell reports for a program that Ctrl-C ended."""
+"""The exit code that a shell reports for a program that Ctrl-C ended."""
 UNREAD = 141
-"""And for one whose output nobody reads any more, as behind `head`."""
+"""The exit code of a program whose reader has ended, such as `head`."""
 ALONE = object()
-"""The root context's object where the process is ours, and so are its signals."""
+"""The root context's object if `sky` owns the process and its signals."""
 
 _KEY = "skyward."
 OPTIONS = {
@@ -32,7 +32,7 @@ OPTIONS = {
     "output": "-o",
     "gc": "`sky models gc`",
 }
-"""What the library's arguments are called here; its messages name these."""
+"""The options for the library's arguments; messages of the library name these options."""
 
 
 def remember(context: click.Context, option: click.Parameter, value: object) -> None:
@@ -42,7 +42,7 @@ def remember(context: click.Context, option: click.Parameter, value: object) -> 
 
 
 def remembered(name: str) -> Any:
-    """What such an option was given, or None."""
+    """The value of an option that was kept with `remember`, or None."""
     return click.get_current_context().meta.get(f"{_KEY}{name}")
 
 
@@ -77,13 +77,13 @@ class CommandGroup(click.Group):
 
 
 def ignore_interrupts() -> None:
-    """What was asked for is done: the exit code is to say so, whoever interrupts the rest."""
+    """Ignore interrupts from now on: the command has succeeded, and the exit code must say so."""
     if click.get_current_context().obj is ALONE:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def reported(context: click.Context, problem: BaseException) -> int | None:
-    """Tell of a failure on stderr, and say which exit code it has; None for a defect of ours."""
+    """Report a failure on stderr, and return its exit code; None for a defect of Skyward."""
     if isinstance(problem, KeyboardInterrupt | click.Abort):
         # On a terminal the cursor stands behind a ^C or a question.
         click.echo("\nInterrupted" if sys.stderr.isatty() else "Interrupted", err=True)

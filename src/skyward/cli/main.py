@@ -72,7 +72,7 @@ def main() -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Threads that still upload would hold the process; what they write is named by nothing."""
+    """End the process without waiting for threads that upload: no manifest names their files."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()

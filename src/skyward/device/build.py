@@ -1,4 +1,4 @@
-"""The device's C++ core, compiled on first use and kept for the next."""
+"""The device's C++ cores: compiled on first use, and then kept in a cache."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check() -> int:
 
 
 def _files_of(part: str) -> list[Path]:
-    """What the core of a part is made from."""
+    """The source files of a part's core."""
     return [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
 
 

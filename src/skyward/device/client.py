@@ -1,4 +1,4 @@
-"""A sky device as the client holds it: an index, and the sockets behind it."""
+"""A sky device on the client's side: its index, and the connections to its process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from skyward.wire.channel import Channel
 class Device:
     """One opened device.
 
-    Over a network, `connect` gives channels that outlive their connections. When one of them ends,
-    `lost` is told why, on a thread that must not call `close`.
+    Over a network, `connect` returns channels that outlive their connections. When such a channel
+    ends, `lost` is called with the reason, on a thread that must not call `close`.
     """
 
     def __init__(

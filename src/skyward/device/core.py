@@ -28,7 +28,7 @@ def core() -> Core:
 
 
 def device_stats(device: Any) -> DeviceStats:
-    """What a sky device has done so far: operations, bytes, waits, cache hits.
+    """The numbers of a sky device so far: operations, bytes, waits, cache hits.
 
     >>> sky.device_stats(device).waits
     """

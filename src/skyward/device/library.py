@@ -29,16 +29,16 @@ class DeviceError(SkywardError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
-    """What a sky device has done so far."""
+    """The numbers of a sky device so far."""
 
     operations: int
     cache_hits: int
     asked: int
-    """Operations whose result's shape the worker had to tell."""
+    """Operations for which the client had to ask the worker for the result's shape."""
     bytes_sent: int
-    """Of the op stream."""
+    """Bytes of the operation stream."""
     waits: int
-    """Times the client waited for the worker."""
+    """How often the client waited for the worker."""
     bytes_uploaded: int
     bytes_fetched: int
 
@@ -56,7 +56,7 @@ class Core:
         # Slices of storages are known by what PyTorch frees them with.
         part = torch.UntypedStorage(2)[:1]  # type: ignore[no-untyped-call]
         self._library.sky_learn_slices(ctypes.c_void_p(part._cdata))
-        # The core waits without the interpreter's lock: who carries its bytes may be a thread here.
+        # The core waits without the interpreter's lock: a thread here may carry its bytes.
         python = ctypes.pythonapi
         self._library.sky_interpreter(
             python.Py_IsInitialized,
@@ -74,7 +74,7 @@ class Core:
         return count.value
 
     def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool) -> int:
-        """A new device over two connected sockets; its index."""
+        """Open a device over two connected sockets, and return its index."""
         import torch
 
         with self._lock:
@@ -83,7 +83,7 @@ class Core:
             index = self._free.pop(0)
         try:
             self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
-            # As on other devices, a seed set before there was the device holds for it.
+            # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:
             self.close(index, f"sky:{index} is gone: it could not be opened")
@@ -91,8 +91,8 @@ class Core:
         return index
 
     def close(self, index: int, why: str) -> None:
-        """End a device; whoever uses it later is told why."""
-        # One whose worker died has closed itself; its index is free again all the same.
+        """End a device; later uses of it raise an error that says why."""
+        # A device whose worker died has closed itself; this frees its index, too.
         self._library.sky_close(index, why.encode())
         with self._lock:
             if index not in self._free:
@@ -100,7 +100,7 @@ class Core:
                 self._free.sort()
 
     def stats(self, index: int) -> DeviceStats:
-        """What the device has done."""
+        """The numbers of the device so far."""
         numbers = (ctypes.c_uint64 * 7)()
         self._call("sky_stats", index, numbers)
         return DeviceStats(*numbers)
@@ -122,13 +122,13 @@ class Core:
         self._call("sky_set_state", index, state, ctypes.c_uint64(len(state)))
 
     def export(self, index: int, storages: list[int]) -> list[bytes]:
-        """How other processes of its node open these storages; empty where they cannot.
+        """How other processes of the device's node open these storages; empty if they cannot.
 
-        Storages are named by their data pointers. Waits for all that was issued on the device.
+        Storages are named by their data pointers. Waits for all earlier operations of the device.
         """
         import torch
 
-        # Raises what went wrong before as what it was; the call below only has its text.
+        # Raises an earlier error with its own class; the call below has only its text.
         torch.accelerator.synchronize(index)
         answer, size = ctypes.c_void_p(), ctypes.c_uint64()
         self._call(
@@ -156,12 +156,12 @@ class Core:
 
     @property
     def in_bad_fork(self) -> bool:
-        """Whether every device there is belongs to the process this one was forked from."""
+        """Whether all devices belong to the parent process, from which this one was forked."""
         return bool(self._library.sky_in_bad_fork())
 
     @property
     def count(self) -> int:
-        """Devices there are: one more than the highest index in use."""
+        """The number of devices: one more than the highest index in use."""
         return int(self._library.sky_count())
 
     @property

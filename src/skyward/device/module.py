@@ -1,4 +1,4 @@
-"""The `torch.sky` module: what PyTorch and its users expect beside a device."""
+"""The `torch.sky` module: the functions that PyTorch and its users expect for a device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _set_from_file(storage: Any, *how: Any, **more: Any) -> Any:
 
 
 def _module_there() -> types.ModuleType | None:
-    """The module in the process this is unpickled in, if devices are used there."""
+    """The module of the process that unpickles it, if that process uses devices."""
     import torch
 
     return getattr(torch, "sky", None)
@@ -89,7 +89,7 @@ class _SkyModule(types.ModuleType):
         return True
 
     def _lazy_init(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the core is loaded already."""
 
     def _is_in_bad_fork(self) -> bool:
         return self._core.in_bad_fork
@@ -123,7 +123,7 @@ class _SkyModule(types.ModuleType):
         torch.accelerator.synchronize(self._index(device))
 
     def get_device_name(self, device: Any = None) -> str:
-        """How people call a device."""
+        """The name of a device for people."""
         return f"sky:{self._index(device)}"
 
     def _index(self, device: Any) -> int:
@@ -160,20 +160,20 @@ class _SkyModule(types.ModuleType):
         return torch.Event(device, enable_timing=enable_timing, blocking=blocking)
 
     def current_stream(self, device: Any = None) -> torch.Stream:
-        """The stream this thread issues on."""
+        """The stream on which this thread issues its operations."""
         import torch
 
         return torch.accelerator.current_stream(torch.device("sky", self._index(device)))
 
     def default_stream(self, device: Any = None) -> torch.Stream:
-        """The stream everything runs on unless told otherwise."""
+        """The stream for all operations, unless another stream was chosen."""
         import torch
 
         now = self.current_stream(device)
         return torch.Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
 
     def set_stream(self, stream: torch.Stream) -> None:
-        """Choose the stream this thread issues on."""
+        """Choose the stream on which this thread issues its operations."""
         import torch
 
         torch.accelerator.set_stream(stream)
@@ -214,26 +214,26 @@ class _SkyModule(types.ModuleType):
         return int(torch.accelerator.max_memory_reserved(self._index(device)))
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """All of them by name, as `torch.accelerator.memory_stats` has them."""
+        """All numbers of memory by name, as `torch.accelerator.memory_stats` returns them."""
         import torch
 
         return dict(torch.accelerator.memory_stats(self._index(device)))
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Bytes that are free on the device, and all it has."""
+        """Free bytes and all bytes of the device's memory."""
         import torch
 
         free, total = torch.accelerator.get_memory_info(self._index(device))
         return int(free), int(total)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Let the peaks begin anew."""
+        """Count the peaks from now on."""
         import torch
 
         torch.accelerator.reset_peak_memory_stats(self._index(device))
 
     def empty_cache(self) -> None:
-        """Let the worker's allocator give back what no tensor uses."""
+        """Have the worker's allocator give back the memory that no tensor uses."""
         import torch
 
         torch.accelerator.empty_cache()
@@ -264,7 +264,7 @@ class _SkyModule(types.ModuleType):
     # Autocast.
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may cast to."""
+        """The dtypes that autocast may cast to."""
         import torch
 
         return [torch.float16, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""The device process: one torch device, served to one client until it leaves."""
+"""The device process: serves one torch device to one client, until the client leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def available() -> dict[str, int]:
 
 
 def choose(kind: str) -> str:
-    """The real device for "cuda", "cuda:1" or "auto"; raises naming what there is."""
+    """The real device for "cuda", "cuda:1" or "auto"; an error names the devices of the node."""
     kinds = available()
     if kind == "auto":
         kind = next((k for k in ("cuda", "mps") if k in kinds), "cpu")
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _end(why: str) -> NoReturn:
-    """End the process at once; the agent reports what it wrote last."""
+    """End the process at once; the agent reports its last output."""
     if why:
         print(why, file=sys.stderr, flush=True)
     os._exit(bool(why))

@@ -1,4 +1,4 @@
-"""What `Compute` asks of a pool."""
+"""The specification of a pool, which `Compute` makes from its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A joblib backend whose workers are a pool's: batches of calls go to its nodes."""
+"""A joblib backend that sends batches of calls to the nodes of a pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Told = Callable[[Future[Any]], None]
 
 @contextlib.contextmanager
 def default(compute: OpenCompute) -> Iterator[None]:
-    """Make the pool what joblib uses unless it is told otherwise."""
+    """Make the pool joblib's default backend."""
     before, factory = parallel.DEFAULT_BACKEND, parallel.BACKENDS.get(NAME)
     register_parallel_backend(NAME, functools.partial(PoolBackend, compute), make_default=True)
     # The default gives way to `prefer="threads"`, as in forests; what is configured does not.
@@ -59,8 +59,8 @@ def _configuration() -> dict[str, Any]:
 class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     """Runs the batches of one `Parallel` on a pool.
 
-    joblib shares the backend of a context among all `Parallel` objects in it. One that is shared
-    therefore hands each of them a backend of its own, so that to abort one leaves the others be.
+    joblib shares the backend of a context among all `Parallel` objects in it. A shared backend
+    gives each of them a backend of its own, so that aborting one does not affect the others.
     """
 
     supports_retrieve_callback = True
@@ -97,17 +97,17 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         return count
 
     def start_call(self) -> None:
-        """A `Parallel` is called."""
+        """Begin the call of a `Parallel`."""
         self._batches = Batches(self._compute, self._limit)
 
     def stop_call(self) -> None:
-        """The call is over, one way or the other."""
+        """End the call, which has succeeded or failed."""
         if self._batches is not None:
             self._batches.end()
             self._batches = None
 
     def terminate(self) -> None:
-        """The pool stays; only what was learned about the batches goes."""
+        """Forget the statistics of the batches; the pool stays open."""
         self.reset_batch_stats()
 
     def submit(self, func: Batch, callback: Told) -> None:
@@ -121,7 +121,7 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         return values
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Cancel what was sent and send nothing more."""
+        """Cancel the batches that were sent, and send no more."""
         if self._batches is not None:
             self._batches.cancel()
 
@@ -141,7 +141,7 @@ class Batches:
         threading.Thread(target=self._tell, name="skyward-joblib", daemon=True).start()
 
     def add(self, batch: Batch, told: Told) -> None:
-        """One more batch."""
+        """Add a batch."""
         with self._lock:
             self._waiting.append((batch, told))
         self._send()

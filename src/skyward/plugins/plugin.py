@@ -24,7 +24,7 @@ AroundClient = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What was asked for: the arguments of `Compute` that a plugin may want to know."""
+    """The arguments of `Compute` that a plugin may want to know."""
 
     nodes: Nodes
     accelerator: Accelerator | None
@@ -34,7 +34,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The cluster a plugin prepares for."""
+    """The cluster that a plugin prepares for."""
 
     name: str
     spec: ClusterSpec
@@ -44,14 +44,14 @@ class Cluster:
 class Plugin:
     """Hooks under a name; each may be absent.
 
-    On the client: `transform(image, cluster)` returns the image to use, `bootstrap(cluster)` the
-    shell commands to run on every node before its worker processes start, `around_client(compute)`
-    is entered while the pool is open. On each node: `around_app(info)` is entered once, before the
-    worker processes start, which have the environment that it leaves. In each worker process:
-    `around_process(info)` is entered once, before its first task, and left at shutdown;
-    `decorate(function)` wraps every function called.
+    On the client: `transform(image, cluster)` returns the image to use. `bootstrap(cluster)`
+    returns the shell commands that every node runs before its worker processes start.
+    `around_client(compute)` is entered while the pool is open. On each node: `around_app(info)` is
+    entered once, before the worker processes start; they inherit the environment that it sets. In
+    each worker process: `around_process(info)` is entered once, before the first task, and left at
+    shutdown; `decorate(function)` wraps every called function.
 
-    With `distributed` the workers form a group: they are prepared together, and anew when one of
+    With `distributed`, the workers form a group: they are prepared together, and again when one of
     them was replaced. The `around` hooks are context managers or generator functions that yield
     once.
 
@@ -84,7 +84,7 @@ class Plugin:
 
     @classmethod
     def create(cls, name: str) -> Plugin:
-        """A plugin without hooks, to be given some.
+        """A plugin without hooks; add hooks with the `with_` methods.
 
         >>> sky.Plugin.create("seeded").with_around_process(seeded)
         """
@@ -121,11 +121,11 @@ class Plugin:
         return replace(self, around_client=around)
 
     def with_distributed(self) -> Plugin:
-        """Prepare all workers together, and anew when one was replaced."""
+        """Prepare all workers together, and again when one was replaced."""
         return replace(self, distributed=True)
 
     def __repr__(self) -> str:
-        # Hooks hold what the plugin was made with, which may be a token.
+        # Hooks hold the plugin's arguments, and one of them may be a token.
         hooks = [hook for hook in _HOOKS if getattr(self, hook) is not None]
         return f"<sky plugin {self.name!r}: {', '.join(hooks) or 'no hooks'}>"
 
@@ -140,7 +140,7 @@ def _listed(lines: tuple[str, ...], _: Cluster) -> Sequence[str]:
 def entered(
     around: Callable[[Any], Any], subject: InstanceInfo | Any
 ) -> contextlib.AbstractContextManager[Any]:
-    """The context manager that an `around` hook stands for, a generator function included."""
+    """The context manager of an `around` hook, which may be a generator function."""
     if inspect.isgeneratorfunction(around):
         around = contextlib.contextmanager(around)
     made = around(subject)
@@ -177,7 +177,7 @@ def composed(plugins: object) -> tuple[Plugin, ...]:
 
 
 def check_distributed(plugins: tuple[Plugin, ...], worker: Worker, options: Options) -> None:
-    """Refuse what the workers of a group cannot be."""
+    """Refuse workers and options with which the workers cannot form a group."""
     names = [plugin.name for plugin in plugins if plugin.distributed]
     if not names:
         return

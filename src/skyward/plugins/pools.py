@@ -1,4 +1,4 @@
-"""The pool as a plugin sees it: what it has room for, and a way to run calls there."""
+"""The pool as a plugin sees it: how many calls it runs at once, and a way to run calls."""
 
 from __future__ import annotations
 

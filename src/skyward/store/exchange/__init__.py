@@ -1,4 +1,4 @@
-"""Files of other tools, into the store and out of it: safetensors, and those of `torch.save`."""
+"""Import and export: files of other tools, safetensors and files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BEGINNING = _TAR_AT + len(_TAR)
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
-    """What a file holds and what it says of itself; nothing but tensors and plain values."""
+    """The contents of a file and its metadata; only tensors and plain values are read."""
     if path.is_dir():
         return safetensors.read_folder(path)
     if path.suffix == SAFETENSORS:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-"""In a folder: which of its files holds which tensor."""
+"""The file in a folder that says which of the folder's files holds which tensor."""
 TIED = "skyward.tied"
-"""In a file's metadata: the names left out because they are tied to another, as JSON."""
+"""The metadata field with the names that are left out because they are tied, as JSON."""
 
 _TORCH_DTYPES = {name: dtype for dtype, name in RECENT_DTYPES.items()}
 
@@ -136,8 +136,8 @@ def write(
 ) -> None:
     """Write tensors, given by name and number, as they are loaded; one object is held at a time.
 
-    Of tied tensors the first name is kept and the metadata says which names are left out and for
-    which, the way `safetensors.torch.save_model` does it and `load_model` expects it.
+    Of several tied tensors, the first name is kept. The metadata maps each omitted name to the kept
+    one, as `safetensors.torch.save_model` writes it and `load_model` expects it.
     """
     kept, tied = _untied(named, views)
     head, starts = head_of_views(kept, _facts(metadata, tied))
@@ -158,7 +158,7 @@ def write(
 
 
 def unsuited(value: object, views: Iterable[View]) -> str:
-    """What keeps an outlined value out of a safetensors file; nothing where it fits."""
+    """Why a safetensors file cannot hold an outlined value; empty if it can."""
     if not isinstance(value, dict):
         kind = type(value).__name__
         return "a tensor without a name" if isinstance(value, Number) else f"a value of type {kind}"

@@ -38,7 +38,7 @@ class _Mapping(ctypes.Array[ctypes.c_char]):
 
 
 def mapped(descriptor: int) -> memoryview:
-    """All of a file as it is now; unmapped with the last view of it, whoever holds that."""
+    """The whole file as memory; it is unmapped when its last view is freed."""
     size = os.fstat(descriptor).st_size
     if size == 0:
         return memoryview(bytearray())

@@ -23,7 +23,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "sftp": "sftp", "ss
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """All that another process needs to open the same files, and no more than the user gave."""
+    """Everything that another process needs to open the same files; only what the user gave."""
 
     url: str = field(repr=False)
     token: str | None = field(repr=False)
@@ -35,7 +35,7 @@ class Address:
 
     @property
     def of_one_machine(self) -> bool:
-        """Whether the same address may be another place, or none, on another machine."""
+        """Whether the address may mean another place, or none, on another machine."""
         if self.url.startswith(("http://", "https://")):
             return is_loopback(urlsplit(self.url).hostname or "")
         schemes = set(re.findall(r"([A-Za-z0-9+.-]+)(?:::|://)", self.url))
@@ -45,7 +45,7 @@ class Address:
 def address_of(
     files: Files, url: str | os.PathLike[str], token: str | None, durable: bool
 ) -> Address:
-    """The address of files that are open; a folder's is absolute."""
+    """The address of open files; the address of a folder is an absolute path."""
     return Address(files.url if isinstance(files, LocalFiles) else os.fspath(url), token, durable)
 
 

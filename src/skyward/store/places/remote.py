@@ -19,10 +19,10 @@ _BLOCK = 16 << 20
 """A write is cut into parts of this size, of which each transfer keeps about two in memory."""
 
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci"})
-"""Where an upload appears at once and only when it is complete; elsewhere it is renamed."""
+"""Filesystems where an upload appears only when it is complete; on others, it is renamed."""
 
 _EXCLUSIVE = _WHOLE | {"memory"}
-"""Where `pipe_file(mode="create")` makes a whole file, and for one writer only."""
+"""Filesystems where `pipe_file(mode="create")` makes a whole file, for one writer only."""
 
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
 
@@ -60,11 +60,11 @@ class FsspecFiles:
         return len(data)
 
     def view(self, path: str) -> memoryview | None:
-        """Nothing remote is in reach without a copy."""
+        """None: a remote file needs a copy."""
         return None
 
     def size(self, path: str) -> int | None:
-        """How long the file is."""
+        """The length of the file."""
         with self._reported("reading", path):
             self._fs.invalidate_cache()
             try:
@@ -82,14 +82,14 @@ class FsspecFiles:
                 self._rename(path, parts)
 
     def draft(self) -> None:
-        """An upload has its name from the beginning."""
+        """None: an upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Upload a file unless one is there.
 
-        S3 and its like decide which writer was first. From a filesystem that cannot, the file is
-        read back: it tells whose file was kept, and also a request that was repeated after its
-        answer got lost from one that came second.
+        S3 and similar stores decide which writer was first. On other filesystems, the writer reads
+        the file back, to learn whose file was kept. Reading back also shows whether a repeated
+        request, whose first answer got lost, or another writer made the file.
         """
         with self._reported("writing", path):
             if not self._exclusive:

@@ -31,7 +31,7 @@ _ATTEMPTS = 1000
 
 
 class Saving:
-    """One save: what it knows the store to have, and what it has added."""
+    """One save: the regions that the store is known to have, and those that the save has added."""
 
     def __init__(
         self, files: Files, catalog: Catalog, name: str, progress: Progress = UNWATCHED
@@ -55,7 +55,7 @@ class Saving:
         metadata: dict[str, Any],
         class_path: str | None,
     ) -> Manifest:
-        """Store a value that was taken apart, its tensors by number and each with its path."""
+        """Store a value in the form of `tree.encode`: its tree, and its tensors with paths."""
         spans, views = lay_out(tensors)
         check_length(self._name, len(msgspec.json.encode((shape, metadata, views))))
         counts = [_writes(tensor) for _, tensor in tensors]
@@ -70,8 +70,8 @@ class Saving:
     def _stored_under(self, lease: Lease, spans: Sequence[Span]) -> list[tuple[str, Location]]:
         """The digest and location of each span, every reused object named by the lease.
 
-        The lease names the reused objects before their manifests are looked up once more. A
-        collector that does not see the lease has listed the manifests before one could go.
+        The save writes the lease first, and then checks the manifests of the reused objects again.
+        A collector that does not see the lease has listed the manifests before that check.
         """
         while True:
             regions = self._stored(spans)

@@ -1,6 +1,7 @@
-"""The first stage of a save: tell regions that are new for certain from those to be hashed first.
+"""The first stage of a save: separate regions that are certainly new from all others.
 
-A region that nothing stored can equal is hashed while it is written, in one pass over its memory.
+A region that cannot equal a stored one is hashed while it is written, in one pass over its memory.
+All others are hashed first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from skyward.store.places.files import Files
 from skyward.store.saving.inventory import Inventory
 
 PACK = 48 << 20
-"""Regions are hashed, and small ones stored together, in batches of about this size."""
+"""The size of a batch of regions; a batch is hashed together, and its small regions are packed."""
 _BEGINNING = 4096
-"""Regions of one length that begin with the same bytes, this many, may well be equal."""
+"""Regions of one length are probably equal if so many of their first bytes are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class Classified:
     """One batch of regions, read."""
 
     new: list[Piece] = field(default_factory=list)
-    """Neither the store nor an earlier region of the save can equal these."""
+    """Regions that equal no stored region, and no earlier region of the save."""
     unsure: list[Piece] = field(default_factory=list)
-    """Only the digests of these can say whether they are stored."""
+    """Regions that may be stored already; only their digests can tell."""
     resembled: list[Span] = field(default_factory=list)
     """New regions that one of `unsure` may equal: their digests are needed first."""
 

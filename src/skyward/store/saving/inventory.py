@@ -1,4 +1,4 @@
-"""The inventory of one save: which bytes the store is known to have, by their digest."""
+"""The inventory of one save: the regions that the store is known to have, by digest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Inventory:
 
     @classmethod
     def of(cls, catalog: Catalog, name: str) -> Inventory:
-        """What the last versions of the model hold, and the newest version of every other."""
+        """The regions of the model's last versions, and of every other model's newest version."""
         found = cls()
         for owner, numbers in catalog.numbers().items():
             for number in reversed(numbers[-(_RECENT if owner == name else 1) :]):
@@ -48,7 +48,7 @@ class Inventory:
         try:
             manifest = catalog.remember(name, version)
         except StoreError as problem:
-            # Another version's damage costs the reuse of its tensors, not this save.
+            # If another version is damaged, the save goes on without reusing its tensors.
             _log.warning("not reusing tensors of %r version %d: %s", name, version, problem)
             return
         for region in manifest.regions:
@@ -59,7 +59,7 @@ class Inventory:
                 )
 
     def add(self, digest: str, location: Location) -> bool:
-        """Note where a region is stored; False, and no change, when one location is known."""
+        """Note where a region is stored; returns False if a location is known already."""
         if digest in self._locations:
             return False
         self._locations[digest] = location

@@ -1,4 +1,4 @@
-"""Leases: a save in flight names the objects that it reuses, so that none is collected."""
+"""Leases: a running save names the objects that it reuses, so that the collector keeps them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyward.store.format.manifest import StoredObject, object_path
 from skyward.store.places.files import Files
 
 GRACE = 24 * 3600.0
-"""How long the garbage collector leaves alone what no manifest names."""
+"""How long the garbage collector keeps a file that no manifest names."""
 _LENGTH_LIMIT = 64 << 20
 
 _log = logging.getLogger("skyward.store")
@@ -71,7 +71,7 @@ def leased(files: Files, path: str) -> list[str]:
 def lost_objects(
     files: Files, catalog: Catalog, reused: Mapping[StoredObject, tuple[str, int]]
 ) -> set[StoredObject]:
-    """Those of the objects that are gone, or whose version is; each with its version."""
+    """The objects that no longer exist, or whose version does not; each with its version."""
     deleted = {source for source in set(reused.values()) if not catalog.has(*source)}
     streams = files.transfers
 

@@ -27,13 +27,13 @@ _BLOCK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredRegion:
-    """A region that is stored; its bytes, which may be a copy, are not kept."""
+    """A region that is stored; this record does not keep its bytes."""
 
     span: Span
     digest: str
     location: Location
     is_new: bool
-    """False where an interrupted save had left the object behind."""
+    """False if an interrupted save had left the object behind."""
 
 
 class Uploads:
@@ -67,7 +67,7 @@ class Uploads:
             self._start_pack()
 
     def settle(self) -> list[StoredRegion]:
-        """Wait for the objects that are being written, and say what was stored since last asked."""
+        """Wait for the objects being written; returns the regions stored since the last call."""
         while self._running:
             self._done += self._running.popleft().result()
         done, self._done = self._done, []
@@ -134,7 +134,7 @@ def _upload(files: Files, head: bytes, pieces: list[Piece]) -> str:
 
 
 def _write_draft(file: Draft, pieces: list[Piece], starts: list[int]) -> tuple[list[Piece], str]:
-    """Write and hash in one pass; the digests of what was written decide the object's name."""
+    """Write and hash in one pass; the digests of the written bytes decide the object's name."""
     written = []
     for piece, start in zip(pieces, starts, strict=True):
         digest = file.write(start, piece.data).hex()
