@@ -25,8 +25,8 @@ def accelerate(
 ) -> Plugin:
     """Install Accelerate and give every `Accelerator()` its settings.
 
-    What is None or 1 is left to the function. `cpu=None` means the CPU on nodes that have no
-    accelerator. With `sky.plugins.torch()` it is distributed over all workers.
+    An argument that is None or 1 is left to the function. `cpu=None` means the CPU on nodes that
+    have no accelerator. With `sky.plugins.torch()`, training is distributed over all workers.
 
     >>> plugins = [sky.plugins.torch(), sky.plugins.accelerate(mixed_precision="bf16")]
     """

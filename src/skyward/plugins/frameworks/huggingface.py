@@ -25,10 +25,9 @@ _MODEL = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 def huggingface(token: str | None = None, models: Sequence[str] = ()) -> Plugin:
     """Install transformers, datasets and tokenizers, and sign in to the hub.
 
-    The token travels to the workers over the pool's own connections alone and is their `HF_TOKEN`;
-    it is written nowhere. Where the hub can be reached, a token that it refuses is an error.
-    `models` are downloaded before the first task. With `sky.plugins.torch()` the `Trainer` is
-    distributed over all workers.
+    The workers get the token over the pool's own connections only, as `HF_TOKEN`; no file holds it.
+    If the hub can be reached and refuses the token, the start fails. `models` are downloaded before
+    the first task. With `sky.plugins.torch()`, the `Trainer` is distributed over all workers.
 
     >>> plugins = [sky.plugins.torch(), sky.plugins.huggingface(token="hf_xxx")]
     """

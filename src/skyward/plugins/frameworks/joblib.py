@@ -15,8 +15,9 @@ from skyward.spec import Image
 def joblib() -> Plugin:
     """Run `joblib.Parallel` on the pool, in everything that uses it.
 
-    Inside the block `n_jobs=-1` means all places the pool has. `n_jobs=1`, and none given, run
-    here, as ever; `require="sharedmem"` runs on threads here.
+    Inside the block, `n_jobs=-1` means all slots of the pool. With `n_jobs=1`, or without `n_jobs`,
+    joblib runs in this process, as it does without the pool; `require="sharedmem"` runs on threads
+    of this process.
 
     >>> with sky.Compute(nodes=4, plugins=[sky.plugins.joblib()]):
     ...     squares = joblib.Parallel(n_jobs=-1)(joblib.delayed(square)(i) for i in range(100))

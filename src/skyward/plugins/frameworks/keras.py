@@ -24,10 +24,11 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 def keras(backend: Backend = "jax") -> Plugin:
     """Install Keras and choose its backend.
 
-    With `sky.plugins.jax()` and more than one worker, models are data parallel over the devices
-    of all workers, which make and fit them together, in a broadcast: each gives its own part of
-    every batch, and all give equally many. With `sky.plugins.torch()` the process group is there
-    for `DistributedDataParallel`. Without those every worker trains on its own.
+    With `sky.plugins.jax()` and more than one worker, models are data parallel over the devices of
+    all workers. The workers make and fit a model together, in a broadcast: each worker gives its
+    own part of every batch, and all parts have the same size. With `sky.plugins.torch()`, the
+    process group is ready for `DistributedDataParallel`. Without these plugins, every worker trains
+    on its own.
 
     >>> plugins = [sky.plugins.jax(), sky.plugins.keras(backend="jax")]
     """

@@ -85,7 +85,7 @@ class Container:
         return {"host": self.host or os.environ.get("DOCKER_HOST")}
 
     def price(self, request: Request) -> float | None:
-        """Nobody knows what the service's machine costs."""
+        """None: the price of the service's machine is unknown."""
         return None
 
     async def create(self, order: Order) -> ContainerMachine:

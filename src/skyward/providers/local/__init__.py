@@ -47,7 +47,7 @@ class Local:
         return {"transport": self.transport}
 
     def price(self, request: Request) -> float | None:
-        """This machine is paid for."""
+        """0: this machine costs nothing more."""
         return 0.0
 
     async def create(self, order: Order) -> LocalMachine:
@@ -68,7 +68,7 @@ class Local:
         return machine
 
     async def find(self, pool: str) -> list[LocalMachine]:
-        """The folders of a pool that are still there."""
+        """The machines of a pool whose folders still exist."""
         return LocalMachine.of(pool)
 
     def check(self, request: Request) -> None:

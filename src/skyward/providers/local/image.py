@@ -1,4 +1,4 @@
-"""An image on this machine: nothing is installed, so what it asks for must be here already."""
+"""An image on this machine: nothing is installed, so its packages must be here already."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_python(image: Image) -> None:
 
 
 def check(image: Image) -> None:
-    """Raise one error for all that the image asks for and this machine does not have."""
+    """Raise one error that names everything in the image that this machine does not have."""
     lacks: list[str] = []
     steps: list[str] = []
     if image.pip:

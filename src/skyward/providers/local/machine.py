@@ -20,7 +20,7 @@ from skyward.spec import Image
 from skyward.worker import lifeline
 
 _SOCKET_PATH_MAX = 70
-"""Of the 107 characters a Unix socket's path may have, what the folder may use."""
+"""How long the folder's path may be: the path of a Unix socket may have 107 characters."""
 
 
 class LocalMachine:
@@ -48,7 +48,7 @@ class LocalMachine:
     ) -> LocalMachine:
         """Make the folder of one node.
 
-        No other machine of the node has the same: an agent that was lost removes its own.
+        Each machine of the node gets a new folder: a lost agent still removes its own folder.
         """
         try:
             prefix = f"sky-{order.pool}-{order.node}."
@@ -115,7 +115,7 @@ class LocalMachine:
             leader.unlink(missing_ok=True)
 
     async def dial(self, endpoint: str) -> socket.socket:
-        """Connect without anything in between."""
+        """Connect directly."""
         family, _, place = endpoint.partition(":")
         if family == "unix":
             end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

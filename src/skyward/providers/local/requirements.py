@@ -1,4 +1,4 @@
-"""Requirements, judged against the packages that this very environment has."""
+"""Requirements, compared with the packages in the client's own environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Unmet:
 
 
 def unmet(requirements: tuple[str, ...]) -> list[Unmet]:
-    """Those of the requirements that are not met here, in their order."""
+    """The requirements that this environment does not meet, in their order."""
     found = []
     for text in requirements:
         reason = next(_reasons(text), None)
@@ -45,7 +45,7 @@ def unmet(requirements: tuple[str, ...]) -> list[Unmet]:
 
 
 def _reasons(text: str) -> Iterator[str]:
-    """Why a requirement as the user wrote it is not met; nothing where it is."""
+    """Why a requirement, as the user wrote it, is not met; empty if it is met."""
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
@@ -91,7 +91,7 @@ def _extra_reasons(
     for line in distribution.requires or ():
         part = Requirement(line)
         if part.marker is None or part.marker.evaluate({"extra": ""}):
-            # The package needs it with or without the extra, and whoever installed it saw to that.
+            # The package needs it also without the extra, so the installer has installed it.
             continue
         if part.marker.evaluate({"extra": extra}):
             for reason in _package_reasons(part, seen):
@@ -99,7 +99,7 @@ def _extra_reasons(
 
 
 def _source_reasons(source: str) -> Iterator[str]:
-    """Why what a path or URL leads to is not installed here."""
+    """Why the package at a path or URL is not installed here."""
     url, fragment = urldefrag(source)
     named = _EGG.search(fragment)
     path = _local_path(url)

@@ -27,14 +27,15 @@ _CONFIG = "~/.ssh/config"
 class SSH:
     """Hosts of your own: node 0 is the first of `hosts`, and so on.
 
-    A host is what `ssh` would take, "name" or "user@name:port", aliases of the ssh configuration
-    file included; one that is listed twice serves two nodes. `user`, `port` and `key` hold for all
-    hosts that do not say otherwise; keys come from the agent and from ~/.ssh when `key` is left
-    out. `jump` names hosts to go through, first to last: "me@bastion" or "outer,inner".
+    Write a host as for `ssh`: "name", "user@name:port", or an alias of the ssh configuration file.
+    A host that is listed twice serves two nodes. `user`, `port` and `key` apply to all hosts that
+    do not name their own. Without `key`, keys come from the ssh agent and from ~/.ssh. `jump` names
+    the hosts to go through, first to last: "me@bastion" or "outer,inner".
 
-    Host keys are verified, always: against `known_hosts`, or the files that `ssh` would use.
-    `addresses` says how the nodes reach each other where that is not the host's name, such as
-    {"gpu1": "10.0.0.1"}. With `direct` this process connects to them without SSH where it can.
+    Host keys are always verified, against `known_hosts` or the files that `ssh` would use.
+    `addresses` gives the addresses at which nodes reach each other, if these are not the hosts'
+    names, such as {"gpu1": "10.0.0.1"}. With `direct`, this process connects to the nodes without
+    SSH if it can.
 
     >>> with sky.Compute(sky.SSH(["gpu1", "me@gpu2:2222"]), nodes=2) as compute: ...
     """
@@ -141,7 +142,7 @@ class SSH:
         }
 
     def price(self, request: Request) -> float | None:
-        """Nobody knows what your own machines cost."""
+        """None: the price of the user's own machines is unknown."""
         return None
 
     async def create(self, order: Order) -> SSHMachine:
@@ -162,8 +163,8 @@ class SSH:
     async def find(self, pool: str) -> list[SSHMachine]:
         """The machines whose folders are still on the hosts.
 
-        A host that cannot be reached may have one: its machines are listed, too, and their
-        `destroy` says why it cannot be done.
+        A host that is out of reach may have such a folder: `find` lists its machines, too, and
+        their `destroy` raises an error that says why.
         """
         nodes: dict[Destination, list[int]] = {}
         for node, host in enumerate(self.hosts):
