@@ -64,11 +64,10 @@ def test_an_end_that_says_nothing_of_its_versions_is_refused() -> None:
 
 
 AGENT = """
-import skyward.wire.listener as listener
-mine = listener.my_versions()
-listener.my_versions = lambda: {**mine, "python": "3.99.0"}
-from skyward.worker.agent import main
-main()
+import skyward.worker.agent as agent
+mine = agent.my_versions()
+agent.my_versions = lambda: {**mine, "python": "3.99.0"}
+agent.main()
 """
 
 

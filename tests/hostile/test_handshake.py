@@ -42,6 +42,7 @@ class Door:
             self.credentials(node_name(POOL, 0)),
             lambda channel, hello: self.accepted.append((channel, hello)),
             seconds,
+            versions={"python": "3"},
         )
         self._opened: list[Any] = []
 
