@@ -61,6 +61,18 @@ def test_the_workers_memory_returns_to_its_baseline(alone: Alone) -> None:
         assert alone.in_use() < before + 32
 
 
+def test_sky_alone_is_a_device_that_is_open(device: torch.device) -> None:
+    before = torch.sky.current_device()
+    try:
+        with sky.Compute(options=sky.Options(console=False)) as compute:
+            there = compute.device("cpu")
+            torch.sky.set_device(there)
+            assert torch.zeros(2, device="sky").device == there
+        assert torch.ones(2, device="sky").sum().item() == 2.0
+    finally:
+        torch.sky.set_device(before)
+
+
 def test_a_view_keeps_the_memory_and_nothing_else_does(alone: Alone) -> None:
     held, before = alone.held(), alone.in_use()
     base = torch.ones(2 * LARGE, device=alone.device)

@@ -29,7 +29,7 @@ void say_why_gone(c10::DeviceIndex index) {
 }  // namespace
 
 Session& session_at(c10::DeviceIndex index) {
-  if (index < 0) index = current;
+  if (index < 0) index = current_device();
   if (index < kDevicesMax && !by_index[index]) say_why_gone(index);
   SKY_CHECK(index < kDevicesMax && by_index[index], "there is no device sky:", int(index),
             "; get one with compute.device()");
@@ -91,7 +91,13 @@ bool synchronous() {
   return on;
 }
 
-c10::DeviceIndex current_device() { return current; }
+c10::DeviceIndex current_device() {
+  // A new pool's device has a new index: "sky" alone then means the first device that is open.
+  if (current >= kDevicesMax || !by_index[current])
+    for (int i = 0; i < kDevicesMax; i++)
+      if (by_index[i]) return static_cast<c10::DeviceIndex>(i);
+  return current;
+}
 void set_current_device(c10::DeviceIndex index) { current = index < 0 ? 0 : index; }
 
 uint32_t current_stream(c10::DeviceIndex index) { return current_streams[index]; }
