@@ -35,7 +35,9 @@ def unpacked(bundle: includes.Bundle, folder: Path) -> Path:
     data, digest = bundle.archive()
     assert digest == bundle.digest
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        tar.extractall(folder, filter="data")
+        # Pythons before 3.11.4 have no filters.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder)
     return folder
 
 
