@@ -166,6 +166,18 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
                 pool.resize(wrong)  # type: ignore[arg-type]
 
 
+def test_resize_sets_the_bounds_within_which_a_pool_grows(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    with sky.Compute(options=QUIET) as pool:
+        pool.resize((1, 2))
+        gate = tmp_path / "gate"
+        calls = [wait_for(str(gate)) > pool for _ in range(4)]
+        eventually(lambda: states(pool) == ["ready"] * 2)
+        gate.touch()
+        assert all(future.result(20) for future in calls)
+
+
 def test_a_group_is_formed_of_the_nodes_that_are_there_and_anew_when_one_comes(
     hasty: None, eventually: Eventually, nothing_left: None
 ) -> None:
