@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
+from skyward.calls.packing import Packer
 from skyward.calls.parcels import NamedParcel, Parcel
+from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
+from skyward.errors import WorkerDiedError
 from skyward.objects import memory
 from skyward.objects.encoding import encode
 from skyward.wire.messages import KNOWN, STREAMED, Define, Fetch, Message, Run
@@ -24,6 +29,7 @@ class Wire:
     """A channel over a network that notes what is sent."""
 
     shares_memory = False
+    bytes_sent = bytes_received = 0
 
     def __init__(self) -> None:
         self.aborted = False
@@ -136,3 +142,21 @@ def test_nothing_is_sent_to_an_executor_that_is_gone() -> None:
     executor.close()
     with pytest.raises(BrokenPipeError):
         executor.send(task(1, 1))
+
+
+def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None:
+    loop: Any = SimpleNamespace(after_each_round=lambda action: None)
+    console: Any = None
+    packer = Packer(encrypted=True, relayed=False)
+    dispatcher = Dispatcher(loop, console, packer, Prospects(grouped=False))
+    lost, other = lane(Wire()), lane(Wire())
+    tasks = [task(number, number) for number in range(8)]
+    dispatcher.add(lost, usable=True)
+    lost.tasks.update({each.id: each for each in tasks})
+
+    dispatcher.lose(lost, lambda call: WorkerDiedError(f"{call.name} is gone"))
+
+    assert [each.done for each in tasks] == [True] * 4 + [False] * 4
+    dispatcher.add(other, usable=True)
+    assert [dispatcher.lanes.assign_next(other) for _ in range(4)] == tasks[4:]
+    packer.close()
