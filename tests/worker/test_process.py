@@ -7,14 +7,16 @@ import queue
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
-from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice, Written
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.process import ending
+from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
 QUIET = sky.Options(console=False)
 REAL_TIME = signal.SIGRTMIN + 1
@@ -52,9 +54,9 @@ def test_an_executor_killed_by_a_real_time_signal_is_told(nothing_left: None) ->
         assert sky.function(abs)(-1) >> compute == 1
 
 
-def test_a_device_killed_by_a_real_time_signal_is_told(tmp_path: Path) -> None:
-    """Asked of the agent's part alone: the client often notices the broken connection first."""
-    config = AgentConfig(
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
         pool="pool",
         node=0,
         address="unix",
@@ -73,6 +75,10 @@ def test_a_device_killed_by_a_real_time_signal_is_told(tmp_path: Path) -> None:
         blob_cap=1 << 20,
         plugged=False,
     )
+
+
+def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> None:
+    """Asked of the agent's part alone: the client often notices the broken connection first."""
     told: queue.SimpleQueue[Message] = queue.SimpleQueue()
     devices = DeviceProcesses(config, told.put)
     devices.open(OpenDevice(1, "cpu"))
@@ -84,3 +90,20 @@ def test_a_device_killed_by_a_real_time_signal_is_told(tmp_path: Path) -> None:
     reason = f"its process was killed by signal {int(REAL_TIME)}"
     assert told.get(timeout=60) == DeviceDown(1, reason)
     devices.close_all()
+
+
+def test_last_words_need_no_newline(config: AgentConfig) -> None:
+    told: list[Message] = []
+    executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())
+    outputs = {}
+    for name in ("stdout", "stderr"):
+        outputs[name], write_end = os.pipe()
+        os.write(write_end, f"to {name}".encode())
+        os.close(write_end)
+    child: Any = None
+    dead = ExecutorProcess(0, 0, child, outputs, announced=True)
+
+    assert executors._last_words(dead) == "to stdout\nto stderr\n"
+    assert told == [Written(0, name, f"to {name}\n", False) for name in outputs]
+    for read_end in outputs.values():
+        os.close(read_end)
