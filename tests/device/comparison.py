@@ -19,7 +19,8 @@ def moved(value: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return _moved_tensor(leaf, device)
-        if isinstance(leaf, torch.device) or leaf == "cpu":
+        # Where there is a GPU, some samples name it.
+        if isinstance(leaf, torch.device) or leaf in ("cpu", "cuda", "cuda:0"):
             return device
         return leaf
 

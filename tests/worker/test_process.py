@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import signal
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +17,7 @@ import skyward as sky
 from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice, Written
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
+from skyward.worker.output import PIPE_SIZE
 from skyward.worker.process import ending
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
@@ -90,6 +93,33 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     reason = f"its process was killed by signal {int(REAL_TIME)}"
     assert told.get(timeout=60) == DeviceDown(1, reason)
     devices.close_all()
+
+
+def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(config: AgentConfig) -> None:
+    told: list[Message] = []
+    executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    os.write(write_end, b"x" * 200_000)
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        slow: Any = ExecutorProcess(0, 0, cast(Any, child), {"stdout": read_end}, announced=True)
+        for second in range(5):
+            executors._empty_full_pipes(slow, now=second)
+            os.read(read_end, 10_000)
+        assert told == []
+        executors._empty_full_pipes(slow, now=6.0)
+        executors._empty_full_pipes(slow, now=7.0)
+        assert told == [Written(0, "stdout", "x" * 150_000, False)]
+        child.kill()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        starved: Any = ExecutorProcess(0, 0, cast(Any, child), {"stdout": read_end}, announced=True)
+        os.write(write_end, b"y" * 100_000)
+        for second in range(3):
+            executors._empty_full_pipes(starved, now=second)
+        assert len(told) == 1
+        child.kill()
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_last_words_need_no_newline(config: AgentConfig) -> None:

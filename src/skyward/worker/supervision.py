@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -27,7 +28,7 @@ from skyward.worker.process import ChildProcess
 STOPPED_SECONDS = 1.0
 """How long an executor may be stopped by a signal before the agent kills it."""
 FULL_SECONDS = 0.5
-"""How long an output pipe may stay full before the agent empties it."""
+"""How long an output pipe may hold the same bytes before the agent empties it."""
 STARTS_MAX = 3
 """After so many failed starts in a row, the agent does not start an executor again."""
 LEAVE_SECONDS = 3.0
@@ -45,7 +46,8 @@ class ExecutorProcess:
     announced: bool = False
     end_reason: str = ""
     stopped_since: float | None = None
-    full_since: dict[str, float] = field(default_factory=dict)
+    full: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Since when so many bytes wait in an output pipe, unread and with none added."""
 
 
 class ExecutorProcesses:
@@ -186,16 +188,23 @@ class ExecutorProcesses:
             self._empty_full_pipes(executor, now)
 
     def _empty_full_pipes(self, executor: ExecutorProcess, now: float) -> None:
-        """Read output in place of an executor whose task holds the lock that its reader needs."""
+        """Read output in place of an executor whose task holds the lock that its reader needs.
+
+        A reader that is only slow, or waits for a processor, keeps its output: lines read here are
+        of no task, and come out of order.
+        """
         for name, end in executor.outputs.items():
             try:
                 waiting = _readable_bytes(end)
             except OSError:
                 continue
             if waiting < PIPE_SIZE // 16 or not executor.announced:
-                executor.full_since.pop(name, None)
+                executor.full.pop(name, None)
                 continue
-            since = executor.full_since.setdefault(name, now)
+            since, before = executor.full.get(name, (now, waiting))
+            if waiting != before or _is_busy(executor.process.pid):
+                since = now
+            executor.full[name] = since, waiting
             if now - since >= FULL_SECONDS:
                 with contextlib.suppress(BlockingIOError):
                     text = os.read(end, waiting).decode("utf-8", "replace")
@@ -235,6 +244,16 @@ def _is_stopped(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
+
+
+def _is_busy(pid: int) -> bool:
+    """Whether a thread of the process runs, or would if it had a processor."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        states = [Path(f"/proc/{pid}/task/{task}/stat").read_text() for task in tasks]
+    except OSError:
+        return False
+    return any(state.rpartition(")")[2].split()[0] == "R" for state in states)
 
 
 def _readable_bytes(end: int) -> int:
