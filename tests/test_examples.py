@@ -91,7 +91,7 @@ TELLING = {
     "skytorch_mnist": [
         r"skytorch: no kubeconfig, so computes are processes on this machine",
         r"epoch (\d)/\1 on sky:0: loss=0\.",
-        r"Held-out accuracy: 9\d\.\d%",
+        rf"Held-out accuracy: {ACCURATE}",
     ],
     "skytorch_cluster": [
         r"directly: copying from sky:0 to sky:1 directly is not supported yet; .*\.cpu\(\)",
