@@ -111,12 +111,17 @@ def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(config: AgentConfig) ->
         executors._empty_full_pipes(slow, now=7.0)
         assert told == [Written(0, "stdout", "x" * 150_000, False)]
         child.kill()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+    endless = [sys.executable, "-c", "print('begun', flush=True)\nwhile True: pass"]
+    with subprocess.Popen(endless, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
         starved: Any = ExecutorProcess(0, 0, cast(Any, child), {"stdout": read_end}, announced=True)
         os.write(write_end, b"y" * 100_000)
-        for second in range(3):
+        for second in range(10):
             executors._empty_full_pipes(starved, now=second)
         assert len(told) == 1
+        executors._empty_full_pipes(starved, now=10.0)
+        assert len(told) == 2
         child.kill()
     os.close(read_end)
     os.close(write_end)

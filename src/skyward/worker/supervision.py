@@ -29,6 +29,8 @@ STOPPED_SECONDS = 1.0
 """How long an executor may be stopped by a signal before the agent kills it."""
 FULL_SECONDS = 0.5
 """How long an output pipe may hold the same bytes before the agent empties it."""
+BUSY_SECONDS = 10.0
+"""How long, if a thread of the executor runs: its reader may only be waiting for a processor."""
 STARTS_MAX = 3
 """After so many failed starts in a row, the agent does not start an executor again."""
 LEAVE_SECONDS = 3.0
@@ -202,10 +204,11 @@ class ExecutorProcesses:
                 executor.full.pop(name, None)
                 continue
             since, before = executor.full.get(name, (now, waiting))
-            if waiting != before or _is_busy(executor.process.pid):
+            if waiting != before:
                 since = now
             executor.full[name] = since, waiting
-            if now - since >= FULL_SECONDS:
+            busy = _is_busy(executor.process.pid)
+            if now - since >= (BUSY_SECONDS if busy else FULL_SECONDS):
                 with contextlib.suppress(BlockingIOError):
                     text = os.read(end, waiting).decode("utf-8", "replace")
                     self._tell(Written(0, name, text, False))
