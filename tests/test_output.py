@@ -261,6 +261,22 @@ def test_c_code_that_buffers_is_heard_too(compute, printed):
     assert printed == ["from libc"]
 
 
+def test_c_code_that_holds_the_interpreter_may_write_more_than_a_pipe_holds(
+    compute, printed, eventually
+):
+    """The executor's own reader cannot run meanwhile: the agent reads in its place."""
+
+    @sky.function
+    def write_all(text):
+        import ctypes
+
+        return ctypes.PyDLL(None).write(1, text, len(text))
+
+    text = (b"x" * 79 + b"\n") * 40_000
+    assert write_all(text) >> compute == len(text)
+    eventually(lambda: sum(line.count("x") for line in printed) == 79 * 40_000)
+
+
 def test_logging_and_warnings_are_heard_on_stderr(compute, printed):
     @sky.function
     def complains():
