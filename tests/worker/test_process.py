@@ -8,8 +8,9 @@ import queue
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -95,36 +96,55 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     devices.close_all()
 
 
-def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(config: AgentConfig) -> None:
+def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(
+    config: AgentConfig, child_of: Callable[[str], Any]
+) -> None:
     told: list[Message] = []
     executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())
     read_end, write_end = os.pipe()
     fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+
+    def executor(code: str) -> ExecutorProcess:
+        return ExecutorProcess(0, 0, child_of(code), {"stdout": read_end}, announced=True)
+
+    slow = executor("import time; time.sleep(1000)")
     os.write(write_end, b"x" * 200_000)
-    with subprocess.Popen(["sleep", "1000"]) as child:
-        slow: Any = ExecutorProcess(0, 0, cast(Any, child), {"stdout": read_end}, announced=True)
-        for second in range(5):
-            executors._empty_full_pipes(slow, now=second)
-            os.read(read_end, 10_000)
-        assert told == []
-        executors._empty_full_pipes(slow, now=6.0)
-        executors._empty_full_pipes(slow, now=7.0)
-        assert told == [Written(0, "stdout", "x" * 150_000, False)]
-        child.kill()
-    endless = [sys.executable, "-c", "print('begun', flush=True)\nwhile True: pass"]
-    with subprocess.Popen(endless, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        starved: Any = ExecutorProcess(0, 0, cast(Any, child), {"stdout": read_end}, announced=True)
-        os.write(write_end, b"y" * 100_000)
-        for second in range(10):
-            executors._empty_full_pipes(starved, now=second)
-        assert len(told) == 1
-        executors._empty_full_pipes(starved, now=10.0)
-        assert len(told) == 2
-        child.kill()
+    for second in range(5):
+        executors._empty_full_pipes(slow, now=second)
+        os.read(read_end, 10_000)
+    assert told == []
+    # Twice, as a process that has only begun to wait may still look busy.
+    executors._empty_full_pipes(slow, now=6.0)
+    executors._empty_full_pipes(slow, now=16.0)
+    assert told == [Written(0, "stdout", "x" * 150_000, False)]
+
+    starved = executor("while True: pass")
+    os.write(write_end, b"y" * 100_000)
+    for second in range(10):
+        executors._empty_full_pipes(starved, now=second)
+    assert len(told) == 1
+    executors._empty_full_pipes(starved, now=10.0)
+    assert len(told) == 2
     os.close(read_end)
     os.close(write_end)
+
+
+@pytest.fixture
+def child_of() -> Iterator[Callable[[str], Any]]:
+    """Starts a Python process that has begun to run the code; it is killed after the test."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str) -> Any:
+        command = [sys.executable, "-c", f"print(flush=True)\n{code}"]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert children[-1].stdout is not None
+        children[-1].stdout.readline()
+        return children[-1]
+
+    yield start
+    for child in children:
+        with child:
+            child.kill()
 
 
 def test_last_words_need_no_newline(config: AgentConfig) -> None:
