@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,17 +158,14 @@ def small_changes(size: Size) -> Sequence[Row]:
             with folder() as other:
                 return timed(lambda: sky.ModelStore(other).save_model(weights, "m"))
 
-        def after(source: Callable[[], Weights]) -> Callable[[], float]:
-            def save() -> float:
-                changed = change(source(), next(counter))
-                return timed(lambda: store.save_model(changed, "m"))
-
-            return save
+        def after() -> float:
+            changed = change(weights, next(counter))
+            return timed(lambda: store.save_model(changed, "m"))
 
         samples = interleave(
             {
                 "first": first,
-                "changed": after(lambda: weights),
+                "changed": after,
             },
             rounds=size.rounds,
         )

@@ -10,10 +10,11 @@ import pytest
 
 from skyward.objects import memory
 from skyward.objects.encoding import encode
+from skyward.objects.payloads import Pieces
 from skyward.wire.messages import KNOWN, Buffer, Define, Message, Missing, Payload, Run
 from skyward.worker.arrivals import Arrival
 from skyward.worker.definitions import Definitions
-from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.inbox import Inbox
 from skyward.worker.pending import PendingTasks
 
 CODE = b"code"

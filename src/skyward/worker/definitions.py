@@ -8,9 +8,10 @@ from typing import Any
 
 from skyward.errors import SerializationError
 from skyward.objects import encoding
+from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Define
-from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.inbox import Inbox
 
 
 @dataclass(slots=True)

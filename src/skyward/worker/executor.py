@@ -21,6 +21,7 @@ import msgspec
 from skyward import context
 from skyward.errors import PluginError, ProtocolError
 from skyward.objects import encoding, references
+from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -52,7 +53,7 @@ from skyward.worker import failures, hooks, jobs, lifeline, limits
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.definitions import Definitions
-from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.inbox import Inbox
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox, Sendable

@@ -10,13 +10,13 @@ from typing import TypeVar
 from skyward.errors import ProtocolError
 from skyward.objects import memory, payloads
 from skyward.objects.blobs import BlobStore, Mapped
+from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.messages import SEGMENT, STREAMED, Buffer, Evicted, Payload, Released
 from skyward.worker.arrivals import Arrivals
 
 T = TypeVar("T")
-Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
 
 
 class Inbox:

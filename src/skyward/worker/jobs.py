@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyward.objects import encoding
+from skyward.objects.payloads import Pieces
 from skyward.wire.messages import Run
-from skyward.worker.inbox import Pieces
 from skyward.worker.streams import InputStream, OutputStream
 
 

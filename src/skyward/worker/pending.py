@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Define, Missing, Run
 from skyward.worker.definitions import Definitions
-from skyward.worker.inbox import Inbox, Pieces
+from skyward.worker.inbox import Inbox
 
 
 @dataclass(slots=True)

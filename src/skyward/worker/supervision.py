@@ -207,8 +207,10 @@ class ExecutorProcesses:
             if waiting != before:
                 since = now
             executor.full[name] = since, waiting
-            busy = _is_busy(executor.process.pid)
-            if now - since >= (BUSY_SECONDS if busy else FULL_SECONDS):
+            unread = now - since
+            if unread >= FULL_SECONDS and (
+                unread >= BUSY_SECONDS or not _is_busy(executor.process.pid)
+            ):
                 with contextlib.suppress(BlockingIOError):
                     text = os.read(end, waiting).decode("utf-8", "replace")
                     self._tell(Written(0, name, text, False))
