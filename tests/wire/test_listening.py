@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import queue
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,3 +180,25 @@ def test_closing_it_leaves_no_socket_behind(listener: Listener, tmp_path: Path) 
     host, _, port = listener.endpoint.split(" ")[0].removeprefix("tcp:").rpartition(":")
     with pytest.raises(OSError):
         socket.create_connection((host, int(port)), 5)
+
+
+def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket_behind(
+    authority: Authority,
+) -> None:
+    def dial(endpoint: str, seconds: float) -> socket.socket:
+        """A connection whose peer has already ended it with a reset, as a killed process does."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            end = socket.create_connection(server.getsockname(), seconds)
+            peer, _ = server.accept()
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()
+        opened.append(end)
+        return end
+
+    opened: list[socket.socket] = []
+    hello = Hello("pool", "data")
+    with pytest.raises(OSError, match="not connected"):
+        connect("tcp:127.0.0.1:1", hello, authority.issue(CLIENT), "node.skyward", dial=dial)
+    # A socket that is left open would be a warning, which fails the test.
+    gc.collect()
+    assert [end.fileno() for end in opened] == [-1]

@@ -123,6 +123,7 @@ def connect_one(
             if context is None:
                 raise AuthenticationError(f"no credentials for {endpoint}")
             keep_alive(end)
+            check_connected(end)
             try:
                 end = context.wrap_socket(end, server_hostname=name)
             except ssl.SSLError as problem:
@@ -164,6 +165,14 @@ def keep_alive(end: socket.socket) -> None:
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def check_connected(end: socket.socket) -> None:
+    """Raise if the peer has already reset the connection; to call before `wrap_socket`.
+
+    `wrap_socket` raises then as well, but leaves its new socket open until it is collected.
+    """
+    end.getpeername()
 
 
 def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:

@@ -16,7 +16,13 @@ from pathlib import Path
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import GREETING_SECONDS, SESSION_UNKNOWN, host_and_port, keep_alive
+from skyward.wire.connecting import (
+    GREETING_SECONDS,
+    SESSION_UNKNOWN,
+    check_connected,
+    host_and_port,
+    keep_alive,
+)
 from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
 from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, check_peer
 from skyward.wire.link.link import Link
@@ -134,6 +140,7 @@ class Listener:
             if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(end)
+                check_connected(end)
                 end = context.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:
