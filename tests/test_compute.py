@@ -365,6 +365,11 @@ def test_an_elastic_pool_says_nothing_when_it_is_to_be_quiet(tmp_path, eventuall
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_name_is_only_a_name_and_two_pools_may_share_it(compute):
+    with sky.Compute(name="train", options=QUIET) as one, sky.Compute(name="train") as other:
+        assert pid() >> one != pid() >> other
+
+
 def test_nodes_can_start_between_the_bounds():
     with sky.Compute(nodes=sky.Nodes(2, min=1, max=3), options=QUIET) as pool:
         assert len(pool.nodes) == 2

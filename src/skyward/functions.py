@@ -89,7 +89,9 @@ class Function(Generic[P, T]):
         name: str | None = None,
     ) -> None:
         if not callable(body):
-            raise ConfigurationError(f"@sky.function on {body!r}: it is not callable")
+            raise ConfigurationError(
+                f"@sky.function on {body!r}: it is not callable; decorate a function"
+            )
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise ConfigurationError(
                 f"function(timeout={timeout!r}): give seconds above 0, or None"

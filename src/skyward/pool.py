@@ -12,7 +12,7 @@ from typing import Any
 
 from skyward.calls.counts import Counts
 from skyward.calls.device_tensors import DeviceTensors, Holder
-from skyward.calls.dispatch import Dispatcher
+from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
@@ -195,9 +195,7 @@ class Pool:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise PoolClosedError(
-                "this pool is closed; run functions inside its `with sky.Compute()` block"
-            )
+            raise PoolClosedError(CLOSED)
         if os.getpid() != self._owner:
             raise PoolClosedError(
                 "this pool belongs to the process that made it; a forked child must make its own"

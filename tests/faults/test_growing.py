@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward.nodes.host import Host
+from skyward.nodes.journal import NoJournal
+from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
+from skyward.testing import plain_request
 
-from ..conftest import Eventually
+from ..conftest import Eventually, wait_until
 
 QUIET = sky.Options(console=False)
 
@@ -110,7 +115,7 @@ def test_the_console_says_how_many_are_there_and_once_that_a_node_is_missing(
 def test_growth_that_fails_is_tried_again_after_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Eventually
 ) -> None:
-    """Six times in its first ten seconds would be too often."""
+    """The pauses double, from one second: the third is one of four."""
     monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (1.0, 300.0))
     provider = Scarce(missing={1})
     with sky.Compute(provider, nodes=(1, 2), options=QUIET) as pool:
@@ -118,7 +123,7 @@ def test_growth_that_fails_is_tried_again_after_longer_and_longer(
         calls = [wait_for(str(gate)) > pool for _ in range(3)]
         eventually(lambda: provider.asked.count(1) == 3, 20)
         with pytest.raises(TimeoutError):
-            calls[0].result(2.5)  # The third pause is one of four seconds.
+            calls[0].result(2.5)
         assert provider.asked.count(1) == 3
         gate.touch()
         assert all(future.result(20) for future in calls)
@@ -164,6 +169,67 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
         for wrong in (0, True, 1.5, "2"):
             with pytest.raises(sky.ConfigurationError, match="give a whole number of nodes"):
                 pool.resize(wrong)  # type: ignore[arg-type]
+
+
+def test_resize_starts_failed_nodes_again_and_returns_when_all_are_ready(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (300.0, 300.0))
+    provider = Scarce(missing={1, 3})
+    with sky.Compute(provider, nodes=sky.Nodes(3, min=2), options=QUIET) as pool:
+        eventually(lambda: states(pool) == ["ready", "failed", "ready"])
+        provider.missing.remove(1)
+        with pytest.raises(sky.PoolStartError, match="there is no machine for node 3"):
+            pool.resize(4)
+        eventually(lambda: states(pool) == ["ready"] * 3)
+        provider.missing.clear()
+        pool.resize(4)
+        assert states(pool) == ["ready"] * 4
+
+
+class Idle:
+    """A dispatcher without tasks."""
+
+    backlog = 0
+    lanes = ()
+
+
+@pytest.mark.parametrize("change", ["none", "bounds", "number"])
+def test_a_pool_does_not_shrink_below_what_a_resize_has_just_asked_for(change: str) -> None:
+    now, shrunk, resized = 0.0, [], threading.Event()
+
+    def shrink(target: Callable[[int], int]) -> None:
+        resized.wait(10)  # the user's resize has the lock
+        shrunk.append(target(3))
+
+    scaler = Scaler(
+        sky.Nodes(1, max=3),
+        sky.Options(idle_timeout=60),
+        Idle(),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        grow=lambda count: False,
+        shrink=shrink,
+        clock=lambda: now,
+    )
+    now = 61.0
+    scaler.look(3, coming=0, slots=1)
+    if change == "bounds":
+        scaler.bound(sky.Nodes(3, max=4))
+    if change == "number":
+        scaler.keep()
+    resized.set()
+    wait_until(lambda: shrunk, 10)
+    assert shrunk == [2 if change == "none" else 3]
+
+
+def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:
+    """Its machine says how many GPUs it has when it is up; broadcasts ask before that."""
+    provider: Any = sky.Local()
+    order, say = Order("pool", 0, plain_request()), lambda _: None
+    first = Host(provider, order, NoJournal(), say, say)
+    first.accelerators, first.accelerator = 8, "H100"
+    again = Host(provider, order, NoJournal(), say, say, lost=first)
+    assert (again.accelerators, again.accelerator) == (8, "H100")
 
 
 def test_resize_sets_the_bounds_within_which_a_pool_grows(

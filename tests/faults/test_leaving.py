@@ -51,17 +51,30 @@ def test_a_node_that_is_being_retired_is_not_waited_for(fleet: Fleet, retired: N
     assert retired.state == "draining"
 
 
-def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through() -> None:
+def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
     """The process may end right after, and what is left of the machine would stay."""
-    removed = threading.Event()
-
-    def remove() -> None:
-        # Longer than all else takes that is done on leaving.
-        time.sleep(1.0)
-        removed.set()
-
+    leaving, removed = threading.Event(), threading.Event()
+    # The thread that starts the node anew waits for the removal as well.
+    monkeypatch.setattr("skyward.nodes.fleet.LAUNCH_SECONDS", 0.0)
     with sky.Compute(options=QUIET) as compute:
-        node = compute._open_pool.nodes[0]
-        node._removal = threading.Thread(target=remove, daemon=True)
-        node._removal.start()
+        fleet = compute._open_pool._fleet
+        (node,) = fleet.nodes
+        stop_machine, stop_node = node.host.stop, node.stop
+
+        def remove(seconds: float) -> None:
+            leaving.wait(30)
+            time.sleep(0.2)  # A pool that does not wait would be closed by then.
+            stop_machine(seconds)
+            removed.set()
+
+        def stop() -> None:
+            leaving.set()
+            stop_node()
+
+        monkeypatch.setattr(node.host, "stop", remove)
+        monkeypatch.setattr(node, "stop", stop)
+        fleet._loop.call_soon(lambda: fleet._losses.lose(node, "its agent is gone"))
+        eventually(lambda: node.state != "ready")
     assert removed.is_set()

@@ -46,7 +46,18 @@ def room() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "unix",
+        pytest.param(
+            "tcp",
+            marks=pytest.mark.skipif(
+                not os.environ.get("SKYWARD_TEST_ALL"), reason="encrypted gigabytes: make test-all"
+            ),
+        ),
+    ],
+)
 def test_an_argument_of_three_gigabytes_arrives(room: None, transport: str) -> None:
     """Slow because it hashes, copies or encrypts that many bytes."""
     data = np.zeros(3 * GIB, np.uint8)

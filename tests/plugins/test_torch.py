@@ -135,7 +135,9 @@ def test_a_second_pool_in_this_process_has_its_own_group(compute: sky.Compute) -
         assert summed() @ other == summed() @ compute
 
 
-def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group() -> None:
+def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
+    compute: sky.Compute,
+) -> None:
     @sky.function
     def step_until_killed() -> None:
         import torch
@@ -146,19 +148,18 @@ def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(10))
 
-    with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as compute:
-        before = environment() @ compute
-        started = time.monotonic()
-        with pytest.raises(sky.BroadcastError) as raised:
-            step_until_killed() @ compute
-        assert time.monotonic() - started < 30
-        assert [outcome.ok for outcome in raised.value.outcomes] == [False, False]
-        assert any("SIGKILL" in str(problem) for problem in raised.value.exceptions)
-        assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
-        assert (environment() @ compute)[0]["MASTER_PORT"] != before[0]["MASTER_PORT"]
+    before = environment() @ compute
+    started = time.monotonic()
+    with pytest.raises(sky.BroadcastError) as raised:
+        step_until_killed() @ compute
+    assert time.monotonic() - started < 30
+    assert [outcome.ok for outcome in raised.value.outcomes] == [False, False]
+    assert any("SIGKILL" in str(problem) for problem in raised.value.exceptions)
+    assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert (environment() @ compute)[0]["MASTER_PORT"] != before[0]["MASTER_PORT"]
 
 
-def test_a_rank_that_notices_nothing_is_ended() -> None:
+def test_a_rank_that_notices_nothing_is_ended(compute: sky.Compute) -> None:
     """Slow: it is given eight seconds to fail by itself."""
 
     @sky.function
@@ -170,15 +171,12 @@ def test_a_rank_that_notices_nothing_is_ended() -> None:
         while True:
             time.sleep(0.1)
 
-    with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as compute:
-        started = time.monotonic()
-        with pytest.raises(sky.BroadcastError, match="2 of 2 workers") as raised:
-            one_dies_one_sleeps() @ compute
-        assert time.monotonic() - started < 40
-        assert any(
-            "another worker of its group was lost" in str(e) for e in raised.value.exceptions
-        )
-        assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
+    started = time.monotonic()
+    with pytest.raises(sky.BroadcastError, match="2 of 2 workers") as raised:
+        one_dies_one_sleeps() @ compute
+    assert time.monotonic() - started < 40
+    assert any("another worker of its group was lost" in str(e) for e in raised.value.exceptions)
+    assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
 def test_several_workers_a_node_and_a_new_size() -> None:
@@ -199,7 +197,7 @@ def test_several_workers_a_node_and_a_new_size() -> None:
         assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
-def test_a_resize_lets_a_broadcast_finish(tmp_path: Path) -> None:
+def test_a_resize_lets_a_broadcast_finish(compute: sky.Compute, tmp_path: Path) -> None:
     """Slow: the broadcast goes on for longer than one that has lost a peer may."""
 
     @sky.function
@@ -215,16 +213,16 @@ def test_a_resize_lets_a_broadcast_finish(tmp_path: Path) -> None:
         dist.all_reduce(total)
         return total.item()
 
-    with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as compute:
-        results: list[list[float]] = []
-        running = threading.Thread(target=lambda: results.append(long() @ compute))
-        running.start()
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.01)
-        compute.resize(3)
-        running.join()
-        assert results == [[2.0, 2.0]]
-        assert [world for _, world, _ in summed() @ compute] == [3, 3, 3]
+    results: list[list[float]] = []
+    running = threading.Thread(target=lambda: results.append(long() @ compute))
+    running.start()
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.01)
+    compute.resize(3)
+    running.join()
+    assert results == [[2.0, 2.0]]
+    assert [world for _, world, _ in summed() @ compute] == [3, 3, 3]
+    compute.resize(2)
 
 
 def test_one_worker_needs_no_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -40,6 +41,7 @@ def stop() -> None:
     subprocess.run([str(TESTBED / "podman-down")], capture_output=True, timeout=120)
 
 
+@functools.cache
 def mounts() -> list[sky.Volume]:
     """What makes this machine's Python run in a container that has nothing."""
     listed = subprocess.run(

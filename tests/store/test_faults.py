@@ -17,17 +17,18 @@ from skyward.store.places import local
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
-    """A hundred kills, each at a random moment of a save, each followed by a full check."""
+    """Many kills, each at a random moment of a save, each followed by a full check."""
+    count = "100" if os.environ.get("SKYWARD_TEST_ALL") else "30"
     script = Path(__file__).with_name("killing.py")
 
     done = subprocess.run(
-        [sys.executable, script, folder, "100"], capture_output=True, text=True, timeout=280
+        [sys.executable, script, folder, count], capture_output=True, text=True, timeout=280
     )
 
     assert done.returncode == 0, done.stderr
     kills, _, version = done.stdout.strip().rpartition(" ")
-    assert kills == "100 kills, version"
-    assert int(version) > 100, "the kills came before anything was saved"
+    assert kills == f"{count} kills, version"
+    assert int(version) > int(count), "the kills came before anything was saved"
 
 
 def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:

@@ -43,6 +43,8 @@ from skyward.wire.messages import (
     Written,
 )
 
+CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
+
 
 class Dispatcher:
     """Owns the tasks of a pool and the lanes they run on."""
@@ -110,7 +112,7 @@ class Dispatcher:
         try:
             with self.lanes.lock:
                 if self.closed:
-                    raise PoolClosedError("this pool is closed")
+                    raise PoolClosedError(CLOSED)
                 self.counts.submitted += 1
                 lane = self._assign(task)
         except KeyboardInterrupt:
@@ -130,7 +132,7 @@ class Dispatcher:
         try:
             with self.lanes.lock:
                 if self.closed:
-                    raise PoolClosedError("this pool is closed")
+                    raise PoolClosedError(CLOSED)
                 for task in tasks:
                     self.counts.submitted += 1
                     lane = self._assign(task)
@@ -387,7 +389,10 @@ class Dispatcher:
         for task in unfinished:
             # A user who closes the pool does not want the rest of a stream.
             task.cancelled = task.cancelled or task.stream is not None
-            problem = PoolClosedError(f"the pool closed before {task.name} was done")
+            problem = PoolClosedError(
+                f"the pool closed before {task.name} was done; wait for its result inside the "
+                "`with sky.Compute()` block"
+            )
             self._finisher.fail(task, problem)
 
     @property

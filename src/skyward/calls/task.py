@@ -23,7 +23,6 @@ class Task:
         "cancelled",
         "code",
         "counted",
-        "deadline",
         "done",
         "handles",
         "id",
@@ -75,7 +74,6 @@ class Task:
         """The load of the executor that the task was given to, if any."""
         self.stream: StreamItems | None = None
         self.timer: Timer | None = None
-        self.deadline: float | None = None
         self.done = False
         self.cancelled = False
         self.counted = False

@@ -311,7 +311,10 @@ class Compute:
             raise ConfigurationError("map: give at least one iterable")
         for values in iterables:
             if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
-                raise ConfigurationError(f"map({fn!r}, {values!r}): that is not iterable")
+                raise ConfigurationError(
+                    f"map({fn!r}, {values!r}): that is not iterable; give a "
+                    "list or another iterable for each argument"
+                )
         call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
         pool = self._open_pool
         pendings = (call(*items) for items in zip(*iterables, strict=False))

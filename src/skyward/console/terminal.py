@@ -60,8 +60,8 @@ class Terminal:
             write_line(stream, f"{self._tinted(label, line.node)} {line}")
         else:
             text = Text.assemble(self._label(label, line), Text.from_ansi(str(line)))
-            aside = self._live is None and line.stream == "stdout"
-            console = Console(file=sys.stdout, highlight=False) if aside else self._console
+            plain = self._live is None and line.stream == "stdout"
+            console = Console(file=sys.stdout, highlight=False) if plain else self._console
             console.print(text, soft_wrap=True)
 
     def bar(self, label: str, state: Output) -> None:

@@ -68,7 +68,8 @@ class DeviceDesk:
             answer = answers.get(timeout=START_SECONDS)
         except queue.Empty:
             raise SkywardError(
-                f"the device process on node {node} did not start within {START_SECONDS:.0f} s"
+                f"the device process on node {node} did not start within {START_SECONDS:.0f} s; "
+                "see whether its machine is overloaded, and ask for the device again"
             ) from None
         finally:
             del self._waiting[number]

@@ -140,7 +140,7 @@ class Fleet:
             dispatcher,
             console,
             grow=self._membership.grow,
-            shrink=lambda count: self._membership.resize(count, count),
+            shrink=self._membership.shrink,
         )
 
     @property
@@ -168,13 +168,19 @@ class Fleet:
 
     def resize(self, nodes: int | Nodes) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
-        if isinstance(nodes, Nodes):
-            self._membership.resize(nodes.desired, nodes.floor)
-            self._scaler.bound(nodes)
-            self._need(nodes.floor)
-        else:
+        if isinstance(nodes, int):
+            self._scaler.keep()
             self._membership.resize(nodes, nodes)
             self._need(min(self._roster.needed, nodes))
+            return
+        # First, so that the pool does not meanwhile shrink below its new bounds.
+        before = self._scaler.bound(nodes)
+        try:
+            self._membership.resize(nodes.desired, nodes.floor)
+        except BaseException:
+            self._scaler.bound(before)
+            raise
+        self._need(nodes.floor)
 
     def _need(self, count: int) -> None:
         """Say without how many nodes the pool is of no use."""
@@ -210,7 +216,10 @@ class Fleet:
         for lane in list(node.lanes.values()):
             self._loop.forget(lane.channel)
             self._dispatcher.lose(
-                lane, lambda task: NodeLostError(f"{task.name} was on a node that was stopped")
+                lane,
+                lambda task: NodeLostError(
+                    f"{task.name} was on node {node.index}, which was stopped; call it again"
+                ),
             )
 
     # Torch devices.
@@ -243,7 +252,9 @@ class Fleet:
     def _connect_device(self, index: int, endpoint: str, role: str) -> Channel:
         node = self._roster.get(index)
         if node is None:
-            raise ConfigurationError(f"device(node={index}): that node has left the pool")
+            raise ConfigurationError(
+                f"device(node={index}): that node has left the pool; see `compute.nodes`"
+            )
         channel, _ = reach(
             node.host.route(endpoint),
             Hello(self._id, role, versions=my_versions(), pid=os.getpid()),

@@ -55,8 +55,9 @@ class Host:
         self.address = "127.0.0.1" if is_here(provider) else ""
         """How the other nodes reach this one."""
         self.hostname = ""
-        self.accelerators = 0
-        self.accelerator: str | None = None
+        # Until the new machine has been asked, it counts as the one that it replaces.
+        self.accelerators: int = lost.accelerators if lost else 0
+        self.accelerator: str | None = lost.accelerator if lost else None
         self.agent_pid = 0
         """The number of the agent's process on its machine."""
         self.may_return = not is_here(provider)

@@ -55,21 +55,30 @@ class Membership:
     def resize(self, count: int, needed: int) -> None:
         """Grow or shrink to so many nodes; a leaving node first finishes its tasks.
 
-        Returns when as many nodes as needed are ready. If new nodes cannot start, the pool stays
-        unchanged.
+        A pool that does not shrink starts its failed nodes again, and `resize` returns when as many
+        nodes as needed are ready. If they cannot be started, the pool has the nodes it had.
         """
         with self._resizing:
-            have = len(self._roster.nodes)
-            if count < have:
-                self._retire(self._roster.nodes[count:])
+            nodes = self._roster.nodes
+            if count < len(nodes):
+                self._retire(nodes[count:])
                 return
-            added = self._add(count - have)
+            for node in nodes:
+                if node.state == "failed":
+                    self._startup.start_again(node)
+            added = self._add(count - len(nodes))
             try:
-                self._await_ready(added, needed - have)
+                self._await_ready([*nodes, *added], needed)
             except BaseException:
                 self._drop(added)
                 raise
             self._briefing.tell_all()
+
+    def shrink(self, target: Callable[[int], int]) -> None:
+        """Shrink to the number of nodes that `target` says for the present number."""
+        with self._resizing:
+            nodes = self._roster.nodes
+            self._retire(nodes[target(len(nodes)) :])
 
     def grow(self, count: int) -> bool:
         """Begin to add nodes until there are so many; False if that is impossible now."""
@@ -107,7 +116,10 @@ class Membership:
             waiting = [node for node in nodes if not node.settled.is_set()]
             if time.monotonic() > deadline:
                 late = next(node.index for node in nodes if not node.serves)
-                raise PoolStartError(f"node {late} was not ready within {self._seconds:.0f} s")
+                raise PoolStartError(
+                    f"node {late} was not ready within {self._seconds:.0f} s; see what its "
+                    "machine does, and try again"
+                )
             # Short waits, so that a Ctrl-C and the failure of another node are noticed.
             if waiting:
                 waiting[0].settled.wait(0.1)
@@ -124,6 +136,8 @@ class Membership:
         self._briefing.tell_all()
 
     def _retire(self, leaving: list[Node]) -> None:
+        if not leaving:
+            return
         with self._roster.lock:
             lanes = [lane for node in leaving for lane in node.lanes.values()]
             for node in leaving:

@@ -61,9 +61,8 @@ RETRY_PAUSES = (5.0, 300.0)
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The state, the lanes and the agent's connection of a node when it was lost."""
+    """The lanes and the agent's connection of a node when it was lost."""
 
-    before: State
     lanes: tuple[Lane, ...]
     control: Channel | None
 
@@ -204,7 +203,7 @@ class Node:
                     return None
             elif not self._move("lost", "starting", "ready", "reconnecting"):
                 return None
-            loss = Loss(before, tuple(self.lanes.values()), self.control)
+            loss = Loss(tuple(self.lanes.values()), self.control)
             self.lanes.clear()
             self.control = None
             self._remove_machine()

@@ -26,19 +26,35 @@ class Scaler:
         console: Console,
         *,
         grow: Callable[[int], bool],
-        shrink: Callable[[int], None],
+        shrink: Callable[[Callable[[int], int]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grow` begins to add nodes and returns at once; `shrink` waits for running tasks."""
+        """`grow` begins to add nodes and returns at once.
+
+        `shrink` waits for running tasks, and for a resize by the user; only then it asks, with the
+        number of nodes, how many are to stay.
+        """
         self._nodes, self._options, self._dispatcher = nodes, options, dispatcher
         self._console, self._grow, self._shrink = console, grow, shrink
         self._clock = clock
         self._no_backlog = self._last_busy = clock()
         self._shrinking = False
 
-    def bound(self, nodes: Nodes) -> None:
-        """Set new bounds."""
-        self._nodes = nodes
+    def bound(self, nodes: Nodes) -> Nodes:
+        """Set new bounds, and return the old ones; the idle time counts from now."""
+        old, self._nodes = self._nodes, nodes
+        self.keep()
+        return old
+
+    def keep(self) -> None:
+        """Count the idle time from now: the user has just said how many nodes there should be."""
+        self._last_busy = self._clock()
+
+    def target(self, count: int) -> int:
+        """How many of so many nodes are to stay: one less when all have been idle for long."""
+        if self._clock() - self._last_busy <= self._options.idle_timeout:
+            return count
+        return min(count, max(self._nodes.floor, count - 1))
 
     def look(self, count: int, *, coming: int, slots: int) -> None:
         """Grow or shrink if necessary; called at every beat with the numbers of nodes.
@@ -46,7 +62,7 @@ class Scaler:
         `coming` is how many of the nodes have never been ready, `slots` how many tasks a node runs
         at once.
         """
-        if not self._nodes.elastic or self._shrinking:
+        if not self._nodes.elastic:
             return
         now = self._clock()
         backlog = self._dispatcher.backlog
@@ -55,22 +71,20 @@ class Scaler:
             self._no_backlog = now
         if busy:
             self._last_busy = now
+        if self._shrinking:
+            return
         if backlog and now - self._no_backlog > BACKLOG_SECONDS:
             wanted = min(self._nodes.ceiling, count - coming + -(-backlog // slots))
             if wanted > count:
                 self._grow(wanted)
-        elif not busy and now - self._last_busy > self._options.idle_timeout:
-            wanted = max(self._nodes.floor, count - 1)
-            if wanted < count:
-                self._shrinking = True
-                threading.Thread(
-                    target=self._work, args=(wanted,), name="skyward-scaling", daemon=True
-                ).start()
+        elif not busy and self.target(count) < count:
+            self._shrinking = True
+            threading.Thread(target=self._work, name="skyward-scaling", daemon=True).start()
 
-    def _work(self, count: int) -> None:
+    def _work(self) -> None:
         try:
-            self._shrink(count)
+            self._shrink(self.target)
         except SkywardError as problem:
-            self._console.note(f"scaling to {count} nodes failed: {problem}")
+            self._console.note(f"an idle node could not be removed: {problem}")
         finally:
             self._shrinking = False

@@ -92,6 +92,7 @@ class Startup:
                 lambda lost: self._host(node.index, lost)
             ):
                 return
+            self._prospects.expect(node.index)
             node.launch(self._bring_up)
 
     def _bring_up(self, node: Node) -> None:
@@ -143,7 +144,9 @@ class Startup:
                 "and that this one may connect to it"
             )
         else:
-            failure = PoolStartError(f"node {node.index} did not start: {problem!r}")
+            failure = PoolStartError(
+                f"node {node.index} did not start: {problem!r}; this is a defect of its provider"
+            )
             failure.__cause__ = problem
         if not (out_of_reach and self.await_return(node, failure)):
             self.give_up(node, failure)

@@ -230,7 +230,10 @@ def find_handles(look_up: Callable[[bytes], Any]) -> None:
 
 def _handle(key: bytes) -> Any:
     if _look_up is None:
-        raise SerializationError("a handle from sky.put was used outside of a pool's task")
+        raise SerializationError(
+            "a handle from sky.put was used outside of a pool's task; pass it to a function as an "
+            "argument"
+        )
     return _look_up(key)
 
 

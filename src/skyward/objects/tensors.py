@@ -213,7 +213,10 @@ def _available(device: str) -> bool:
 def _storage(index: int, device: str) -> tuple[torch.UntypedStorage, int]:
     shelf: Shelf | None = getattr(_decoding, "shelf", None)
     if shelf is None:
-        raise SerializationError("a tensor's pickle was loaded outside of a Skyward payload")
+        raise SerializationError(
+            "a tensor's pickle was loaded outside of a Skyward payload; store tensors with "
+            "torch.save or a ModelStore"
+        )
     return shelf.storage(index, device)
 
 

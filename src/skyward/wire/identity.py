@@ -173,4 +173,6 @@ def check_peer(end: socket.socket) -> None:
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)
     if uid not in (os.getuid(), 0):
-        raise AuthenticationError(f"the peer is user {uid}, this end is user {os.getuid()}")
+        raise AuthenticationError(
+            f"the peer is user {uid}, this end is user {os.getuid()}; run both as the same user"
+        )

@@ -305,7 +305,7 @@ class Written(Message):
 
 
 class Missing(Message):
-    """The worker set a task aside: it lacks something that the task names, or cannot reach it."""
+    """The worker keeps a task pending: it lacks a thing that the task names."""
 
     KIND = 28
     task: int

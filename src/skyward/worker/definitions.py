@@ -72,7 +72,10 @@ class Definitions:
         """The object under a key."""
         definition = self._known.get(key)
         if definition is None:
-            raise SerializationError("a handle from sky.put that this worker was not given")
+            raise SerializationError(
+                "a handle from sky.put that this worker was not given; pass the handle as an "
+                "argument, on the pool that `sky.put` was called on"
+            )
         pieces = definition.pieces
         if pieces is not None:
             data, buffers, storages = pieces
