@@ -36,6 +36,7 @@ from skyward.wire.messages import (
     Failure,
     Item,
     Missing,
+    Prepared,
     Recall,
     Recalled,
     Released,
@@ -221,6 +222,8 @@ class Dispatcher:
                     sender.start()
             case Recalled():
                 self.lanes.recalled(lane, message.tasks)
+            case Prepared():
+                lane.on_prepared(lane, message.problem)
             case _:
                 raise ProtocolError(f"an executor does not send {type(message).__name__}")
 

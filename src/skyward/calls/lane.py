@@ -66,6 +66,7 @@ class Lane:
         "holdings",
         "load",
         "neighbor",
+        "on_prepared",
         "pid",
         "port",
         "preparation",
@@ -84,11 +85,13 @@ class Lane:
         relays: Relays | None = None,
         kill: Callable[[Lane, str], None] = lambda lane, reason: None,
         on_release: Callable[[Lane], None] = lambda lane: None,
+        on_prepared: Callable[[Lane, str], None] = lambda lane, problem: None,
     ) -> None:
         """`port` is kept free on the head's first worker.
 
         `kill` has the agent end the executor and start a new one. `on_release` is called, also from
-        finalizers, when the executor can get memory back.
+        finalizers, when the executor can get memory back. `on_prepared` is called when the executor
+        has entered the plugins' hooks, with the problem if a hook failed.
         """
         self.load = load
         self.tasks = load.tasks
@@ -103,6 +106,7 @@ class Lane:
         self.end_reason = ""
         """Why the process ended, after the agent has reported it; empty until then."""
         self._kill = kill
+        self.on_prepared = on_prepared
         self._sending: Task | None = None
         """The task that a thread is sending, or whose definitions it is sending."""
 

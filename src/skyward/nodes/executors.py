@@ -17,12 +17,10 @@ from skyward.nodes.node import Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.roster import Roster
 from skyward.spec import Worker
-from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import host_and_port
-from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials, node_name
-from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill, Prepared
+from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill
 from skyward.wire.versions import my_versions
 
 LAST_RESULTS_SECONDS = 1.0
@@ -98,6 +96,7 @@ class Executors:
             relays=self._relays,
             kill=node.kill,
             on_release=self._dispatcher.note_release,
+            on_prepared=lambda lane, problem: self._preparer.lane_prepared(node, lane, problem),
         )
         if self._roster.closed or not node.add_lane(lane):
             channel.close()
@@ -105,17 +104,10 @@ class Executors:
         self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
         self._loop.watch(
             channel,
-            lambda frame: self._on_data(node, lane, frame),
+            lambda frame: self._dispatcher.receive(lane, frame),
             lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)
-
-    def _on_data(self, node: Node, lane: Lane, frame: Frame) -> None:
-        if frame.kind == Prepared.KIND:
-            prepared = messages.decode_as(Prepared, frame.kind, frame.meta)
-            self._preparer.lane_prepared(node, lane, prepared.problem)
-        else:
-            self._dispatcher.receive(lane, frame)
 
     def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
         """Handle the end of a connection; the agent reports why, unless it is gone, too."""
