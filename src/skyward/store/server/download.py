@@ -14,19 +14,19 @@ from skyward.store.format.safetensors import DTYPES, HEADER_LIMIT, head_of_views
 from skyward.store.places.local import LocalFiles
 
 BLOCK = 1 << 20
-"""How much is sent at a time."""
+"""How many bytes are sent at a time."""
 _GATHER = 16 << 20
-"""How much of a tensor with gaps is put in order at a time."""
+"""A tensor with gaps is packed in blocks of about this size, but at least one row at a time."""
 _ROW = 1 << 30
-"""And how much at least: one row of it, up to this size."""
+"""The longest row of a tensor with gaps that can be downloaded."""
 _ADVICE = "load it with sky.ModelStore(...).load_model instead"
 
 
 class Download:
     """The file's head, its length, and its bytes in order.
 
-    Every tensor is written out contiguous and under its path in the saved value, tied ones once
-    for each name, since the format knows neither strides nor ties. Plain values are left out.
+    Every tensor is contiguous and named by its path in the saved value; a tied tensor appears once
+    for each name, since safetensors has neither strides nor ties. Plain values are left out.
     """
 
     def __init__(self, files: LocalFiles, manifest: Manifest) -> None:
@@ -43,7 +43,7 @@ class Download:
         self.size = len(self._head) + sum(view.packed_size for view in self._views)
 
     def parts(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes of a range, each region's verified before the first of them is given out."""
+        """The bytes of a range; each region is verified before its first byte is returned."""
         at = 0
         for size, blocks in self._sources():
             first, last = max(start - at, 0), min(stop - at, size)
@@ -77,8 +77,8 @@ class Download:
         region = self._manifest.regions[index]
         stored = self._manifest.objects[region.object]
         path = object_path(stored.name)
-        # Mapped anew for each tensor, which is cheap, and gone with it: a model may have more
-        # objects than a process may have mappings.
+        # Mapping an object again for each tensor is cheap, and a model may have more objects than
+        # a process may have mappings.
         view = self._files.view(path)
         if view is None or len(view) != stored.size:
             raise self._damaged(path, "is not as long as it was")

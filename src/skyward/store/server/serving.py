@@ -1,4 +1,4 @@
-"""The model server: a store's folder for other machines, until a signal ends it."""
+"""The model server: serves a store's folder to other machines until a signal ends it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def serve(
 ) -> None:
     """Serve a folder over HTTP until SIGINT or SIGTERM; call it on the main thread.
 
-    Port 0 takes a free one. `started` is called with the address once it can be used, for a host
-    such as 0.0.0.0 with this machine's name in it; without it, the address is logged. Without a
-    token anyone who reaches the port may read and write, so only this machine may, unless
-    `insecure` says that the network is trusted. `certificate` and `key` name PEM files, and make
-    it HTTPS. With `durable`, an upload is answered when it is on the disk.
+    Port 0 takes a free port. `started` is called with the address once the server listens; for a
+    host such as 0.0.0.0, the address has this machine's name. Without `started`, the address is
+    logged. Without a token, anyone who reaches the port may read and write; so other machines need
+    one, unless `insecure` says that the network is trusted. `certificate` and `key` name PEM files
+    and turn on HTTPS. With `durable`, the server answers an upload when the file is on the disk.
     """
     root = _checked_folder(directory, read_only)
     secret = guarding_token(token)
@@ -95,7 +95,7 @@ async def _listening(
     from aiohttp import web
 
     errors = logging.getLogger("skyward.store.server")
-    errors.addFilter(_is_our_fault)
+    errors.addFilter(_is_server_fault)
     runner = web.AppRunner(
         app,
         access_log=logging.getLogger("skyward.store.access"),
@@ -103,7 +103,7 @@ async def _listening(
         keepalive_timeout=WAITING_SECONDS,
         read_bufsize=_READ,
         shutdown_timeout=_CLOSING_SECONDS,
-        # A compressed upload would be longer on the disk than it said.
+        # A decompressed upload would be longer than its Content-Length.
         auto_decompress=False,
     )
     await runner.setup()
@@ -113,7 +113,7 @@ async def _listening(
             await site.start()
         except (OSError, OverflowError) as problem:
             raise ConfigurationError(
-                f"{argument('host', host)}, {argument('port', port)}: cannot listen there: "
+                f"{argument('host', host)}, {argument('port', port)}: cannot listen: "
                 f"{problem}; choose another port, or 0 for a free one"
             ) from None
         bound = runner.addresses[0][1]
@@ -124,10 +124,10 @@ async def _listening(
         await runner.cleanup()
 
 
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Leave out the tracebacks that anyone can cause, as often as they like.
+def _is_server_fault(record: logging.LogRecord) -> bool:
+    """Whether a traceback belongs in the log; False for those that any client can cause.
 
-    They are those of bytes that are no HTTP request, and of a client that left during an answer.
+    A client causes one with bytes that are no HTTP request, or by leaving during an answer.
     """
     from aiohttp.http_exceptions import HttpProcessingError
 
@@ -136,7 +136,7 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether listening there means every address of this machine."""
+    """Whether a server on this host listens on every address of the machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -144,7 +144,7 @@ def is_everywhere(host: str) -> bool:
 
 
 def _reachable_name() -> str:
-    """A name of this machine for others to use, if it has one that leads anywhere."""
+    """The host name of this machine if it resolves, otherwise `localhost`."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -182,7 +182,7 @@ def _context(
         )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # An empty password instead of a question on the terminal.
+        # With an empty password, OpenSSL does not ask for one on the terminal.
         context.load_cert_chain(certificate, key, password="")
     except (OSError, ssl.SSLError) as problem:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The HTTP interface of a store's folder: what each request may do, and what it does."""
+"""The HTTP interface of a store's folder: checks requests and carries them out."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from skyward.store.places.local import LocalFiles
 from skyward.store.server.download import Download
 
 STALLED_SECONDS = 60.0
-"""How long an upload may bring nothing before it is given up."""
+"""An upload fails after this long without data."""
 BATCH = 4 << 20
-"""How much of an upload is in memory at most before it goes to the disk."""
+"""How many bytes of an upload are collected in memory before they are written."""
 _LONGEST = 1000
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -51,7 +51,7 @@ class Interface:
         self._token = token
         self._read_only = read_only
         self._private = private
-        """Listens on this machine alone, for every user of it."""
+        """Whether only users of this machine can reach the server."""
 
     def application(self) -> web.Application:
         """An application of aiohttp that answers every path."""
@@ -75,12 +75,12 @@ class Interface:
         except ConnectionError:
             raise
         except ModelNotFoundError as problem:
-            raise web.HTTPNotFound(text=f"{self._told(problem)}\n") from None
+            raise web.HTTPNotFound(text=f"{self._message(problem)}\n") from None
         except SerializationError as problem:
-            raise web.HTTPUnprocessableEntity(text=f"{self._told(problem)}\n") from None
+            raise web.HTTPUnprocessableEntity(text=f"{self._message(problem)}\n") from None
         except SkywardError as problem:
             _log.error("%s %s: %s", request.method, request.path, problem)
-            raise web.HTTPInternalServerError(text=f"{self._told(problem)}\n") from None
+            raise web.HTTPInternalServerError(text=f"{self._message(problem)}\n") from None
         except OSError as problem:
             raise _failure(problem) from None
         except web.HTTPException:
@@ -98,15 +98,15 @@ class Interface:
             )
 
     def _check_host(self, given: str) -> None:
-        """Refuse a website whose name its owner made point to this machine."""
+        """Refuse requests from a website whose domain name points to this machine."""
         host = given.rpartition(":")[0] if re.search(r":\d+$", given) else given
         if not is_loopback(host.strip("[]")):
             raise web.HTTPMisdirectedRequest(
                 text="without a token this store answers to localhost only\n"
             )
 
-    def _told(self, problem: Exception) -> str:
-        """The message without the paths of the server's disk."""
+    def _message(self, problem: Exception) -> str:
+        """The error's message without paths of the server's disk."""
         return str(problem).replace(f"{self._root}/", "").replace(str(self._root), "the store")
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
@@ -140,21 +140,21 @@ class Interface:
         await _in_thread(self._inside, path)
         size = request.content_length
         if size is None:
-            raise web.HTTPLengthRequired(text="an upload says its Content-Length first\n")
+            raise web.HTTPLengthRequired(text="an upload needs a Content-Length\n")
         if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise web.HTTPUnsupportedMediaType(text="uploads are taken as they are only\n")
+            raise web.HTTPUnsupportedMediaType(text="an upload must not be encoded\n")
         condition = request.headers.get("If-None-Match")
         if condition not in (None, "*"):
             raise web.HTTPBadRequest(text="If-None-Match takes * here\n")
         opened = contextlib.ExitStack()
         try:
             await _in_thread(self._check_room, size)
-            # The stack knows the open file also when this request is cancelled meanwhile.
+            # The stack closes the file even if the request is cancelled while the file is opened.
             temporary, handle = await _in_thread(opened.enter_context, self._files.temporary())
             await self._receive(request, handle, size)
             name = self._files.rename if condition is None else self._files.link
             if await _in_thread(name, handle, temporary, path) is False:
-                raise web.HTTPPreconditionFailed(text="there is one already\n")
+                raise web.HTTPPreconditionFailed(text="the file exists already\n")
         finally:
             await _in_thread(opened.close)
         return web.Response(status=201)
@@ -188,8 +188,8 @@ class Interface:
         numbers = await _in_thread(Catalog(self._files).numbers)
         origin = f"{request.scheme}://{request.host}"
         models = [
-            {"name": name, "versions": there, "url": f"{origin}/download/{name}.safetensors"}
-            for name, there in numbers.items()
+            {"name": name, "versions": versions, "url": f"{origin}/download/{name}.safetensors"}
+            for name, versions in numbers.items()
         ]
         if "application/json" in request.headers.get("Accept", ""):
             body = msgspec.json.encode({"models": models})
@@ -215,7 +215,7 @@ class Interface:
         response = web.StreamResponse()
         response.content_type = "application/octet-stream"
         response.headers["Accept-Ranges"] = "bytes"
-        # A name and a number mean the same bytes for ever.
+        # A name and a version number mean the same bytes for ever.
         response.etag = f"{name}-{version}"
         start, stop = 0, download.size
         if "Range" in request.headers and request.headers.get("If-Range", "").strip('"') in (
@@ -234,8 +234,8 @@ class Interface:
             while (part := await _in_thread(next, parts, None)) is not None:
                 await response.write(part)
         except (SkywardError, FileNotFoundError) as problem:
-            # The head is sent: cutting the connection tells the client that the file is not whole.
-            _log.error("%s: broken off: %s", request.path, problem)
+            # The head is sent: a cut connection tells the client that the file is incomplete.
+            _log.error("%s: connection cut: %s", request.path, problem)
             if request.transport is not None:
                 request.transport.abort()
             return response
@@ -243,18 +243,18 @@ class Interface:
         return response
 
     def _inside(self, path: str, allowed: re.Pattern[str] = _FILE) -> Path:
-        """The file of a path of the store; refuses a link that leads out of the folder."""
+        """The file at a path of the store; refuses a link that leads out of the folder."""
         if not allowed.fullmatch(path) or len(path) > _LONGEST:
-            raise _no_path()
+            raise _invalid_path()
         place = self._root / path
         if not place.resolve().is_relative_to(self._root):
-            raise web.HTTPForbidden(text="that leads out of the store\n")
+            raise web.HTTPForbidden(text="the path leads out of the store\n")
         return place
 
     def _file(self, path: str) -> Path:
         place = self._inside(path)
         if place.is_dir():
-            raise web.HTTPNotFound(text="that is a folder; with a '/' behind it, it is listed\n")
+            raise web.HTTPNotFound(text="the path is a folder; add a '/' to list it\n")
         if not place.is_file():
             raise web.HTTPNotFound(text="there is no such file\n")
         return place
@@ -266,9 +266,9 @@ class Interface:
 
 
 async def _mark(request: web.Request, response: web.StreamResponse) -> None:
-    """Say that the answer is a model server's."""
+    """Add the header that marks the answer as a model server's."""
     response.headers["X-Content-Type-Options"] = "nosniff"
-    # The last header: a client that finds it whole has found all the others.
+    # The last header: a client that has read it has read all the others.
     response.headers[MARK] = PROTOCOL
 
 
@@ -283,7 +283,7 @@ async def _in_thread(action: Callable[..., _Made], *args: Any) -> _Made:
 
 
 def _path(request: web.Request) -> str:
-    """The path as it was sent. No name in a store needs encoding, so none is decoded."""
+    """The path as the client sent it, not decoded: no name in a store needs encoding."""
     return request.raw_path.partition("?")[0].removeprefix("/")
 
 
@@ -297,7 +297,7 @@ def _asked_range(request: web.Request, size: int) -> tuple[int, int]:
     return start, stop
 
 
-def _no_path() -> web.HTTPException:
+def _invalid_path() -> web.HTTPException:
     return web.HTTPBadRequest(
         text="not a path of a store: files are below models/, objects/, saves/ and tmp/, "
         "named in letters, digits, '.', '_' and '-'; a listing ends in '/'\n"
