@@ -25,9 +25,8 @@ _HASHED = 64 << 20
 """How many bytes of mapped objects are verified together."""
 _SMALL_FETCHED = 1 << 20
 _SMALL_MAPPED = 1 << 16
-"""Smaller tensors are copied, because each would keep all of its object in memory; mapped objects
-are in the page cache, which the kernel empties when memory is short."""
-
+"""Smaller tensors are copied, because each would keep all of its object in memory. The limit for
+mapped objects is lower: the kernel drops their pages when memory is short."""
 
 _Work = tuple[StoredObject, list[Region], list[int]]
 """An object, the regions to read from it, and their numbers in the manifest."""
@@ -92,17 +91,17 @@ class Loading:
         ]
 
     def _groups(self, wanted: Iterable[int], mapped_only: bool = False) -> Iterator[list[_Read]]:
-        """The work, object by object; mapped objects in groups that are hashed together."""
-        found: dict[int, list[int]] = {}
+        """The objects to read; mapped objects in groups that are hashed together."""
+        by_object: dict[int, list[int]] = {}
         for index in sorted(set(wanted)):
-            found.setdefault(self._manifest.regions[index].object, []).append(index)
+            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
         work: list[_Work] = [
             (
                 self._manifest.objects[number],
                 [self._manifest.regions[index] for index in indices],
                 indices,
             )
-            for number, indices in found.items()
+            for number, indices in by_object.items()
         ]
         group: list[_Read] = []
         for stored, regions, indices in work:
@@ -178,7 +177,7 @@ class Loading:
 
 
 def _flats(read: _Read) -> Iterator[torch.Tensor]:
-    """A storage for each region; it uses the memory that was read, if that is safe."""
+    """A storage for each region, without a copy where that is safe."""
     import torch
 
     small = _SMALL_MAPPED if read.mapped else _SMALL_FETCHED

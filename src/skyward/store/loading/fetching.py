@@ -14,11 +14,11 @@ from skyward.store.format.safetensors import HEADER_LIMIT
 from skyward.store.places.files import Files
 
 PART = 8 << 20
-"""A read is cut into ranges of this size, several of which are fetched at once."""
+"""A read is cut into ranges of this size; several ranges are fetched at once."""
 TOGETHER = 128 << 20
-"""Objects up to this size are read in one go when most of them is needed."""
+"""Objects up to this size are read whole if at least half of their bytes are needed."""
 AHEAD = 64 << 20
-"""How much is fetched ahead while earlier objects are verified and used."""
+"""How many bytes are fetched ahead while earlier objects are verified and used."""
 STREAMS = 8
 _HEAD = 64 << 10
 
@@ -28,12 +28,12 @@ Damaged = Callable[[str, str], StoreDamagedError]
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
+class _Fetch:
     """An object that is being fetched."""
 
     path: str
     head: Future[bytes] | None
-    """None where the head is the beginning of the only block."""
+    """None if the head is the beginning of the only block."""
     blocks: list[tuple[int, memoryview]]
     parts: list[tuple[memoryview, Future[int]]]
     size: int
@@ -44,23 +44,23 @@ def fetched(
 ) -> Iterator[tuple[bytes, list[memoryview]]]:
     """The head of each object and the bytes of its regions, in order.
 
-    `advance` is called with the number of bytes that arrived, in all as many as the regions have.
+    `advance` is called with numbers of bytes that arrived; their sum is the size of the regions.
     """
     pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="skyward-store")
-    coming: deque[_Coming] = deque()
+    fetches: deque[_Fetch] = deque()
     waiting = deque(wanted)
 
     def start() -> None:
         while waiting:
-            held = sum(each.size for each in coming)
-            if coming and held + _extent(waiting[0][1]) > AHEAD:
+            held = sum(fetch.size for fetch in fetches)
+            if fetches and held + _extent(waiting[0][1]) > AHEAD:
                 return
-            coming.append(_start(files, pool, *waiting.popleft(), damaged))
+            fetches.append(_start(files, pool, *waiting.popleft(), damaged))
 
     try:
         start()
         for _, regions in wanted:
-            arrived = _arrived(coming.popleft(), regions, damaged, advance)
+            arrived = _arrived(fetches.popleft(), regions, damaged, advance)
             start()
             yield arrived
             del arrived
@@ -78,7 +78,7 @@ def _start(
     stored: StoredObject,
     regions: list[Region],
     damaged: Damaged,
-) -> _Coming:
+) -> _Fetch:
     path = object_path(stored.name)
     end = _extent(regions)
     needed = sum(region.size for region in regions)
@@ -95,25 +95,25 @@ def _start(
         for at in range(0, len(block), PART)
         for part in (block[at : at + PART],)
     ]
-    return _Coming(path, head, blocks, parts, sum(len(block) for _, block in blocks))
+    return _Fetch(path, head, blocks, parts, sum(len(block) for _, block in blocks))
 
 
 def _arrived(
-    coming: _Coming, regions: list[Region], damaged: Damaged, advance: Callable[[int], None]
+    fetch: _Fetch, regions: list[Region], damaged: Damaged, advance: Callable[[int], None]
 ) -> tuple[bytes, list[memoryview]]:
     needed = sum(region.size for region in regions)
     try:
-        for part, count in coming.parts:
+        for part, count in fetch.parts:
             if count.result() != len(part):
-                raise damaged(coming.path, "the file is too short")
+                raise damaged(fetch.path, "the file is too short")
             advance(min(len(part), needed))
             needed -= min(len(part), needed)
-        if coming.head is not None:
-            return coming.head.result(), [block for _, block in coming.blocks]
+        if fetch.head is not None:
+            return fetch.head.result(), [block for _, block in fetch.blocks]
     except FileNotFoundError:
-        raise damaged(coming.path, "the file is missing") from None
-    ((_, whole),) = coming.blocks
-    head = bytes(whole[: head_end(whole, coming.path, damaged)])
+        raise damaged(fetch.path, "the file is missing") from None
+    ((_, whole),) = fetch.blocks
+    head = bytes(whole[: head_end(whole, fetch.path, damaged)])
     return head, [whole[region.start : region.start + region.size] for region in regions]
 
 
@@ -124,7 +124,7 @@ def _head(files: Files, path: str, damaged: Damaged) -> bytes:
 
 
 def head_end(start: memoryview, path: str, damaged: Damaged) -> int:
-    """Where the head of an object ends, by its beginning."""
+    """The length of an object's head, read from the first bytes of the object."""
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length > HEADER_LIMIT:
         raise damaged(path, "it does not begin with a header")

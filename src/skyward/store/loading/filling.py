@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("skyward.store")
-
-
 _SHOWN = 10
 
 
@@ -37,7 +35,7 @@ def fill(
 ) -> torch.nn.Module:
     """Load a version into a module; parameters on the meta device are made on `device`.
 
-    `loading_for` says who reads what a device gets.
+    `loading_for` returns the reader of the regions for a device.
     """
     import torch
 
@@ -53,25 +51,25 @@ def fill(
         if strict:
             raise ModelMismatchError(
                 f"{told}\nnothing was loaded; pass strict=False to load what fits"
-                + _own_way(module, manifest)
+                + _own_loading_advice(module, manifest)
             )
         _log.warning("%s\nthe rest was loaded", told)
-    slots = _Slots(module)
+    members = _Members(module)
     work = _Work({}, {}, {})
     converted = tuple(_converted(module, state.about))
     for name in found.fits:
         target, view = present[name], state.views[name]
         if target is None or view is None or (converted and name.startswith(converted)):
             work.given[name] = target
-        elif target.device.type == "meta" and slots.holds(name, target):
+        elif target.device.type == "meta" and members.holds(name, target):
             work.made[name] = target
-        elif target.device.type != "meta" and slots.shares(target):
+        elif target.device.type != "meta" and members.shares(target):
             work.copied[name] = target
         else:
             work.given[name] = target
-    _carry_out(work, state, slots, loading_for, device, progress)
-    _give(module, work, state)
-    left = slots.on_meta() if work.made else []
+    _load(work, state, members, loading_for, device, progress)
+    _let_module_load(module, work, state)
+    left = members.on_meta() if work.made else []
     if left:
         _log.warning(
             "%r version %d holds nothing for %s, still on the meta device; give %s values before "
@@ -98,7 +96,7 @@ class _State:
             raise self._refused(f"a dict with the key {odd!r}")
         inner = {name: [number for _, number in tree.numbers(each)] for name, each in value.items()}
         self.numbers = {name: numbers for name, numbers in inner.items() if numbers}
-        """The tensors of each name: one, or as many as its extra state has."""
+        """The numbers of each name's tensors: one, or any number for extra state."""
         self.views: dict[str, View | None] = {
             name: manifest.tensors[each.index] if isinstance(each, tree.Number) else None
             for name, each in value.items()
@@ -107,13 +105,13 @@ class _State:
             raise self._refused(f"a dict of {', '.join(value)[:200]}")
         about = getattr(value, "_metadata", None)
         self.about: dict[str, Any] = about if isinstance(about, dict) else {}
-        """What the modules that were saved said of themselves, such as their version."""
+        """The metadata of the saved modules, such as their version."""
 
     def view(self, number: int) -> View:
         return self._manifest.tensors[number]
 
-    def given(self, names: Mapping[str, object], tensors: dict[int, torch.Tensor]) -> Any:
-        """A part of it, as `load_state_dict` takes it; `tensors` has all that it needs."""
+    def entries(self, names: Mapping[str, object], tensors: dict[int, torch.Tensor]) -> Any:
+        """The entries with these names, for `load_state_dict`; `tensors` has their tensors."""
         value = tree.decode(self._manifest.tree, tensors.get, self._where)
         part = OrderedDict((name, value[name]) for name in names)
         part._metadata = self.about  # type: ignore[attr-defined]
@@ -127,7 +125,7 @@ class _State:
 
 
 def _own_code(module: torch.nn.Module) -> Iterator[str]:
-    """The names of those submodules that have code of their own to load a state dict."""
+    """The names of the submodules that have their own code to load a state dict."""
     import torch
 
     ordinary = torch.nn.Module
@@ -140,18 +138,18 @@ def _own_code(module: torch.nn.Module) -> Iterator[str]:
             yield name
 
 
-def _own_way(module: torch.nn.Module, manifest: Manifest) -> str:
+def _own_loading_advice(module: torch.nn.Module, manifest: Manifest) -> str:
     if next(_own_code(module), None) is None:
         return ""
     loaded = f"load_model({manifest.name!r}, version={manifest.version})"
     return (
-        "; if the module itself knows how to read what older ones saved, give it all: "
+        "; if the module itself can read a state dict of an older version, let it: "
         f"module.load_state_dict(store.{loaded})"
     )
 
 
 def _converted(module: torch.nn.Module, about: dict[str, Any]) -> Iterator[str]:
-    """The prefixes of what another version of a module saved, which it may have to convert."""
+    """The name prefixes of submodules that were saved at another version and may convert that."""
     for name in _own_code(module):
         saved = about.get(name)
         version = saved.get("version") if isinstance(saved, dict) else None
@@ -161,49 +159,50 @@ def _converted(module: torch.nn.Module, about: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Names and what the module has there, by what is to be done."""
+    """The module's tensors by name, sorted by how they are loaded."""
 
     copied: dict[str, torch.Tensor]
-    """Written to where they are."""
+    """Filled in place."""
     made: dict[str, torch.Tensor]
-    """On the meta device, and to be real."""
+    """On the meta device; replaced by new tensors."""
     given: dict[str, torch.Tensor | None]
-    """For the module itself to load: what its state dict shows is not where it is kept."""
+    """Loaded by the module's `load_state_dict`: its state dict does not share their memory."""
     loaded: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The tensors of those that are given, by number."""
+    """The stored tensors for `given`, by number."""
 
 
-def _carry_out(
+def _load(
     work: _Work,
     state: _State,
-    slots: _Slots,
+    members: _Members,
     loading_for: Callable[[torch.device], Loading],
     device: torch.device,
     progress: Progress,
 ) -> None:
     import torch
 
-    here = torch.device("cpu")
-    by_place: dict[torch.device, dict[int, list[tuple[str, int]]]] = {}
+    cpu = torch.device("cpu")
+    by_reader: dict[torch.device, dict[int, list[tuple[str, int]]]] = {}
     for name, target in (work.copied | work.made | work.given).items():
-        place = here if target is None else target.device
+        place = cpu if target is None else target.device
         place = device if place.type == "meta" else place
+        reader = place if place.type == "sky" else cpu
         for number in state.numbers.get(name, ()):
             region = state.view(number).region
             if region is None:
-                _put_empty(work, state, slots, name, number, device)
+                _fill_empty(work, state, members, name, number, device)
                 continue
-            by_region = by_place.setdefault(place if place.type == "sky" else here, {})
+            by_region = by_reader.setdefault(reader, {})
             by_region.setdefault(region, []).append((name, number))
-    loadings = {place: loading_for(place) for place in by_place}
-    progress.begin(sum(loadings[place].size(wanted) for place, wanted in by_place.items()))
-    for place, loading in loadings.items():
-        loading.verify(by_place[place])
+    loadings = {reader: loading_for(reader) for reader in by_reader}
+    progress.begin(sum(loadings[reader].size(wanted) for reader, wanted in by_reader.items()))
+    for reader, loading in loadings.items():
+        loading.verify(by_reader[reader])
     done = 0
     try:
-        for place, by_region in by_place.items():
-            for region, flat in loadings[place].regions(by_region):
-                _put(work, state, slots, by_region[region], flat, device)
+        for reader, by_region in by_reader.items():
+            for region, flat in loadings[reader].regions(by_region):
+                _fill(work, state, members, by_region[region], flat, device)
                 done += sum(name not in work.given for name, _ in by_region[region])
     except StoreError as problem:
         if done:
@@ -214,23 +213,23 @@ def _carry_out(
         raise
 
 
-def _put_empty(
-    work: _Work, state: _State, slots: _Slots, name: str, number: int, device: torch.device
+def _fill_empty(
+    work: _Work, state: _State, members: _Members, name: str, number: int, device: torch.device
 ) -> None:
     import torch
 
     view = state.view(number)
     if name in work.made:
         dtype = work.made[name].dtype
-        slots.give(name, torch.empty(view.shape, dtype=dtype, device=device))
+        members.replace(name, torch.empty(view.shape, dtype=dtype, device=device))
     elif name in work.given:
         work.loaded[number] = tensor_at(view, torch.empty(0, dtype=torch.uint8))
 
 
-def _put(
+def _fill(
     work: _Work,
     state: _State,
-    slots: _Slots,
+    members: _Members,
     parts: list[tuple[str, int]],
     flat: torch.Tensor,
     device: torch.device,
@@ -239,20 +238,21 @@ def _put(
     for name, number in parts:
         view = state.view(number)
         if name in work.made:
-            # What was tied when it was saved need not be here: each storage gets its own memory.
-            storage = slots.storage(name)
+            # Tensors that were saved tied may be separate in the module: each of the module's
+            # storages gets its own memory.
+            storage = members.storage(name)
             if storage not in memory:
                 moved = flat.to(device)
                 memory[storage] = moved.clone() if memory and moved is flat else moved
-            slots.give(name, tensor_at(view, memory[storage]).to(work.made[name].dtype))
+            members.replace(name, tensor_at(view, memory[storage]).to(work.made[name].dtype))
         elif name in work.copied:
             work.copied[name].copy_(tensor_at(view, flat))
         else:
             work.loaded[number] = tensor_at(view, flat)
 
 
-def _give(module: torch.nn.Module, work: _Work, state: _State) -> None:
-    """Let the module load the rest."""
+def _let_module_load(module: torch.nn.Module, work: _Work, state: _State) -> None:
+    """Have the module load the tensors that only its own code can place."""
     on_meta = {
         name: target
         for name, target in work.given.items()
@@ -264,7 +264,7 @@ def _give(module: torch.nn.Module, work: _Work, state: _State) -> None:
             continue
         try:
             taken = module.load_state_dict(
-                state.given(names, work.loaded), strict=False, assign=assign
+                state.entries(names, work.loaded), strict=False, assign=assign
             )
         except RuntimeError as problem:
             raise ModelMismatchError(
@@ -279,19 +279,21 @@ def _give(module: torch.nn.Module, work: _Work, state: _State) -> None:
             )
 
 
-class _Slots:
-    """Where a module's parameters and buffers hang, tied ones together."""
+class _Members:
+    """The parameters and buffers of a module; tied ones stay tied when they are replaced."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._was: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        self._was |= dict(module.named_buffers(remove_duplicate=False))
-        self._storages = {_storage(tensor) for tensor in self._was.values()} - {None}
-        self._made: dict[int, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        self._storages = {_storage(tensor) for tensor in self._tensors.values()} - {None}
+        self._replaced: dict[int, torch.Tensor] = {}
 
     def storage(self, name: str) -> int:
-        """Which storage a parameter or buffer had."""
-        return _storage(self._was[name]) or id(self._was[name])
+        """A number that identifies the storage of a parameter or buffer."""
+        return _storage(self._tensors[name]) or id(self._tensors[name])
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether writing to a tensor writes to a parameter or buffer."""
@@ -299,39 +301,39 @@ class _Slots:
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor is the parameter or buffer of this name."""
-        was = self._was.get(name)
+        original = self._tensors.get(name)
         return (
-            was is not None
-            and was.shape == tensor.shape
+            original is not None
+            and original.shape == tensor.shape
             and _storage(tensor) is not None
-            and _storage(was) == _storage(tensor)
+            and _storage(original) == _storage(tensor)
         )
 
-    def give(self, name: str, tensor: torch.Tensor) -> None:
-        """Hang a tensor where a meta tensor hung."""
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Replace a meta tensor by a tensor with values."""
         import torch
 
         prefix, _, leaf = name.rpartition(".")
         owner = self._module.get_submodule(prefix)
-        was = self._was[name]
-        if id(was) not in self._made:
-            self._made[id(was)] = (
-                torch.nn.Parameter(tensor, requires_grad=was.requires_grad)
-                if isinstance(was, torch.nn.Parameter)
+        original = self._tensors[name]
+        if id(original) not in self._replaced:
+            self._replaced[id(original)] = (
+                torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
+                if isinstance(original, torch.nn.Parameter)
                 else tensor
             )
-        hung: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-        hung[leaf] = self._made[id(was)]
+        owned: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+        owned[leaf] = self._replaced[id(original)]
 
     def on_meta(self) -> list[str]:
-        """The parameters and buffers that are still not real."""
+        """The names of the parameters and buffers that are still on the meta device."""
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return [name for name, tensor in named if tensor.device.type == "meta"]
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's storage from others, also on the meta device; None without one."""
+    """A number that identifies a tensor's storage, also on the meta device; None without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse ones, and some subclasses
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and some subclasses
         return None

@@ -1,4 +1,4 @@
-"""What of a stored version fits a model, and one readable report of what does not."""
+"""Matching: compares a stored version with a model, and reports every difference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHOWN = 20
 _NO_TENSOR = "a value that is no tensor"
 
 Stored = View | None
-"""A name's tensor in the store; None where that holds another value."""
+"""A name's tensor in the store; None for a value that is no tensor."""
 Present: TypeAlias = "torch.Tensor | None"
-"""A name's tensor in the model; None where that has another value."""
+"""A name's tensor in the model; None for a value that is no tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Names by what became of them; `fits` are those that can be loaded as they are."""
+    """Names by how they match; those in `fits` can be loaded, those in `recast` are among them."""
 
     fits: tuple[str, ...]
     missing: tuple[str, ...]
@@ -38,9 +38,9 @@ class Match:
 
 
 def match(stored: Mapping[str, Stored], model: Mapping[str, Present]) -> Match:
-    """Compare names, and of tensors shapes and dtypes."""
+    """Compare the names, and the shapes and dtypes of tensors."""
     both = [name for name in model if name in stored]
-    reshaped = [name for name in both if not _alike(name, stored[name], model[name])]
+    reshaped = [name for name in both if not _same_shape(name, stored[name], model[name])]
     unfit = set(reshaped)
     fits = [name for name in both if name not in unfit]
     return Match(
@@ -52,8 +52,8 @@ def match(stored: Mapping[str, Stored], model: Mapping[str, Present]) -> Match:
     )
 
 
-def _alike(name: str, stored: Stored, model: Present) -> bool:
-    if is_extra(name):  # the module says what it takes there
+def _same_shape(name: str, stored: Stored, model: Present) -> bool:
+    if is_extra(name):  # the module decides what extra state it accepts
         return True
     if stored is None or model is None:
         return stored is None and model is None
@@ -72,15 +72,15 @@ def is_extra(name: str) -> bool:
 def report(
     found: Match, stored: Mapping[str, Stored], model: Mapping[str, Present], title: str
 ) -> str:
-    """Every difference, the nearest names beside those that have no partner."""
+    """Every difference; a name without a partner is listed with the nearest name."""
 
     def in_model(name: str) -> str:
-        there = model[name]
-        return _NO_TENSOR if there is None else f"{list(there.shape)} {_dtype(there)}"
+        tensor = model[name]
+        return _NO_TENSOR if tensor is None else f"{list(tensor.shape)} {_dtype(tensor)}"
 
     def in_store(name: str) -> str:
-        there = stored[name]
-        return _NO_TENSOR if there is None else f"{there.shape} {there.dtype}"
+        view = stored[name]
+        return _NO_TENSOR if view is None else f"{view.shape} {view.dtype}"
 
     def nearest(name: str, others: Sequence[str]) -> str:
         close = difflib.get_close_matches(name, others[:2000], n=1)
@@ -119,8 +119,8 @@ def report(
     return "\n".join(lines)
 
 
-def _last(looks: str) -> str:
-    return looks.rpartition(" ")[2]
+def _last(words: str) -> str:
+    return words.rpartition(" ")[2]
 
 
 def _dtype(tensor: torch.Tensor) -> str:
