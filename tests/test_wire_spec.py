@@ -16,7 +16,7 @@ from skyward.calls import relays
 from skyward.calls import streams as pool_streams
 from skyward.device import pump
 from skyward.nodes import contact
-from skyward.objects import blobs, memory, payloads
+from skyward.objects import blobs, memory
 from skyward.wire import connecting, dial, frames, listener, messages
 from skyward.wire.link import incoming, large, outgoing, pair, records
 from skyward.worker import arrivals, relay
@@ -91,7 +91,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         assert actual == value, name
     assert pool_streams.WINDOW == worker_streams.WINDOW
     assert frames.INLINE_BODY == memory.CHUNK == 1 << 20
-    assert payloads._ALIGN == 64
+    assert memory.ALIGNMENT == 64
     assert typing.get_args(messages.Size)[1] == msgspec.Meta(ge=0, le=1 << 48)
 
 

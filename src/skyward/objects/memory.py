@@ -23,6 +23,10 @@ from skyward.errors import BlobStoreFullError
 CHUNK = 1 << 20
 """The unit of parallel hashing and copying; also fixed by the digest's definition."""
 
+ALIGNMENT = 64
+"""Buffers of a payload, and the data of a store's files, begin at multiples of this many bytes; the
+wire format fixes it."""
+
 GRANULE = mmap.ALLOCATIONGRANULARITY
 _ROUND = 1 << 20
 _WRITE = 64 << 20
@@ -311,8 +315,13 @@ def aligned(lengths: Sequence[int]) -> tuple[list[int], int]:
     offsets, at = [], 0
     for length in lengths:
         offsets.append(at)
-        at += -(-length // GRANULE) * GRANULE
+        at += rounded_up(length, GRANULE)
     return offsets, at
+
+
+def rounded_up(size: int, unit: int = ALIGNMENT) -> int:
+    """The smallest multiple of `unit` that is not less than `size`."""
+    return -(-size // unit) * unit
 
 
 class Arena:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from skyward.errors import ProtocolError
 from skyward.objects.blobs import BLOB_MIN
 from skyward.objects.encoding import Encoded
+from skyward.objects.memory import ALIGNMENT
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.messages import INLINE, STREAMED, Buffer, Payload
@@ -16,8 +17,7 @@ from skyward.wire.messages import INLINE, STREAMED, Buffer, Payload
 Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
 """A received object: its pickle, its buffers, and each tensor storage's first byte and size."""
 
-_ALIGN = 64
-_PADDING = bytes(_ALIGN)
+_PADDING = bytes(ALIGNMENT)
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ def pack(encoded: Encoded, large: Callable[[list[memoryview]], list[Buffer]] | N
         if large is not None and len(buffer) >= BLOB_MIN:
             refs.append(next(placed))
             continue
-        gap = -at % _ALIGN
+        gap = -at % ALIGNMENT
         if gap:
             body.append(_PADDING[:gap])
         at += gap

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyward.errors import SerializationError
 from skyward.objects import references
+from skyward.objects.memory import ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ class StorageRef:
         )
         start = int(tensor.storage_offset()) * size
         # Aligned, so that the receiver's tensors are too.
-        self.first = min(self.first, start - start % 64)
+        self.first = min(self.first, start - start % ALIGNMENT)
         self.last = max(self.last, start + (int(reach) + 1) * size)
 
     def __reduce__(self) -> Reduced:

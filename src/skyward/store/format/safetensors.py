@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from skyward.objects.memory import ALIGNMENT
 from skyward.store.format.manifest import ITEM_SIZES, View
 
-ALIGNMENT = 64
 HEADER_LIMIT = 100 << 20
 """The limit of the safetensors library."""
 

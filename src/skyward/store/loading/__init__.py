@@ -13,7 +13,6 @@ from skyward.objects import memory
 from skyward.store.format import objects
 from skyward.store.format.layout import tensor_at
 from skyward.store.format.manifest import Manifest, Region, StoredObject, object_path
-from skyward.store.format.safetensors import ALIGNMENT
 from skyward.store.loading.fetching import fetched, head_end
 from skyward.store.places.files import Files
 from skyward.store.progress import UNWATCHED, Progress
@@ -188,6 +187,6 @@ def _flats(read: _Read) -> Iterator[torch.Tensor]:
         # addresses that are multiples of the element's size.
         shared = region.start in taken
         taken.add(region.start)
-        if shared or region.size < small or flat.data_ptr() % ALIGNMENT:
+        if shared or region.size < small or flat.data_ptr() % memory.ALIGNMENT:
             flat = flat.clone()
         yield flat

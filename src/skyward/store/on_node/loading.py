@@ -13,6 +13,7 @@ import xxhash
 from skyward.errors import ConfigurationError, StoreError
 from skyward.functions import function
 from skyward.objects import references
+from skyward.objects.memory import rounded_up
 from skyward.store.catalog import Catalog
 from skyward.store.format import manifest as manifests
 from skyward.store.format.manifest import Manifest
@@ -30,7 +31,6 @@ _TOGETHER = 128 << 20
 _SMALL = 1 << 20
 """Tensors below this size share one piece of memory and are copied out of it on the device: each
 piece that another process opens costs a descriptor and whole pages."""
-_ALIGNMENT = 64
 _IDLE_SECONDS = 60.0
 """How long a node keeps what it has opened for a load after the last request of that load."""
 
@@ -134,7 +134,7 @@ class NodeLoading(Loading):
         end = 0
         for index in small:
             targets.append(RegionTarget(index, len(large), end))
-            end += -(-sizes[index] // _ALIGNMENT) * _ALIGNMENT
+            end += rounded_up(sizes[index])
         lengths = [sizes[index] for index in large] + ([end] if small else [])
         device = self._requests.device
         pieces = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skyward.errors import ConfigurationError, StoreError
 from skyward.functions import function
 from skyward.objects import references
+from skyward.objects.memory import rounded_up
 from skyward.store.catalog import Catalog
 from skyward.store.format.layout import plain_tensor
 from skyward.store.format.manifest import Manifest
@@ -25,7 +26,6 @@ _SENT_LIMIT = 16 << 20
 """Up to this size, tensors of the client, such as an optimiser's step counts, are sent along."""
 _SMALL = 64 << 10
 """Smaller storages are copied to one: each that another process opens costs a descriptor."""
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class _SharedStorages:
             if storage.nbytes() < _SMALL:
                 self._small.append(storage)
                 self._places[key] = (0, self._end)
-                self._end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                self._end += rounded_up(storage.nbytes())
             else:
                 self._large.append(storage)
                 self._places[key] = (len(self._large), 0)
