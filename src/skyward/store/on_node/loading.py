@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import torch
 
 _TOGETHER = 128 << 20
-"""A request is for about this many bytes, which `into=` takes on the node beside the model."""
+"""One request loads about this many bytes; `into=` needs as much memory beside the model."""
 _SMALL = 1 << 20
-"""Tensors below this size share one piece of memory and are copied out of it on the device: each
-piece that another process opens costs a descriptor and whole pages."""
+"""Tensors below this size are loaded into one shared piece of memory and then copied on the device:
+each piece that another process opens costs a descriptor and whole pages."""
 _IDLE_SECONDS = 60.0
-"""How long a node keeps what it has opened for a load after the last request of that load."""
+"""How long a node keeps a load open after the load's last request."""
 
 
 def loading_for_device(
     address: Address, files: Files, manifest: Manifest, progress: Progress, device: torch.device
 ) -> Loading:
-    """The reader for a device: this process, or for a sky device its node."""
+    """The reader for a device: this process, or the node of a sky device."""
     if device.type != "sky":
         return Loading(files, manifest, progress)
     return NodeLoading(address, files, manifest, progress, device)
@@ -86,14 +86,14 @@ class NodeLoading(Loading):
         )
 
     def verify(self, wanted: Iterable[int]) -> None:
-        """Check regions ahead of `regions`, where that costs no second download."""
+        """Verify regions before `regions` reads them, if that needs no second download."""
         indices = sorted(set(wanted))
         answer = self._requests.run(_verify_on_node(self._request, indices))
         if isinstance(answer, Refusal):
             super().verify(indices)
 
     def regions(self, wanted: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each region as flat bytes of its own, on the device unless it was read here."""
+        """Each region as flat bytes of its own, on the device unless the client reads it."""
         import torch
 
         batches = list(self._batches(wanted))
@@ -105,7 +105,7 @@ class NodeLoading(Loading):
                 return
             self._progress.advance(self.size(batch))
             yield from loaded
-        # A device that died meanwhile raises here, not at the first use of the model.
+        # If the device has died, this raises now, not at the first use of the model.
         torch.accelerator.synchronize(self._requests.device)
 
     def _batches(self, wanted: Iterable[int]) -> Iterator[list[int]]:
@@ -138,8 +138,8 @@ class NodeLoading(Loading):
         lengths = [sizes[index] for index in large] + ([end] if small else [])
         device = self._requests.device
         pieces = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
-        # The export waits until the memory is allocated, and the node answers when it is filled:
-        # what is issued on the device after this finds the bytes.
+        # The export waits until the memory is allocated, and the node answers when the memory is
+        # filled: later operations on the device find the bytes.
         memory = self._requests.export([piece.untyped_storage() for piece in pieces])
         if memory is None:
             return None
@@ -176,7 +176,7 @@ class OpenLoads:
         return len(self._open)
 
     def get(self, request: LoadRequest) -> Loading | Refusal:
-        """The version as this node reads it; regions that a load has verified stay verified."""
+        """The load, opened unless it is open; regions that it has verified stay verified."""
         with self._lock:
             loading = self._open.get(request)
         if loading is None:
@@ -202,13 +202,13 @@ class OpenLoads:
 _loads = OpenLoads(_IDLE_SECONDS)
 
 
-# A function below that is sent to a node takes along the values of the globals that it uses; these
-# two keep `_loads` out of them.
+# A function that is sent to a node is sent with the values of the globals that it uses. The two
+# functions below keep `_loads` on the node.
 def _opened(request: LoadRequest) -> Loading | Refusal:
     return _loads.get(request)
 
 
-def _over(request: LoadRequest) -> None:
+def _drop(request: LoadRequest) -> None:
     _loads.drop(request)
 
 
@@ -236,7 +236,7 @@ def _verify_on_node(request: LoadRequest, wanted: list[int]) -> Refusal | None:
 def _load_on_node(
     request: LoadRequest, targets: list[RegionTarget], memory: list[bytes], last: bool
 ) -> Refusal | None:
-    """Copy regions to the memory described; at most one object is held beside it."""
+    """Copy regions to the described memory; holds one object at a time besides."""
     loading = _opened(request)
     if isinstance(loading, Refusal):
         return loading
@@ -249,5 +249,5 @@ def _load_on_node(
         target = by_region[region]
         pieces[target.piece][target.start : target.start + len(flat)].copy_(flat)
     if last:
-        _over(request)
+        _drop(request)
     return None

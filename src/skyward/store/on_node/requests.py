@@ -24,7 +24,7 @@ class Refusal:
     """A node's answer if it cannot reach the store or the memory that a request names."""
 
     what: str
-    """"store", or "memory" for that of its own device."""
+    """What the node cannot reach: "store", or "memory" of its own device."""
     why: str
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 _SENT_LIMIT = 16 << 20
-"""Up to this size, tensors of the client, such as an optimiser's step counts, are sent along."""
+"""The client sends its own tensors, such as an optimiser's step counts, along up to this size."""
 _SMALL = 64 << 10
 """Smaller storages are copied to one: each that another process opens costs a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What a version says of itself."""
+    """The name and description of a version."""
 
     name: str
     metadata: dict[str, Any]
@@ -39,7 +39,7 @@ class Title:
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """A tensor on the device: the number of its storage, and the layout in that."""
+    """A tensor on the device: the number of its storage, and its layout in the storage."""
 
     piece: int
     dtype: torch.dtype
@@ -55,16 +55,18 @@ def save_on_node(
     shape: Any,
     tensors: Sequence[tuple[str, torch.Tensor]],
 ) -> Manifest | None:
-    """Have the node save the tensors of its device; None where the client has to save them."""
-    far = {tensor.device for _, tensor in tensors if tensor.device.type == "sky" and tensor.numel()}
-    if len(far) != 1:
+    """Have the node save the tensors of its device; None if the client has to save them."""
+    devices = {
+        tensor.device for _, tensor in tensors if tensor.device.type == "sky" and tensor.numel()
+    }
+    if len(devices) != 1:
         return None
     plain = [(path, plain_tensor(path, tensor)) for path, tensor in tensors]
-    near = [tensor.untyped_storage() for _, tensor in plain if tensor.device.type != "sky"]
-    along = {storage._cdata: storage.nbytes() for storage in near}
-    if any(storage.device.type != "cpu" for storage in near) or sum(along.values()) > _SENT_LIMIT:
+    own = [tensor.untyped_storage() for _, tensor in plain if tensor.device.type != "sky"]
+    sizes = {storage._cdata: storage.nbytes() for storage in own}
+    if any(storage.device.type != "cpu" for storage in own) or sum(sizes.values()) > _SENT_LIMIT:
         return None
-    requests = NodeRequests(address, files, far.pop())
+    requests = NodeRequests(address, files, devices.pop())
     if not requests.possible:
         return None
     pieces = _SharedStorages()
@@ -72,11 +74,11 @@ def save_on_node(
         (path, pieces.locate(tensor) if tensor.device.type == "sky" else tensor)
         for path, tensor in plain
     ]
-    storages = pieces.gathered()  # to be kept until the node is done
+    storages = pieces.gathered()  # the memory must stay allocated until the node is done
     memory = requests.export(storages)
     if memory is None:
         return None
-    # Only this client knows the file: a node that finds it opens the same store, not a namesake.
+    # Only this client knows the name of this file: a node that finds the file has the same store.
     mark = f"tmp/{uuid.uuid4().hex}"
     files.write(mark, [b"is the store of this name the same one?\n"])
     try:
@@ -87,7 +89,7 @@ def save_on_node(
 
 
 class _SharedStorages:
-    """The storages of tensors on a device, small ones gathered in one."""
+    """The storages of tensors on a device; small ones are gathered in one."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -96,7 +98,7 @@ class _SharedStorages:
         self._end = 0
 
     def locate(self, tensor: torch.Tensor) -> TensorLocation:
-        """Note the storage of a tensor, and say where the tensor lies."""
+        """Add the storage of a tensor; returns where the tensor lies."""
         storage = tensor.untyped_storage()
         piece, start = self._place(storage) if tensor.numel() else (0, 0)
         offset = start // tensor.element_size() + int(tensor.storage_offset())
@@ -117,7 +119,7 @@ class _SharedStorages:
         return self._places[key]
 
     def gathered(self) -> list[torch.UntypedStorage]:
-        """The storages by number; the first is that of the small ones."""
+        """The storages by number; the first holds the small ones."""
         import torch
 
         device = (self._small + self._large)[0].device
@@ -146,7 +148,7 @@ def _save_on_node(
     try:
         files = address.open()
         if files.size(mark) is None:
-            return Refusal("store", "a file written there is not here")
+            return Refusal("store", "a file that the client wrote is missing")
     except (StoreError, ConfigurationError, ImportError) as problem:
         return Refusal("store", f"{type(problem).__name__}: {problem}")
     try:
