@@ -160,7 +160,7 @@ def test_tls_with_an_authority_of_our_own(
     assert address.startswith("https://localhost:")
 
     assert re.search("certificate is not trusted.*SKYWARD_STORE_CA", refused(address, "s3cret"))
-    assert "wants https://" in refused(address.replace("https", "http"), "s3cret")
+    assert "needs https://" in refused(address.replace("https", "http"), "s3cret")
     monkeypatch.setenv("SKYWARD_STORE_CA", str(authority))
     store = sky.ModelStore(address, "s3cret")
     store.save_model({"x": torch.arange(3_000_000)}, "m")

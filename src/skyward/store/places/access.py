@@ -14,19 +14,19 @@ TOKEN = "SKYWARD_STORE_TOKEN"
 AUTHORITY = "SKYWARD_STORE_CA"
 """The environment variable that names a file of certificates to trust besides the system's."""
 MARK = "Skyward-Store"
-"""The header that tells a model server's answers from those of anything else."""
+"""The header by which a client recognises the answers of a model server."""
 PROTOCOL = "1"
 
 _TOKEN = re.compile(r"[!-~]+")
 
 
 def chosen_token(token: str | None) -> str | None:
-    """The token given, or the environment's, fit for a header."""
+    """The given token, or the environment's; raises if it does not fit in a header."""
     return _checked(token if token is not None else os.environ.get(TOKEN) or None)
 
 
 def guarding_token(token: str | None) -> str | None:
-    """The same for a server: an empty variable is an error, so that it opens no store to all."""
+    """The same for a server: an empty variable is an error, and does not open the store to all."""
     return _checked(token if token is not None else os.environ.get(TOKEN))
 
 
@@ -50,7 +50,7 @@ def _checked(found: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own, out of reach for others."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""HttpConnections to a model server: kept open between requests, encrypted for https://."""
+"""Connections to a model server: kept open between requests, encrypted for https://."""
 
 from __future__ import annotations
 

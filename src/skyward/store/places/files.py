@@ -40,13 +40,13 @@ class Files(Protocol):
     """The name of the root in messages, without credentials."""
 
     transfers: int
-    """How many reads or writes at a time are worthwhile here."""
+    """How many reads or writes are worthwhile at a time."""
 
     whole: int
-    """The smallest tensor that is a file of its own here."""
+    """The size from which a tensor is a file of its own."""
 
     drafts: bool
-    """Whether a file can be written here before its name is known."""
+    """Whether a file can be written before its name is known."""
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes from `start` on; fewer than `length` only at the end of the file."""
@@ -67,7 +67,7 @@ class Files(Protocol):
         """A file that is written before its name is known; None if `drafts` is False."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file unless it exists already; returns whether it is the one written here."""
+        """Write a file unless it exists already; returns whether this call wrote it."""
 
     def list(self, folder: str) -> list[FileEntry]:
         """Every file below a folder, at any depth; empty if there is no such folder."""

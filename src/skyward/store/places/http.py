@@ -34,8 +34,8 @@ from skyward.store.places.files import Buffer, FileEntry
 PAUSES = (0.1, 0.3, 0.9)
 """Seconds before each new attempt; after progress, the pauses start again at the first."""
 _SLICE = 1 << 20
-"""How much is sent or received at a time: a break costs no more than this, and `sendall` has one
-time limit for all that it is given."""
+"""How many bytes are sent or received at a time: a broken connection costs no more than this, and
+`sendall` has one time limit for all of its bytes."""
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 _log = logging.getLogger("skyward.store")
@@ -135,7 +135,7 @@ class HttpFiles:
         self._repeated(path, "deleting", ask)
 
     def _range(self, path: str, start: int, length: int, into: memoryview | None) -> memoryview:
-        """The part of the buffer that could be filled; one is made if none is given."""
+        """The filled part of the buffer; makes a buffer if none is given."""
         if length == 0:
             if self.size(path) is None:
                 raise FileNotFoundError(f"{self.url}/{path}")
@@ -288,18 +288,18 @@ class HttpFiles:
         expected = {"GET": (404, 412, 416), "HEAD": (404,), "PUT": (412,), "DELETE": (404,)}
         if status < 300 or status in expected[method]:
             return
-        told = answer.read(500).decode(errors="replace").strip().partition("\n")[0]
+        reason = answer.read(500).decode(errors="replace").strip().partition("\n")[0]
         where = f"{self.url}/{path}: {doing} failed"
         if status == 401:
             problem = "the server refused the token" if self._token else "the server wants a token"
             raise StoreError(f"{where}: {problem}; pass {argument('token')} or set {TOKEN}")
         if status == 507:
             raise StoreFullError(
-                f"{where}: {told}; make room there, or delete versions and call "
+                f"{where}: {reason}; make room on the server, or delete versions and call "
                 f"{argument('gc', python='gc()')}, then save "
                 "again: what has been written is not written twice"
             )
-        raise StoreError(f"{where}: {status} {told or answer.reason}")
+        raise StoreError(f"{where}: {status} {reason or answer.reason}")
 
     def _foreign(self, answer: http.client.HTTPResponse, mark: str | None) -> StoreError:
         if mark is not None:
@@ -323,23 +323,23 @@ class HttpFiles:
             )
         if isinstance(problem, ssl.SSLError):
             return StoreError(
-                f"{where} failed: no TLS there: {problem.reason or problem}; "
+                f"{where} failed: the server does not speak TLS: {problem.reason or problem}; "
                 "use http:// if the server has no certificate"
             )
         if isinstance(problem, http.client.BadStatusLine | ConnectionResetError):
-            advice = "check the server's log; one with a certificate wants https://"
+            advice = "check the server's log; a server with a certificate needs https://"
         elif isinstance(problem, http.client.HTTPException):
             advice = "check the address"
         else:
             advice = "check the address and the network, and that `sky models serve` runs there"
-        told = str(problem) or type(problem).__name__
+        reason = str(problem) or type(problem).__name__
         if isinstance(problem, TimeoutError):
-            told = "no answer in time"
-        return StoreError(f"{where} failed: {told}; {advice}")
+            reason = "no answer in time"
+        return StoreError(f"{where} failed: {reason}; {advice}")
 
 
 class _StaleError(Exception):
-    """The server had closed a kept connection; that says nothing about the server."""
+    """The server had closed a kept connection; a new one may work."""
 
 
 def _checked(url: str) -> tuple[str, str]:

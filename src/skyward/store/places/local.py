@@ -159,7 +159,7 @@ class LocalFiles:
             temporary.unlink(missing_ok=True)
 
     def _ready(self, descriptor: int, path: str) -> Path:
-        """Make the folder of a written file, and if asked, make both durable; the final path."""
+        """Make the folder of a written file, and sync both if durable; returns the final path."""
         if self._durable:
             os.fsync(descriptor)
         target = self._path(path)
@@ -167,7 +167,7 @@ class LocalFiles:
         return target
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and those above it; a durable one is on the disk before it is used."""
+        """Make a folder and its parents; if durable, they are on the disk before they are used."""
         if not folder.is_dir():
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)

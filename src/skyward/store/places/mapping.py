@@ -48,7 +48,7 @@ def mapped(descriptor: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = _Mapping.from_address(address)
-    # Not at the interpreter's exit: threads and destructors may still read what is mapped, and
-    # the kernel takes it back when the process is gone.
+    # Not at the interpreter's exit: threads and destructors may still read the memory, and the
+    # kernel unmaps it when the process ends.
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
     return memoryview(memory).cast("B")[:size]

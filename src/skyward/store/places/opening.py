@@ -23,14 +23,14 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "sftp": "sftp", "ss
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Everything that another process needs to open the same files; only what the user gave."""
+    """The user's arguments, from which another process opens the same files."""
 
     url: str = field(repr=False)
     token: str | None = field(repr=False)
     durable: bool
 
     def open(self) -> Files:
-        """The files there."""
+        """The files at the address."""
         return open_files(self.url, self.token, self.durable)
 
     @property
@@ -81,7 +81,7 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
 
 
 def _path_of(url: str) -> str:
-    """The path of a file:// URL, in which `?` and `#` are letters like others."""
+    """The path of a file:// URL; `?` and `#` are ordinary letters of a path."""
     host, slash, path = url.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:
         raise ConfigurationError(
@@ -119,9 +119,10 @@ def _open_remote(url: str, token: str | None) -> Files:
             f"{store_at(shown)}: {problem}; pass a folder or a URL such as 's3://bucket/models'"
         ) from problem
     except Exception as problem:
-        # Some connect at once, and each has exceptions of its own.
-        told = _HIDDEN.sub("://***@", f"{type(problem).__name__}: {problem}")
+        # Some filesystems connect at once, and each has exceptions of its own.
+        reason = _HIDDEN.sub("://***@", f"{type(problem).__name__}: {problem}")
         raise StoreError(
-            f"{shown}: opening failed: {told}; check the address, the network and your credentials"
+            f"{shown}: opening failed: {reason}; "
+            "check the address, the network and your credentials"
         ) from problem
     return FsspecFiles(fs, root, shown)

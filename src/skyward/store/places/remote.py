@@ -85,7 +85,7 @@ class FsspecFiles:
         """None: an upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Upload a file unless one is there.
+        """Upload a file unless it exists.
 
         S3 and similar stores decide which writer was first. On other filesystems, the writer reads
         the file back, to learn whose file was kept. Reading back also shows whether a repeated
@@ -135,7 +135,7 @@ class FsspecFiles:
                 for about in self._fs.ls(place, detail=True):
                     name = about["name"].rstrip("/")
                     if about["type"] not in ("file", "directory"):
-                        try:  # where a link leads
+                        try:  # follow the link
                             about = self._fs.info(name)
                         except FileNotFoundError:
                             continue
@@ -215,5 +215,5 @@ def _modified(about: dict[str, Any]) -> float:
             return moment.timestamp()
         if isinstance(moment, int | float):
             return float(moment)
-    # The filesystem does not say: count the file as new, so that it is not collected by mistake.
+    # Without a time, count the file as new, so that it is not collected by mistake.
     return time.time()
