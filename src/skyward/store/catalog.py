@@ -74,8 +74,8 @@ class Catalog:
             raise ConfigurationError(
                 f"version={version!r}: a version is a whole number; pass an int, such as version=1"
             )
-        there = self.numbers(name).get(name, [])
-        if not there:
+        numbers = self.numbers(name).get(name, [])
+        if not numbers:
             names = ", ".join(self.numbers()) or "none yet"
             if absent(self._files):
                 raise ModelNotFoundError(
@@ -86,9 +86,9 @@ class Catalog:
                 f"{self._files.url} has no model {name!r}; it has: {names[:500]}"
             )
         if version is None:
-            return there[-1]
-        if version not in there:
-            shown = ", ".join(str(number) for number in there[-20:])
+            return numbers[-1]
+        if version not in numbers:
+            shown = ", ".join(str(number) for number in numbers[-20:])
             raise ModelNotFoundError(
                 f"{self._files.url} has no version {version!r} of {name!r}; it has: {shown}"
             )
@@ -111,17 +111,17 @@ class Catalog:
         if (manifest.name, manifest.version) != (name, version):
             raise StoreDamagedError(
                 f"{where}: holds version {manifest.version} of {manifest.name!r}; on a filesystem "
-                "that ignores case, names must differ in more than that: use another name"
+                "that ignores case, names must differ in more than case: use another name"
             )
         return manifest
 
     def remember(self, name: str, version: int) -> Manifest:
-        """One version's manifest as it was last kept here, or read now."""
+        """One version's manifest: the remembered one, or else read from the store."""
         kept = self._kept.get(f"models/{name}/{version}.json")
         return self.keep(kept or self.read(name, version))
 
     def keep(self, manifest: Manifest) -> Manifest:
-        """Remember a manifest, and forget the one whose last use is the longest ago."""
+        """Remember a manifest, and forget the least recently used."""
         path = f"models/{manifest.name}/{manifest.version}.json"
         self._kept[path] = manifest
         self._kept.move_to_end(path)
@@ -139,13 +139,13 @@ class Catalog:
             path = f"models/{name}/{draft.version}.json"
             if not self._files.create(path, _accepted(draft)):
                 continue
-            # Since the drafts got their numbers, a version of this number may have come and gone.
+            # Another client may have published and deleted this number after the drafts got theirs.
             if self._files.size(f"models/{name}/{draft.version}.gone") is None:
                 return self.keep(draft)
             self._files.delete(path)
         raise StoreError(
-            f"{self._files.url}: no version number of {name!r} could be had, because others "
-            "publish it all the time; save again, or under another name"
+            f"{self._files.url}: other clients took every version number of {name!r} that this "
+            "save tried; save again, or under another name"
         )
 
     def last_number(self, name: str) -> int:

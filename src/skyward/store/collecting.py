@@ -1,4 +1,4 @@
-"""The garbage collector: removes objects that no version and no save in flight names."""
+"""The garbage collector: removes objects that no version and no running save names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model store a user holds: save a model, load it back, list, delete."""
+"""`ModelStore`, the object that the user holds: saves, loads, lists and deletes models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class ModelVersion:
     """One published version of a model, and its description.
 
-    `size` is the number of bytes of its tensors, `added` how many of them were new in the store.
+    `size` is the number of bytes in its tensors; `added` bytes of them were new in the store.
     """
 
     name: str
@@ -213,7 +213,7 @@ class ModelStore:
                 yield _version(self._catalog.read(name, number))
 
     def numbers(self, name: str | None = None) -> dict[str, builtins.list[int]]:
-        """The numbers of every model's versions, or of one's, oldest first; reads no version."""
+        """The version numbers of every model or of one, oldest first; reads no version."""
         return self._catalog.numbers(None if name is None else check_name(name))
 
     def describe(
@@ -302,9 +302,9 @@ def _usable(device: str | torch.device) -> torch.device:
         if place.type not in ("cpu", "meta", "sky"):
             torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as problem:
-        told = (str(problem).splitlines() or [""])[0].rstrip(".")
+        reason = (str(problem).splitlines() or [""])[0].rstrip(".")
         raise ConfigurationError(
-            f"device={str(device)!r}: cannot be used here: {told}; "
+            f"device={str(device)!r}: cannot be used here: {reason}; "
             "pass a device of this machine, such as 'cpu', or one of compute.device()"
         ) from problem
     return place

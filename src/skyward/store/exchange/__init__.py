@@ -54,8 +54,8 @@ def _read_pickled(path: Path) -> Any:
 def _refusal(path: Path, problem: Exception) -> StoreError:
     """What is wrong with the file, without torch's advice to trust it."""
     if isinstance(problem, OSError):
-        told = problem.strerror or str(problem)
-        return StoreError(f"{path}: cannot be read: {told}; check the file, and that you may")
+        reason = problem.strerror or str(problem)
+        return StoreError(f"{path}: cannot be read: {reason}; check the file, and that you may")
     refused = f"{path}: cannot be imported, because it"
     with path.open("rb") as file:
         start = file.read(_BEGINNING)
@@ -64,8 +64,8 @@ def _refusal(path: Path, problem: Exception) -> StoreError:
             f"{refused} is not a file of torch.save; check which file it is, "
             "and let the name of a safetensors file end in .safetensors"
         )
-    told = str(problem)
-    if found := re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", told):
+    reason = str(problem)
+    if found := re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", reason):
         return StoreError(
             f"{refused} holds more than tensors and plain values: {found[1]}; "
             "load it where you trust it, and save its state_dict()"
@@ -77,7 +77,7 @@ def _refusal(path: Path, problem: Exception) -> StoreError:
 
 
 def _gist(problem: Exception) -> str:
-    """The sentence that tells what was wrong."""
+    """The sentence of the message that says what is wrong with the file."""
     lines = [line.strip() for line in str(problem).splitlines()] or [""]
     telling = next((line for line in lines if "Unsupported" in line), lines[0])
     sentence = telling.removeprefix("WeightsUnpickler error: ").partition(". ")[0].rstrip(".")
@@ -94,7 +94,7 @@ def write_pickled(value: object, path: Path) -> None:
     with _whole(path) as temporary:
         try:
             torch.save(value, temporary)
-        except RuntimeError as problem:  # its writer's word for a full disk
+        except RuntimeError as problem:  # torch raises this for a full disk
             raise OSError(str(problem).splitlines()[0].rstrip(".")) from problem
 
 

@@ -172,14 +172,13 @@ def unsuited(value: object, views: Iterable[View]) -> str:
 
 
 def _untied(named: Mapping[str, int], views: list[View]) -> tuple[dict[str, View], dict[str, str]]:
-    """The tensors to write, by name; and the names left out, with the one each is tied to."""
+    """The tensors to write, by name; and each omitted name with the name that it is tied to."""
     kept: dict[str, View] = {}
     tied: dict[str, str] = {}
     first: dict[bytes, str] = {}
     for name, number in sorted(named.items()):
         view = views[number]
-        # The same tensor under two names has two equal views; one that overlaps only in part
-        # is written in full.
+        # A tensor with two names has two equal views; tensors that only overlap are written whole.
         same = msgspec.json.encode(view) if view.region is not None else None
         if same is not None and first.setdefault(same, name) != name:
             tied[name] = first[same]
@@ -189,7 +188,7 @@ def _untied(named: Mapping[str, int], views: list[View]) -> tuple[dict[str, View
 
 
 def _facts(metadata: Mapping[str, Any], tied: dict[str, str]) -> dict[str, str]:
-    """Metadata as the format has it, text for text; other tools look for the framework there."""
+    """Metadata as safetensors has it: texts only, with the framework that other tools look for."""
     facts = {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for key, value in metadata.items()

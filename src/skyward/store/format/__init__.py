@@ -1,1 +1,1 @@
-"""What the files of a store contain: manifests, trees, and objects full of tensors."""
+"""The contents of a store's files: manifests, trees, and objects with tensors."""

@@ -37,7 +37,7 @@ class Span:
 
     @property
     def copied(self) -> bool:
-        """Whether `read` makes a copy; the user's code cannot change that."""
+        """Whether `read` makes a copy, which the user's code cannot change."""
         return self.packed or self.tensor.device.type != "cpu"
 
     def read(self) -> memoryview:
@@ -45,24 +45,24 @@ class Span:
         import torch
 
         tensor = self.tensor.detach()
-        is_here = tensor.device.type == "cpu"
+        on_cpu = tensor.device.type == "cpu"
         if self.packed:
             flat = _fresh(self.size)
             # Packed on its own device, so that the bytes between the elements do not travel.
-            together = tensor if is_here else tensor.contiguous()
+            together = tensor if on_cpu else tensor.contiguous()
             flat.view(tensor.dtype).view(tensor.shape).copy_(together)
         else:
             storage = tensor.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             flat = whole[self.first : self.last]
-            flat = flat if is_here else _fresh(self.size).copy_(flat)
+            flat = flat if on_cpu else _fresh(self.size).copy_(flat)
         block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
         block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
         return memoryview(block).cast("B")
 
 
 def _fresh(size: int) -> torch.Tensor:
-    """Memory for a copy; a large one goes back to the system, where torch might keep it."""
+    """Memory for a copy; when freed, large memory goes back to the system, not to torch's cache."""
     import torch
 
     if size < _LARGE:

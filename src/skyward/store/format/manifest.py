@@ -18,7 +18,7 @@ MANIFEST_LIMIT = 256 << 20
 RANK_LIMIT = 64
 SIZE_LIMIT = 1 << 48
 
-# The dtypes a manifest may name, and how many bytes an element has.
+# The dtypes that a manifest may name, and the bytes of one element.
 ITEM_SIZES = {
     "bool": 1,
     "uint8": 1,
@@ -119,12 +119,12 @@ def contiguous(shape: list[int]) -> list[int]:
 
 
 def object_path(name: str) -> str:
-    """Where an object lies."""
+    """The path of an object in the store."""
     return f"objects/{name[:2]}/{name}"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A JSON document with the checksum of its contents in front of them."""
+    """A JSON document that begins with the checksum of its contents."""
     body = msgspec.json.encode(manifest)
     checksum = xxhash.xxh3_128_hexdigest(body).encode()
     return b'{"checksum":"' + checksum + b'","manifest":' + body + _END

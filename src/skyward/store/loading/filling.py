@@ -47,13 +47,13 @@ def fill(
     found = matching.match(state.views, present)
     if not found.exact:
         title = f"{manifest.name!r} version {manifest.version} does not fit {type(module).__name__}"
-        told = matching.report(found, state.views, present, title)
+        differences = matching.report(found, state.views, present, title)
         if strict:
             raise ModelMismatchError(
-                f"{told}\nnothing was loaded; pass strict=False to load what fits"
+                f"{differences}\nnothing was loaded; pass strict=False to load what fits"
                 + _own_loading_advice(module, manifest)
             )
-        _log.warning("%s\nthe rest was loaded", told)
+        _log.warning("%s\nthe rest was loaded", differences)
     members = _Members(module)
     work = _Work({}, {}, {})
     converted = tuple(_converted(module, state.about))

@@ -18,7 +18,7 @@ from skyward.store.saving.inventory import Inventory
 PACK = 48 << 20
 """The size of a batch of regions; a batch is hashed together, and its small regions are packed."""
 _BEGINNING = 4096
-"""Regions of one length are probably equal if so many of their first bytes are the same."""
+"""Regions of one length are probably equal if this many of their first bytes are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def classify(spans: Sequence[Span], inventory: Inventory, files: Files) -> Itera
         found = Classified()
         for span in batch:
             piece = Piece("", span, span.read())
-            likeness = (len(piece.data), bytes(piece.data[:_BEGINNING]))
-            if likeness in first:
-                found.resembled.append(first[likeness])
+            key = (len(piece.data), bytes(piece.data[:_BEGINNING]))
+            if key in first:
+                found.resembled.append(first[key])
                 found.unsure.append(piece)
             elif is_new(piece):
-                first[likeness] = span
+                first[key] = span
                 found.new.append(piece)
             else:
                 found.unsure.append(piece)

@@ -71,7 +71,7 @@ def leased(files: Files, path: str) -> list[str]:
 def lost_objects(
     files: Files, catalog: Catalog, reused: Mapping[StoredObject, tuple[str, int]]
 ) -> set[StoredObject]:
-    """The objects that no longer exist, or whose version does not; each with its version."""
+    """The reused objects that no longer exist, or whose version no longer exists."""
     deleted = {source for source in set(reused.values()) if not catalog.has(*source)}
     streams = files.transfers
 

@@ -158,8 +158,8 @@ def _left_over(
             continue
         if entry.modified < time.time() - GRACE / 2:
             continue
-        # Nobody has read the object since it was written: a power failure may have taken its
-        # contents, and it may be why a user deletes a damaged version and saves it again.
+        # No load has verified the object: a power failure may have destroyed its contents, and the
+        # user may be saving again because a version with this object was damaged.
         with contextlib.suppress(FileNotFoundError):
             view = files.view(entry.path)
             if view is None:
@@ -182,7 +182,7 @@ def _reads_back(files: Files, path: str, parts: list[Buffer]) -> bool:
                 ahead = memoryview(files.read(path, end, _BLOCK))
                 end += len(ahead)
             count = min(len(rest), len(ahead))
-            # Comparing views goes byte by byte.
+            # Comparing memoryviews would go byte by byte.
             if not count or bytes(rest[:count]) != bytes(ahead[:count]):
                 return False
             rest, ahead = rest[count:], ahead[count:]

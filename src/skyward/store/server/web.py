@@ -305,17 +305,17 @@ def _invalid_path() -> web.HTTPException:
 
 
 def _failure(problem: OSError) -> web.HTTPException:
-    told = f"{problem.strerror or problem}\n"
+    reason = f"{problem.strerror or problem}\n"
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return web.HTTPInsufficientStorage(text=told)
+        return web.HTTPInsufficientStorage(text=reason)
     if isinstance(problem, FileNotFoundError):
         return web.HTTPNotFound(text="there is no such file\n")
     if isinstance(problem, IsADirectoryError | NotADirectoryError | FileExistsError):
-        return web.HTTPConflict(text=told)
+        return web.HTTPConflict(text=reason)
     if problem.errno == errno.ENAMETOOLONG:
-        return web.HTTPBadRequest(text=told)
+        return web.HTTPBadRequest(text=reason)
     _log.error("the disk: %s", problem)
-    return web.HTTPInternalServerError(text=told)
+    return web.HTTPInternalServerError(text=reason)
 
 
 def _write_all(handle: int, at: int, batch: list[bytes]) -> None:
