@@ -18,7 +18,6 @@ from skyward.cli.commands import Command, CommandGroup, ignore_interrupts, remem
 from skyward.cli.model_server import serve
 from skyward.console.measures import size
 from skyward.errors import (
-    ConfigurationError,
     ModelNotFoundError,
     StoreDamagedError,
     StoreError,
@@ -79,12 +78,12 @@ def _seconds(context: click.Context, option: click.Parameter, value: str) -> flo
 
 
 def _name(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
-    from skyward.store.catalog import check_name
+    from skyward.store.catalog import name_problem
 
-    try:
-        return None if value is None else check_name(value)
-    except ConfigurationError as problem:
-        raise click.BadParameter(str(problem).removeprefix("name=")) from None
+    problem = None if value is None else name_problem(value)
+    if problem is not None:
+        raise click.BadParameter(problem)
+    return value
 
 
 def _metadata(

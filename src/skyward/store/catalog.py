@@ -35,18 +35,26 @@ def check_name(name: object) -> str:
     """Check a model's name: a path whose segments never lead out of the store's folder."""
     if not isinstance(name, str):
         raise ConfigurationError(f"name={name!r}: a model's name must be a str; pass a str")
+    problem = name_problem(name)
+    if problem is not None:
+        raise ConfigurationError(f"name={problem}")
+    return name
+
+
+def name_problem(name: str) -> str | None:
+    """The name and the reason why it cannot be a model's; None if it can."""
     segments = name.split("/")
     if (
-        len(name) > _LONGEST
-        or not all(_SEGMENT.fullmatch(segment) for segment in segments)
-        or any(_RESERVED.fullmatch(segment) for segment in segments)
+        len(name) <= _LONGEST
+        and all(_SEGMENT.fullmatch(segment) for segment in segments)
+        and not any(_RESERVED.fullmatch(segment) for segment in segments)
     ):
-        raise ConfigurationError(
-            f"name={name[:_LONGEST]!r}: not a model's name; use up to {_LONGEST} letters, digits, "
-            "'.', '_' and '-', with '/' between parts, none of which may begin with '.' or '-' "
-            "or end in '.json' or '.gone'"
-        )
-    return name
+        return None
+    return (
+        f"{name[:_LONGEST]!r}: not a model's name; use up to {_LONGEST} letters, digits, "
+        "'.', '_' and '-', with '/' between parts, none of which may begin with '.' or '-' "
+        "or end in '.json' or '.gone'"
+    )
 
 
 class Catalog:
