@@ -1,4 +1,4 @@
-"""Commands: the parts that all of them share, `--json`, `--debug`, and how they fail."""
+"""The parts that all commands share: `--json`, `--debug`, and how a command fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _common() -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command, with the options that all of them have."""
+    """A command with the common options."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -67,7 +67,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """Commands under one name, with the same options; these may stand before or after theirs."""
+    """A group of commands; the common options may stand before or after a command's name."""
 
     command_class = Command
 

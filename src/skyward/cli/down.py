@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
-    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. With --forget
-    nothing is removed: it is for machines that are gone, or that nobody can reach any more.
+    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. --forget
+    removes nothing: it is for machines that are gone, or that nobody can reach any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")
@@ -71,8 +71,8 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     failed = [each.pool.id for each in outcomes if each.failures]
     if failures:
         raise PoolError(
-            f"not everything could be removed: {'; '.join(failures)}. It stays on record; where "
-            f"nothing is left, take it off: sky down {failed[0]} --forget"
+            f"not everything could be removed: {'; '.join(failures)}. The pool stays on record; if "
+            f"its machines are gone, take it off the record: sky down {failed[0]} --forget"
         )
 
 
@@ -84,7 +84,7 @@ def _check_forgettable(pools: list[PoolRecord]) -> None:
         if pool.client == "running":
             raise PoolError(
                 f"{pool.name} ({pool.id}): its process {pool.pid} still runs, and looks after its "
-                "machines; end that first"
+                "machines; end the process first"
             )
 
 

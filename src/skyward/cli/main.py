@@ -18,7 +18,7 @@ COMMANDS = {
     "down": "Remove the machines of pools that were left behind.",
     "models": "Keep models by name and version: push, pull, list, serve.",
 }
-"""Each is `skyward.cli.<name>:<name>`; its line is here so that `--help` imports none of them."""
+"""Each command is `skyward.cli.<name>:<name>`; with its line here, `--help` need not import it."""
 
 
 class _Sky(CommandGroup):

@@ -26,10 +26,10 @@ def _existing_folder(context: click.Context, option: click.Parameter, value: Pat
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8470, show_default=True)
-@click.option("--token", help="What clients must send to be let in. [SKYWARD_STORE_TOKEN]")
+@click.option("--token", help="The token that clients must send. [SKYWARD_STORE_TOKEN]")
 @click.option("--read-only", is_flag=True, help="Refuse every change.")
-@click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --key.")
-@click.option("--key", type=click.Path(exists=True, dir_okay=False), help="For TLS, with --cert.")
+@click.option("--cert", type=click.Path(exists=True, dir_okay=False), help="The TLS certificate.")
+@click.option("--key", type=click.Path(exists=True, dir_okay=False), help="The key of --cert.")
 @click.option("--insecure", is_flag=True, help="Let a trusted network in without a token.")
 def serve(
     directory: Path,

@@ -1,4 +1,4 @@
-"""`sky models`: models at rest, from the command line."""
+"""`sky models`: the model store, from the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _store_options() -> list[click.Parameter]:
             metavar="URL",
             help="Where the models are: a folder, s3://, https:// ... [SKYWARD_STORE]",
         ),
-        shared("--token", help="What a store at http(s):// asks for. [SKYWARD_STORE_TOKEN]"),
+        shared("--token", help="The token of a store at http(s)://. [SKYWARD_STORE_TOKEN]"),
     ]
 
 
@@ -110,7 +110,7 @@ def _no_json(constant: str) -> None:
 
 
 _version_option: Callable[[Any], Any] = click.option(
-    "--version", type=click.IntRange(min=1), metavar="N", help="Not the newest but this one."
+    "--version", type=click.IntRange(min=1), metavar="N", help="This version, not the newest."
 )
 
 
@@ -118,8 +118,8 @@ _version_option: Callable[[Any], Any] = click.option(
 def models() -> None:
     """Keep models by name and version.
 
-    A version appears whole or not at all, costs what changed in it, and is verified when it is
-    read. Nothing is ever unpickled.
+    A version appears whole or not at all, takes space only for the tensors that changed, and is
+    verified when it is read. Nothing is ever unpickled.
     """
 
 
@@ -132,7 +132,7 @@ def models() -> None:
     multiple=True,
     metavar="KEY=VALUE",
     callback=_metadata,
-    help="Stored with the version; a value that is JSON is stored as such. Can be repeated.",
+    help="Stored with the version; a value that is JSON is stored as JSON. Can be repeated.",
 )
 def push(file: Path, name: str, metadata: dict[str, Any]) -> None:
     """Store FILE as the next version of NAME.
@@ -161,16 +161,16 @@ def push(file: Path, name: str, metadata: dict[str, Any]) -> None:
     "target",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="What to write, .safetensors or .pt by its ending; if not given, the last part of NAME "
-    "and .safetensors.",
+    help="The file to write, .safetensors or .pt; if not given, the last part of NAME with "
+    ".safetensors.",
 )
 @_version_option
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def pull(name: str, target: Path | None, version: int | None, force: bool) -> None:
     """Write the newest version of NAME to a file.
 
-    The file appears when it is complete. Of tied weights a .safetensors file has one, as
-    safetensors.torch.load_model expects it; a .pt file keeps them tied.
+    The file appears when it is complete. A .safetensors file has one of several tied weights, as
+    safetensors.torch.load_model expects; a .pt file keeps them tied.
     """
     file = target or Path(f"{name.rpartition('/')[2]}.safetensors")
     if file.suffix not in (".safetensors", *_PICKLED):
@@ -226,7 +226,7 @@ def _place(store: ModelStore) -> str:
 def _readable(
     store: ModelStore, name: str | None
 ) -> tuple[list[ModelVersion], list[StoreDamagedError]]:
-    """The versions to list, and what is wrong with those that cannot be read."""
+    """The versions to list, and the errors of those that cannot be read."""
     try:
         return list(store.list() if name is None else store.versions(name)), []
     except StoreDamagedError:
@@ -245,7 +245,7 @@ def _readable(
 
 
 def _report(damaged: list[StoreDamagedError]) -> None:
-    """Name what could not be listed, and fail."""
+    """Report the versions that could not be read, and fail."""
     if damaged:
         raise StoreDamagedError("\n".join(map(str, damaged)))
 
@@ -253,9 +253,9 @@ def _report(damaged: list[StoreDamagedError]) -> None:
 @models.command()
 @click.argument("name", callback=_name)
 @_version_option
-@click.option("--tensors", is_flag=True, help="List them, with dtype, shape and size.")
+@click.option("--tensors", is_flag=True, help="List the tensors, with dtype, shape and size.")
 def show(name: str, version: int | None, tensors: bool) -> None:
-    """Show what is known of the newest version of NAME."""
+    """Show the description of the newest version of NAME."""
     found, contents = _open_store().describe(name, version)
     if output.wants_json():
         listed = {"contents": [asdict(tensor) for tensor in contents]} if tensors else {}
@@ -284,23 +284,24 @@ def show(name: str, version: int | None, tensors: bool) -> None:
 
 @models.command()
 @click.argument("name", callback=_name)
-@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Only this one.")
+@click.option("--version", type=click.IntRange(min=1), metavar="N", help="Only this version.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def rm(name: str, version: int | None, yes: bool) -> None:
     """Delete NAME, or one version of it.
 
-    gc then frees what no other version needs.
+    gc then frees the bytes that no other version needs.
     """
     store = _open_store()
-    # By number alone: what is damaged can be deleted too.
-    there = store.numbers(name).get(name, [])
-    if version is None and there:
-        what = f"{name}, {'its one version' if len(there) == 1 else f'all {len(there)} versions'}"
-    elif version in there:
+    # By number alone, so that a damaged version can be deleted, too.
+    numbers = store.numbers(name).get(name, [])
+    if version is None and numbers:
+        count = len(numbers)
+        what = f"{name}, {'its one version' if count == 1 else f'all {count} versions'}"
+    elif version in numbers:
         what = f"{name} version {version}"
-        there = [version]
+        numbers = [version]
     else:
-        store.describe(name, version)  # says what there is instead
+        store.describe(name, version)  # raises, and lists the versions that exist
         raise StoreError(f"{name} was saved this moment; call again to delete it")
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -310,7 +311,7 @@ def rm(name: str, version: int | None, yes: bool) -> None:
     store.delete(name, version)
     ignore_interrupts()
     if output.wants_json():
-        output.as_json({"name": name, "deleted": there})
+        output.as_json({"name": name, "deleted": numbers})
         return
     click.echo(f"deleted {what}")
 

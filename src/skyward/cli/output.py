@@ -22,7 +22,7 @@ def wants_json() -> bool:
 
 
 def as_json(document: object) -> None:
-    """The one JSON document of a command."""
+    """Print the one JSON document of a command."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=_encoded))
 
 
@@ -33,7 +33,7 @@ def _encoded(value: object) -> str:
 
 
 def clean(text: object) -> str:
-    """Text of unknown origin, such as metadata, without what would steer a terminal."""
+    """Text of unknown origin, such as metadata, without characters that control a terminal."""
     return "".join(
         each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(text)
     )
@@ -50,7 +50,7 @@ def moment(when: datetime) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str]) -> None:
-    """Rows under heads; columns named in `right` are aligned there, the last one may be cut."""
+    """Print rows under heads; columns in `right` are aligned right, the last column may be cut."""
     cells = [[clean(cell) for cell in row] for row in rows]
     if on_a_terminal():
         _rich_table(heads, cells, right)
@@ -73,7 +73,7 @@ def _rich_table(heads: Sequence[str], rows: list[list[str]], right: Sequence[str
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     fixed = sum(widths[:-1]) + _GAP * (len(heads) - 1)
     last = max(min(widths[-1], console.width - fixed), len(heads[-1]), _NARROWEST)
-    # rich would take space from every column alike; a terminal too narrow wraps the lines.
+    # rich would narrow every column; with this width, a narrow terminal wraps the lines.
     console.width = max(console.width, fixed + last)
     made = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for head in heads:

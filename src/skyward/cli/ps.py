@@ -1,4 +1,4 @@
-"""`sky ps`: the pools that have machines somewhere."""
+"""`sky ps`: the pools that have machines."""
 
 from __future__ import annotations
 
