@@ -269,7 +269,7 @@ def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, id
 
 @pytest.mark.parametrize("executor", ["process", "thread"])
 def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, eventually, patient):
-    @sky.function(timeout=3)
+    @sky.function(timeout=1)
     def endless(number):
         try:
             while True:
@@ -327,11 +327,11 @@ def test_stopping_a_stream_never_strikes_the_call_after_it(compute):
 
 
 def test_a_stream_that_ends_in_time_does_not_time_out(compute):
-    quick = sky.function(timeout=2)(lambda: (number for number in range(3)))
+    quick = sky.function(timeout=1)(lambda: (number for number in range(3)))
     values = quick() >> compute
 
     assert next(values) == 0
-    time.sleep(2.1)  # the timeout passes, but the generator has long ended
+    time.sleep(1.1)  # the timeout passes, but the generator has long ended
     assert list(values) == [1, 2]
 
 

@@ -202,7 +202,7 @@ def test_workers_always_see_the_callers_current_contents(forgetful: sky.Compute,
         else:
             array[:] = chance.randrange(250)
 
-    for _ in range(120):
+    for _ in range(60):
         some = chance.choices(arrays, k=chance.randint(1, 4))  # the same one may come twice
         expected = sums(some)
         match chance.randrange(5):

@@ -384,7 +384,7 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
     far_pool: Any, tmp_path: Path, nothing_left: None
 ) -> None:
     """Slow: the network is away during everything that can be going on at a time."""
-    values = np.frombuffer(np.random.default_rng(1).bytes(MIB) * 512, np.uint8)
+    values = np.frombuffer(np.random.default_rng(1).bytes(MIB) * 256, np.uint8)
     worker = sky.Worker(concurrency=6)
     with far_pool(nodes=2, worker=worker) as far:
         outcome: dict[str, Any] = {}
@@ -399,7 +399,7 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
             run("stream", lambda: list(counting(str(tmp_path / "out"), 400, 0.02) >> far.pool)),
             run("fed", lambda: summed(slowly(400, 0.02)) >> far.pool),
             run("up", lambda: total(values) >> far.pool),
-            run("down", lambda: (ones(512 * MIB) >> far.pool).sum()),
+            run("down", lambda: (ones(256 * MIB) >> far.pool).sum()),
             run("broadcast", lambda: total(values[: 64 * MIB]) @ far.pool),
         ]
         time.sleep(0.5)
@@ -411,5 +411,5 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
     assert outcome["stream"] == list(range(400))
     assert outcome["fed"] == sum(range(400))
     assert outcome["up"] == int(values.sum())
-    assert outcome["down"] == 512 * MIB
+    assert outcome["down"] == 256 * MIB
     assert outcome["broadcast"] == [int(values[: 64 * MIB].sum())] * 2

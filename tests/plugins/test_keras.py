@@ -1,15 +1,16 @@
-"""Keras on a pool: its backend is set before it is imported; on JAX it is data parallel."""
+"""Keras on a pool: its backend is set before it is imported.
+
+That models are data parallel on JAX is shown by `examples/keras_digits.py`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import skyward as sky
@@ -21,15 +22,6 @@ for needed in ("keras", "jax"):
         pytest.skip(f"{needed} is not installed", allow_module_level=True)
 
 QUIET = sky.Options(console=False)
-Sharing = Callable[[sky.Compute], AbstractContextManager[sky.Compute]]
-
-
-@pytest.fixture(scope="module")
-def pool(sharing: Sharing) -> Iterator[sky.Compute]:
-    """Two nodes with Keras on JAX; Keras first, which comes to the same as the other order."""
-    plugins = [sky.plugins.keras(backend="jax"), sky.plugins.jax()]
-    with sharing(sky.Compute(nodes=2, plugins=plugins, options=QUIET)) as compute:
-        yield compute
 
 
 @sky.function
@@ -42,36 +34,6 @@ def setting() -> dict[str, Any]:
         "devices": 0 if distribution is None else distribution.num_model_replicas,
         "sees": len(keras.distribution.list_devices()),
     }
-
-
-@sky.function
-def fit(x_full: Any, y_full: Any) -> tuple[int, list[float], list[Any]]:
-    import keras
-
-    x, y = sky.shard(x_full, y_full, shuffle=True, seed=42, drop_last=True)
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
-    history = model.fit(x, y, batch_size=25, epochs=10, verbose=0)
-    return len(x), history.history["loss"], model.get_weights()
-
-
-def test_models_are_data_parallel_over_all_workers(pool: sky.Compute) -> None:
-    assert setting() @ pool == [{"backend": "jax", "devices": 2, "sees": 2}] * 2
-
-
-def test_workers_fit_one_model_to_their_parts_of_the_data(pool: sky.Compute) -> None:
-    """Slow: Keras compiles the training step in both processes."""
-    x = np.random.default_rng(0).normal(size=(101, 2)).astype("float32")
-    y = x @ np.array([[2.0], [-3.0]], dtype="float32") + 1.0
-
-    (count, loss, weights), (_, other_loss, other_weights) = fit(x, y) @ pool
-
-    assert count == 50
-    assert loss == other_loss
-    assert loss[-1] < 0.1 * loss[0]
-    for mine, others in zip(weights, other_weights, strict=True):
-        np.testing.assert_array_equal(mine, others)
-    np.testing.assert_allclose(weights[0].ravel(), [2.0, -3.0], atol=0.3)
 
 
 def test_on_torch_a_model_is_made_parallel_by_torch() -> None:

@@ -31,10 +31,18 @@ VARIABLES = (
 
 
 @pytest.fixture(scope="module")
-def compute(sharing: Any) -> Iterator[sky.Compute]:
+def shared(sharing: Any) -> Iterator[sky.Compute]:
     """Two nodes with a process group: it takes seconds to form."""
     with sharing(sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET)) as compute:
         yield compute
+
+
+@pytest.fixture
+def compute(shared: sky.Compute) -> sky.Compute:
+    """The shared pool, with two nodes again if a test has resized it."""
+    if len(shared.nodes) != 2:
+        shared.resize(2)
+    return shared
 
 
 @sky.function
@@ -222,7 +230,6 @@ def test_a_resize_lets_a_broadcast_finish(compute: sky.Compute, tmp_path: Path) 
     running.join()
     assert results == [[2.0, 2.0]]
     assert [world for _, world, _ in summed() @ compute] == [3, 3, 3]
-    compute.resize(2)
 
 
 def test_one_worker_needs_no_group() -> None:
