@@ -269,48 +269,36 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
             opening.result(20)
 
 
-def test_giving_up_says_why(proxies: list[Proxy], eventually, nothing_left: None) -> None:
+def test_giving_up_wakes_who_waits_and_says_why(
+    proxies: list[Proxy], eventually, nothing_left: None
+) -> None:
     """Slow: the client must lose its patience first, which agents share and so is no less."""
     with pool(orphan_timeout=PATIENCE) as compute:
         device = compute.device("cpu")
         x = torch.ones(4, device=device)
         torch.sky.synchronize(device)
         (process,) = device_processes(compute)
+        why = rf"{device} .*is gone: .*lost.* within {PATIENCE:g} s"
         proxies[-1].refusing = True
         try:
             proxies[-1].cut()
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=why):
+                x.sum().item()
+            assert PATIENCE - 1 < time.monotonic() - started < 30
             eventually(lambda: device.index not in core().open_devices, 30, "its end")
         finally:
             proxies[-1].refusing = False
-        with pytest.raises(
-            RuntimeError, match=rf"{device} .*is gone: .*lost.* within {PATIENCE:g} s"
-        ):
+        with pytest.raises(RuntimeError, match=why):
             x + 1
         eventually(lambda: not process.is_running(), 30, "the end of its process")
         assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
 
 
-def test_giving_up_wakes_who_waits(proxies: list[Proxy], nothing_left: None) -> None:
-    """Slow: as above."""
-    with pool(orphan_timeout=PATIENCE) as compute:
-        device = compute.device("cpu")
-        x = torch.ones(4, device=device)
-        torch.sky.synchronize(device)
-        proxies[-1].refusing = True
-        try:
-            proxies[-1].cut()
-            started = time.monotonic()
-            with pytest.raises(RuntimeError, match=f"{device} .*is gone: .*lost.* within"):
-                x.sum().item()
-        finally:
-            proxies[-1].refusing = False
-        assert PATIENCE - 1 < time.monotonic() - started < 30
-
-
 def test_a_process_whose_client_stays_away_ends(
     proxies: list[Proxy], eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow: as above."""
+    """Slow: the worker must lose its patience."""
     with pool(orphan_timeout=PATIENCE) as compute:
         torch.sky.synchronize(compute.device("cpu"))
         (process,) = device_processes(compute)

@@ -495,21 +495,29 @@ def test_a_retry_has_the_tensors_too(alone, tmp_path: Path) -> None:
     assert fragile(x, str(tmp_path / "flag")) >> compute == 20
 
 
-def test_a_device_that_ends_leaves_the_function_its_memory(tmp_path: Path, eventually) -> None:
-    with sky.Compute(options=sky.Options(console=False)) as compute:
-        x = torch.ones(1 << 20, device=compute.device("cpu"))
-        flag = tmp_path / "go"
-        future = add_after(x, str(flag)) > compute
-        eventually((tmp_path / "go.begun").exists)
-        (process,) = device_processes(compute)
-        process.kill()
-        process.wait(10)
-        flag.touch()
-        assert future.result(30) == 2 << 20
-        with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
-            total(x) >> compute
-        y = torch.ones(3, device=compute.device("cpu"))
-        assert total(y) >> compute == 3
+@pytest.fixture(scope="module")
+def mortal(sharing) -> Iterator[sky.Compute]:
+    """A pool whose device tests may kill: the next one is opened anew."""
+    with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
+        yield compute
+
+
+def test_a_device_that_ends_leaves_the_function_its_memory(
+    mortal: sky.Compute, tmp_path: Path, eventually
+) -> None:
+    x = torch.ones(1 << 20, device=mortal.device("cpu"))
+    flag = tmp_path / "go"
+    future = add_after(x, str(flag)) > mortal
+    eventually((tmp_path / "go.begun").exists)
+    (process,) = device_processes(mortal)
+    process.kill()
+    process.wait(10)
+    flag.touch()
+    assert future.result(30) == 2 << 20
+    with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
+        total(x) >> mortal
+    y = torch.ones(3, device=mortal.device("cpu"))
+    assert total(y) >> mortal == 3
 
 
 def test_a_closed_pools_tensor_says_so(compute) -> None:
@@ -604,26 +612,25 @@ def test_what_cannot_be_opened_is_copied(alone, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
-    monkeypatch: pytest.MonkeyPatch,
+    mortal: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from skyward.device.core import Core
 
-    with sky.Compute(options=sky.Options(console=False)) as compute:
-        x = torch.ones(3, device=compute.device("cpu"))
-        (process,) = device_processes(compute)
-        real = Core.export
+    x = torch.ones(3, device=mortal.device("cpu"))
+    (process,) = device_processes(mortal)
+    real = Core.export
 
-        def export_and_die(*given: Any) -> list[bytes]:
-            descriptions = real(*given)
-            process.kill()
-            process.wait(10)
-            return descriptions
+    def export_and_die(*given: Any) -> list[bytes]:
+        descriptions = real(*given)
+        process.kill()
+        process.wait(10)
+        return descriptions
 
-        monkeypatch.setattr(Core, "export", export_and_die)
-        with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
-            total(x) >> compute
-        monkeypatch.undo()
-        assert total(torch.ones(2)) >> compute == 2
+    monkeypatch.setattr(Core, "export", export_and_die)
+    with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
+        total(x) >> mortal
+    monkeypatch.undo()
+    assert total(torch.ones(2)) >> mortal == 2
 
 
 def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(

@@ -69,7 +69,7 @@ class Link:
         known, daemons = [], []
         try:
             for number, port in enumerate(PORTS, 1):
-                settings = (sshd.folder / "sshd" / f"sshd{number}.conf").read_text()
+                settings = (sshd.folder / f"sshd{number}.conf").read_text()
                 settings = re.sub(
                     r"ListenAddress .*", f"ListenAddress {self.far_address}", settings
                 )
@@ -78,7 +78,7 @@ class Link:
                 config.write_text(settings)
                 command = ["ip", "netns", "exec", self.far, "/usr/sbin/sshd", "-D", "-f"]
                 daemons.append(subprocess.Popen([*command, str(config)], stderr=subprocess.DEVNULL))
-                key = (sshd.folder / "sshd" / f"host{number}.pub").read_text()
+                key = (sshd.folder / f"host{number}.pub").read_text()
                 known.append(f"[{self.far_address}]:{port} {key}")
             (folder / "known_hosts").write_text("".join(known))
             yield {

@@ -148,7 +148,7 @@ def test_tasks_begin_in_the_order_in_which_they_were_sent(
     assert first == second == [f"{size} {n}" for n in range(4) for size in ("large", "small")]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_cut_meanwhile_all_of_it_arrives(far: Any, values: Any, seed: int) -> None:
     chance = random.Random(seed)
     data = new(values)
@@ -162,8 +162,7 @@ def test_whatever_is_cut_meanwhile_all_of_it_arrives(far: Any, values: Any, seed
     assert answers == [[int(data.sum())] * 2]
 
 
-@pytest.mark.parametrize("pause", [0.02, 0.1, 0.3])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "pause"), [(0, 0.02), (1, 0.02), (1, 0.1), (0, 0.3)])
 def test_an_executor_that_dies_takes_nobody_elses_copy_along(
     far_pool: Any, values: Any, pause: float, victim: int
 ) -> None:

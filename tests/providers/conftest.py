@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,33 +13,23 @@ import pytest
 
 from skyward.nodes.journal import Journal
 
-from . import podman
-from .ssh_hosts import TESTBED, Sshd, free_port
+from . import podman, ssh_hosts
+from .ssh_hosts import Sshd, free_port
 
 
 @pytest.fixture(scope="session")
 def sshd() -> Iterator[Sshd]:
-    """Two SSH hosts; skips where there is no testbed."""
-    if not (TESTBED / "sshd-up").exists():
-        pytest.skip("no testbed here; name its folder with SKYWARD_TESTBED")
+    """Two SSH hosts on this machine."""
+    ssh_hosts.skip_if_absent()
     # Short, because Unix sockets end up below it.
-    folder = Path(tempfile.mkdtemp(prefix="skysshd-", dir="/tmp"))
-    port = free_port()
-    hosts = Sshd(folder, ("127.0.0.1", "127.0.0.2"), port, "", "", "")
+    hosts = Sshd(Path(tempfile.mkdtemp(prefix="skysshd-", dir="/tmp")), free_port())
     try:
-        said = dict(re.findall(r"export (\w+)='(.*)'", hosts.up()))
-        yield Sshd(
-            folder,
-            tuple(said["SKY_SSH_HOSTS"].split(",")),
-            port,
-            said["SKY_SSH_USER"],
-            said["SKY_SSH_KEY"],
-            said["SKY_SSH_KNOWN_HOSTS"],
-        )
+        hosts.make()
+        hosts.up()
+        yield hosts
     finally:
-        environment = os.environ | {"TESTBED_STATE": str(folder)}
-        subprocess.run([str(TESTBED / "sshd-down")], env=environment, capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        hosts.down()
+        shutil.rmtree(hosts.folder, ignore_errors=True)
 
 
 WAITING_SECONDS = 900

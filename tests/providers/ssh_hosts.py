@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +40,76 @@ end = listener.accept()[0]
 """
 
 
+SSHD = "/usr/sbin/sshd"
+SETTINGS = """
+ListenAddress {address}
+Port {port}
+HostKey {folder}/host{number}
+AuthorizedKeysFile {folder}/id.pub
+PidFile none
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+MaxStartups 100
+MaxSessions 100
+AcceptEnv SKY_* LANG LC_*
+SetEnv SHLVL=1 PATH={path}
+"""
+"""Without SHLVL, bash reads the user's .bashrc for every command, which took 0.2 s and 50 processes
+where that sets up pyenv. PATH has the Python that such a .bashrc may have provided."""
+
+
+def skip_if_absent() -> None:
+    """Skip where no SSH hosts can be started."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux has a second loopback address for a second SSH host")
+    if not os.access(SSHD, os.X_OK):
+        pytest.skip("there is no sshd; install openssh-server")
+
+
 @dataclass(frozen=True)
 class Sshd:
     """Two hosts, each an sshd with an address and a host key of its own."""
 
     folder: Path
-    hosts: tuple[str, ...]
     port: int
-    user: str
-    key: str
-    known_hosts: str
+    hosts: tuple[str, ...] = ("127.0.0.1", "127.0.0.2")
+    user: str = field(default_factory=getpass.getuser)
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The key that opens both hosts."""
+        return str(self.folder / "id")
+
+    @property
+    def known_hosts(self) -> str:
+        """The file with the keys of both hosts."""
+        return str(self.folder / "known_hosts")
+
+    def make(self) -> None:
+        """Write the keys and settings of both hosts."""
+        known = []
+        python = Path(sys.base_prefix, "bin")
+        for name in ("id", *(f"host{n}" for n, _ in enumerate(self.hosts, 1))):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "tests", "-f"]
+            subprocess.run([*command, str(self.folder / name)], check=True)
+        for number, address in enumerate(self.hosts, 1):
+            settings = SETTINGS.format(
+                address=address,
+                port=self.port,
+                folder=self.folder,
+                number=number,
+                path=f"{python}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            )
+            (self.folder / f"sshd{number}.conf").write_text(settings)
+            key = " ".join((self.folder / f"host{number}.pub").read_text().split()[:2])
+            known.append(f"[{address}]:{self.port} {key}\n")
+        Path(self.known_hosts).write_text("".join(known))
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 
     def provider(self, *hosts: str, **changed: Any) -> sky.SSH:
         """The hosts as a provider, with nothing of the user's own configuration."""
@@ -60,27 +122,25 @@ class Sshd:
         }
         return sky.SSH(list(hosts or self.hosts), **given | changed)
 
-    def up(self) -> str:
-        """Start what is not running."""
-        environment = os.environ | {
-            "TESTBED_STATE": str(self.folder),
-            "TESTBED_SSH_PORT": str(self.port),
-        }
-        done = subprocess.run(
-            [str(TESTBED / "sshd-up"), "2"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"no sshd here: {done.stderr.strip()}")
-        return done.stdout
+    def up(self) -> None:
+        """Start the hosts that are not running."""
+        for number, address in enumerate(self.hosts, 1):
+            if number not in self.running or self.running[number].poll() is not None:
+                command = [SSHD, "-D", "-e", "-f", str(self.folder / f"sshd{number}.conf")]
+                with (self.folder / f"sshd{number}.log").open("ab") as log:
+                    self.running[number] = subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
+                    )
+                wait_until(partial(listens, self.port, address), 10, f"the sshd on {address}")
+
+    def down(self) -> None:
+        """End both hosts, with all of their connections."""
+        for number in self.running:
+            self.lose(number)
 
     def daemons(self, number: int) -> list[psutil.Process]:
         """A host's sshd, and those that serve its connections."""
-        pid = int((self.folder / "sshd" / "pids" / f"sshd{number}").read_text().split()[0])
-        sshd = psutil.Process(pid)
+        sshd = psutil.Process(self.running[number].pid)
         found = [sshd]
         for process in sshd.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -90,24 +150,23 @@ class Sshd:
 
     def lose(self, number: int) -> None:
         """End a host, but not what was started there, as with any sshd."""
-        daemons = self.daemons(number)
-        for process in daemons:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
         with contextlib.suppress(psutil.NoSuchProcess):
-            daemons[0].wait(10)
+            for process in self.daemons(number):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.running[number].wait(10)
 
 
 @contextlib.contextmanager
 def another(sshd: Sshd, folder: Path, *settings: str) -> Iterator[int]:
     """One more sshd at the first address, with settings of its own; gives its port."""
     port = free_port()
-    plain = (sshd.folder / "sshd" / "sshd1.conf").read_text().splitlines()
+    plain = (sshd.folder / "sshd1.conf").read_text().splitlines()
     first = [f"Port {port}", *settings]
     names = tuple(line.split()[0] for line in first)
     config = folder / "sshd.conf"
     config.write_text("\n".join([*first, *(x for x in plain if not x.startswith(names))]) + "\n")
-    command = ["/usr/sbin/sshd", "-D", "-f", str(config)]
+    command = [SSHD, "-D", "-f", str(config)]
     daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: listens(port), 10, "the sshd")
@@ -174,7 +233,7 @@ async def created(provider: sky.SSH) -> None:
         pass
 
 
-def listens(port: int) -> bool:
-    """Whether there is a server on a local port."""
+def listens(port: int, address: str = "127.0.0.1") -> bool:
+    """Whether there is a server on a port of this machine."""
     with socket.socket() as probe:
-        return not probe.connect_ex(("127.0.0.1", port))
+        return not probe.connect_ex((address, port))

@@ -156,12 +156,12 @@ def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[...
         assert after[1] != before[1]
 
 
-SETUP = "provider = sky.SSH({hosts!r}, user={user!r}, port={port}, key={key!r}, known_hosts={known_hosts!r}, config=None)"  # noqa: E501
-
-
 @pytest.fixture(scope="module")
 def setup(sshd: Sshd) -> str:
-    return SETUP.format(**vars(sshd) | {"hosts": list(sshd.hosts)})
+    return (
+        f"provider = sky.SSH({list(sshd.hosts)!r}, user={sshd.user!r}, port={sshd.port}, "
+        f"key={sshd.key!r}, known_hosts={sshd.known_hosts!r}, config=None)"
+    )
 
 
 @pytest.mark.parametrize("phase", PHASES)

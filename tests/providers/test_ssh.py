@@ -51,7 +51,7 @@ def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(sshd: Sshd) 
 
 def test_an_sshd_that_takes_few_commands_gets_more_connections(sshd: Sshd, tmp_path: Path) -> None:
     async def scenario(port: int) -> None:
-        host = (sshd.folder / "sshd" / "host1.pub").read_text()
+        host = (sshd.folder / "host1.pub").read_text()
         known = tmp_path / "known_hosts"
         known.write_text(f"[127.0.0.1]:{port} {host}")
         provider = sshd.provider("127.0.0.1", port=port, known_hosts=str(known))

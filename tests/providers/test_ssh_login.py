@@ -30,7 +30,7 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
     message = refusal(sshd.provider(known_hosts=str(empty)), sky.HostKeyError)
 
     shown = subprocess.run(
-        ["ssh-keygen", "-lf", str(sshd.folder / "sshd" / "host1.pub")],
+        ["ssh-keygen", "-lf", str(sshd.folder / "host1.pub")],
         capture_output=True,
         text=True,
         check=True,
@@ -49,7 +49,7 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
 
 def test_a_changed_host_key_is_loud(sshd: Sshd, tmp_path: Path) -> None:
     known = tmp_path / "known_hosts"
-    other = (sshd.folder / "sshd" / "host2.pub").read_text()
+    other = (sshd.folder / "host2.pub").read_text()
     known.write_text(f"[127.0.0.1]:{sshd.port} {other}")
 
     message = refusal(sshd.provider(known_hosts=str(known)), sky.HostKeyError)
