@@ -87,7 +87,7 @@ MIB = 1 << 20
 store = sky.ModelStore(sys.argv[1])
 action = sys.argv[2]
 if action == "pack":
-    model = {str(i): torch.zeros(4 * MIB, 3)[:, 0] for i in range(40)}
+    model = {str(i): torch.zeros(4 * MIB, 3)[:, 0] for i in range(24)}
     for i, column in enumerate(model.values()):
         column[0] = i
 elif action != "load":

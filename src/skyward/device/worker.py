@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import sys
@@ -56,7 +57,9 @@ def main() -> None:
     try:
         from skyward.device import build
 
+        gc.disable()  # `import torch` takes 1.68 s so instead of 1.85 s.
         kind = choose(config.kind)
+        gc.enable()
         library = ctypes.CDLL(str(build.library("worker")))
     except Exception as problem:
         os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
