@@ -101,27 +101,6 @@ def test_where_only_ssh_gets_through_everything_goes_that_way(sshd: Sshd) -> Non
 
 
 @pytest.mark.slow
-def test_torch_trains_across_hosts(sshd: Sshd) -> None:
-    """Slow the first time: PyTorch is installed on the hosts, and kept there."""
-
-    @sky.function
-    def summed() -> float:
-        import torch
-        import torch.distributed as dist
-
-        value = torch.ones(1)
-        dist.all_reduce(value)
-        return float(value)
-
-    plugins = [sky.plugins.torch()]
-    image = torch_image()
-    with sky.Compute(
-        sshd.provider(), nodes=2, image=image, plugins=plugins, options=QUIET
-    ) as compute:
-        assert summed() @ compute == [2.0, 2.0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
 def test_a_torch_device_on_a_host(sshd: Sshd, direct: bool) -> None:
     """Slow the first time: PyTorch is installed on the host, and kept there."""
