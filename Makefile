@@ -41,7 +41,7 @@ test: setup  ## run the tests
 	@$(COMPILE)
 	@$(BIN)/python tests/run.py
 
-test-all: setup  ## run the tests with all dtypes of op_db and examples in full
+test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long
 	@$(COMPILE)
 	@$(BIN)/python tests/run.py --all
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import has_compiler
+from .conftest import ALL, has_compiler
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
-QUICK = not os.environ.get("SKYWARD_TEST_ALL")
+QUICK = not ALL
 """Examples train for a few epochs; `make test-all` has them train in full."""
 ACCURATE = r"(8[6-9]|9\d)\.\d%" if QUICK else r"9\d\.\d%"
 """The examples themselves fail below what they expect; an untrained model has some 10 %."""

@@ -15,6 +15,8 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import only_in_all
+
 GIB = 1 << 30
 QUIET = sky.Options(console=False)
 
@@ -50,12 +52,7 @@ def room() -> None:
     "transport",
     [
         "unix",
-        pytest.param(
-            "tcp",
-            marks=pytest.mark.skipif(
-                not os.environ.get("SKYWARD_TEST_ALL"), reason="encrypted gigabytes: make test-all"
-            ),
-        ),
+        pytest.param("tcp", marks=only_in_all),
     ],
 )
 def test_an_argument_of_three_gigabytes_arrives(room: None, transport: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import threading
 import time
@@ -14,9 +13,10 @@ import skyward as sky
 from skyward.providers import Machine, Order
 from skyward.wire.connecting import direct
 
+from ..conftest import ALL
 from ..device.proxy import Proxy
 
-OUTAGE_SECONDS = 30.0 if os.environ.get("SKYWARD_TEST_ALL") else 12.0
+OUTAGE_SECONDS = 30.0 if ALL else 12.0
 """How long a network is away: three times the silence after which a node is `reconnecting`."""
 DIAL_SECONDS = 30.0
 

@@ -16,6 +16,8 @@ import pytest
 import skyward as sky
 from skyward.errors import ConfigurationError
 
+from ..conftest import only_in_all
+
 for needed in ("keras", "jax"):
     # Not imported here, where no backend is set.
     if importlib.util.find_spec(needed) is None:
@@ -36,6 +38,7 @@ def setting() -> dict[str, Any]:
     }
 
 
+@only_in_all
 def test_on_torch_a_model_is_made_parallel_by_torch() -> None:
     """Slow: two processes import both frameworks."""
 

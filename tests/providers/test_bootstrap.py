@@ -34,6 +34,8 @@ from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 from skyward.worker.detached import start_mark
 
+from ..conftest import only_in_all
+
 ME = "{}.{}".format(*sys.version_info)
 BASE = Path(sys.base_prefix, "bin")
 POOL = f"boot{os.getpid()}"
@@ -246,7 +248,7 @@ def test_an_index_serves_the_packages_it_is_for_and_no_others(lab: Lab, tmp_path
     assert said_by(lab, prepared.python, code) == "None"
 
 
-@pytest.mark.parametrize("with_uv", [True, False])
+@pytest.mark.parametrize("with_uv", [True, pytest.param(False, marks=only_in_all)])
 def test_an_index_may_be_a_folder_of_wheels(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_uv: bool
 ) -> None:

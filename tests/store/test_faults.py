@@ -14,11 +14,13 @@ import torch
 import skyward as sky
 from skyward.store.places import local
 
+from ..conftest import ALL
+
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     """Many kills, each at a random moment of a save, each followed by a full check."""
-    count = "100" if os.environ.get("SKYWARD_TEST_ALL") else "30"
+    count = "100" if ALL else "30"
     script = Path(__file__).with_name("killing.py")
 
     done = subprocess.run(
@@ -117,8 +119,8 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_stays_close_to_the_size_of_the_model(folder: Path) -> None:
-    """Half a GiB goes to the disk and comes back twice, in a new process each time; then tensors
-    that are copied to be saved, 16 MiB each."""
+    """Half a GiB goes to the disk and comes back, in a new process each time; in `make test-all` it
+    also comes back into a model, and tensors are saved that have to be copied, 16 MiB each."""
 
     def measured(action: str) -> int:
         done = subprocess.run(
@@ -132,5 +134,6 @@ def test_memory_stays_close_to_the_size_of_the_model(folder: Path) -> None:
 
     assert measured("save") < 300
     assert 300 < measured("load") < 512 + 300
-    assert measured("fill") < 300
-    assert measured("pack") < 300
+    if ALL:
+        assert measured("fill") < 300
+        assert measured("pack") < 300
