@@ -155,6 +155,12 @@ class Sshd:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self.running[number].wait(10)
+        # One that was being forked meanwhile would go on serving its connection.
+        place = (self.hosts[number - 1], self.port)
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr == place and connection.pid:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(connection.pid).kill()
 
 
 @contextlib.contextmanager
