@@ -133,6 +133,44 @@ def test_cancelling_a_pool_while_it_starts_leaves_nothing_behind():
     asyncio.run(main())
 
 
+class Slow:
+    """A provider whose machines take an hour."""
+
+    name = "slow"
+    waiting = False
+
+    def check(self, request): ...
+    def describe(self):
+        return {}
+
+    def price(self, request): ...
+    async def find(self, pool):
+        return []
+
+    async def create(self, order):
+        self.waiting = True
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.waiting = False
+
+
+def test_cancelling_a_pool_ends_the_wait_for_its_machines(monkeypatch, tmp_path):
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path))
+    provider = Slow()
+
+    async def main():
+        entering = asyncio.create_task(sky.Compute(provider, options=QUIET).__aenter__())
+        await until(lambda: provider.waiting)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+
+    asyncio.run(main())
+
+    assert not provider.waiting
+
+
 def test_a_future_can_be_awaited_more_than_once(compute):
     async def main():
         future = add(1) > compute

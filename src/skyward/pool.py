@@ -23,6 +23,7 @@ from skyward.functions import Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.node import Node, NodeView
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.usage import NodeUsage
 from skyward.providers import encrypted
 from skyward.spec import Nodes
 
@@ -188,6 +189,10 @@ class Pool:
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
         return self._fleet.views()
+
+    def usage(self, node: int) -> NodeUsage | None:
+        """How busy a node is; None if it does not answer now."""
+        return self._fleet.usage(node)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from executors, over sockets."""

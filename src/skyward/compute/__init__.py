@@ -28,6 +28,7 @@ from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
+from skyward.nodes.usage import NodeUsage
 from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
 from skyward.providers import Provider
@@ -123,6 +124,11 @@ class Compute:
             raise shown_from_outside(problem) from problem.__cause__
         except asyncio.CancelledError:
             # The thread goes on in spite of the cancellation, and the pool that it opens must end.
+            # A machine may take half an hour: what the thread waits for must end as well.
+            while not opening.done():
+                if self._pool is not None and self._pool.nodes:
+                    await asyncio.to_thread(self._close_surely)
+                await asyncio.wait([opening], timeout=0.05)
             with contextlib.suppress(SkywardError):
                 await opening
             await asyncio.to_thread(self._close_surely)
@@ -145,11 +151,11 @@ class Compute:
         spec = self._spec
         started = time.monotonic()
         several = spec.worker.per_node != 1
-        self._console = console_for(spec.options.console, several_workers=several)
+        console = self._console = console_for(spec.options.console, several_workers=several)
         count = spec.nodes.desired
         provider = type(spec.provider).__name__.lower()
-        self._console.begin(f"{self.name}: starting {_nodes(count)} ({provider})", count)
-        self._pool = Pool(spec, self._console)
+        console.begin(f"{self.name}: starting {_nodes(count)} ({provider})", count)
+        self._pool = Pool(spec, console)
         try:
             self._pool.start()
             self._enter_plugins()
@@ -159,9 +165,9 @@ class Compute:
             there = self._pool.ready_nodes()
             ready = _nodes(count) if there == count else f"{there} of {_nodes(count)}"
             more = "" if there == count else "; it goes on with the others"
-            self._console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
+            console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
-            self._console.drain()
+            console.drain()
             self._was_ready = True
         except BaseException:
             self._close_surely()
@@ -422,6 +428,15 @@ class Compute:
             received,
             time.monotonic() - counts.started,
         )
+
+    def usage(self, node: int = 0) -> NodeUsage | None:
+        """How busy a node is: processors, memory and GPUs; None if it does not answer now.
+
+        Functions that run on the node do not hold up the answer.
+
+        >>> compute.usage().cpu_percent
+        """
+        return self._open_pool.usage(node)
 
     def __repr__(self) -> str:
         if self._pool is None:

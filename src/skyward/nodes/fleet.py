@@ -25,6 +25,7 @@ from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.startup import Callbacks, Startup
+from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import encrypted, is_here
 from skyward.spec import Nodes
 from skyward.wire import messages
@@ -41,6 +42,7 @@ from skyward.wire.messages import (
     Ping,
     Prepared,
     Shutdown,
+    Usage,
     Written,
 )
 from skyward.wire.versions import my_versions
@@ -114,6 +116,7 @@ class Fleet:
             give_up=self._startup.give_up,
         )
         self._devices = DeviceDesk(self._tell_node, self._connect_device)
+        self._usage = UsageDesk(self._ask_node)
         self._losses = Losses(
             self._roster,
             loop,
@@ -266,6 +269,19 @@ class Fleet:
         )
         return channel
 
+    # How busy nodes are.
+
+    def usage(self, node: int) -> NodeUsage | None:
+        """How busy a node is; None if it does not answer now."""
+        return self._usage.get(node)
+
+    def _ask_node(self, index: int, message: Message) -> bool:
+        node = self._roster.get(index)
+        if node is None or not node.serves:
+            return False
+        node.tell(message)
+        return True
+
     # What agents and executors send.
 
     def _on_control(self, node: Node, frame: Frame) -> None:
@@ -287,6 +303,8 @@ class Fleet:
                 self._preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
                 self._devices.heard(message)
+            case Usage():
+                self._usage.heard(message)
             case Written():
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient

@@ -190,6 +190,13 @@ class Prepared(Message):
     """Empty after success; otherwise the plugin, the hook and the traceback."""
 
 
+class Measure(Message):
+    """Say how busy the node is."""
+
+    KIND = 15
+    number: int
+
+
 class Define(Message):
     """An object to keep under a key: a function's code, or data from `put`."""
 
@@ -359,6 +366,19 @@ class Part(Message):
     KIND = 34
     known: bool
     """False if the peer does not have the blob, and will not have it in time."""
+
+
+class Usage(Message):
+    """How busy a node is: the answer to the `Measure` of that number."""
+
+    KIND = 35
+    number: int
+    cpu_percent: float
+    """Of all processors that the node may use, since the measurement before."""
+    memory_used: Size
+    memory_total: Size
+    gpus: list[tuple[str, float | None, Size, Size]]
+    """The name, the load in percent if it is known, and memory used and there, of each."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

@@ -28,6 +28,7 @@ from skyward.wire.messages import (
     CloseDevice,
     Hello,
     Kill,
+    Measure,
     Message,
     OpenDevice,
     Ping,
@@ -41,6 +42,7 @@ from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.supervision import ExecutorProcesses
+from skyward.worker.usage import Gauge
 
 LOOK_SECONDS = 0.25
 
@@ -60,6 +62,7 @@ class Agent:
         self._executors = ExecutorProcesses(config, self._tell, self._starts)
         self._hooks = hooks.Entered()
         self._devices = DeviceProcesses(config, self._tell)
+        self._gauge = Gauge()
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock")
         self._listener = Listener(
@@ -133,6 +136,9 @@ class Agent:
             case Prepare():
                 # On a thread of its own: commands may take minutes, and the client sends pings.
                 threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
+            case Measure():
+                # Likewise: a GPU's driver may take seconds to wake up.
+                threading.Thread(target=self._measure, args=(message.number,), daemon=True).start()
             case OpenDevice():
                 self._starts.put(functools.partial(self._devices.open, message))
             case CloseDevice():
@@ -153,6 +159,9 @@ class Agent:
         self._tell(Prepared(problem))
         if not problem and self._config.hooks_first:
             self._starts.put(self._executors.start_all)
+
+    def _measure(self, number: int) -> None:
+        self._tell(self._gauge.read(number))
 
     def _tell(self, message: Message) -> None:
         with self._lock:
