@@ -36,8 +36,11 @@ NOTHING_COLLECTED = 5
 LANES = {
     "containers": re.compile(r"\bengine\b"),
     "hosts": re.compile(r"\bsshd\b|\blinked\b"),
+    "pods": re.compile(r"\bkube\b"),
 }
-"""What files have in them that need the one Podman, or SSH hosts."""
+"""What files have in them that need the one Podman, SSH hosts, or the one Kubernetes cluster."""
+TOGETHER = ("pods",)
+"""What takes so long to start that one process runs all files that need it."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -99,7 +102,7 @@ def batches_of(files: Sequence[str]) -> list[Batch]:
         for path in group:
             seconds = known.get(path, UNKNOWN_SECONDS)
             for index, (members, filled) in enumerate(bins):
-                if filled + seconds <= BATCH_SECONDS:
+                if lane in TOGETHER or filled + seconds <= BATCH_SECONDS:
                     bins[index] = ([*members, path], filled + seconds)
                     break
             else:

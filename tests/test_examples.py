@@ -125,8 +125,8 @@ TELLING = {
     ],
 }
 
-# These need other machines: tests/providers/test_examples.py has them.
-ELSEWHERE = {"container_roundtrip", "ssh_ddp"}
+# These need other machines: tests/providers has them.
+ELSEWHERE = {"container_roundtrip", "kubernetes_ddp", "ssh_ddp"}
 
 # What an example needs that is not everywhere; without it the test is skipped, and says so.
 NEEDS = {

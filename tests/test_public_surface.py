@@ -27,6 +27,7 @@ PUBLIC = [
     "Stats",
     "NodeView",
     "Container",
+    "Kubernetes",
     "Local",
     "SSH",
     "Image",

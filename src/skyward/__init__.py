@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
     from skyward.providers.container import Container as Container
+    from skyward.providers.kubernetes import Kubernetes as Kubernetes
     from skyward.providers.local import Local as Local
     from skyward.providers.ssh import SSH as SSH
     from skyward.sharding import shard as shard
@@ -133,6 +134,7 @@ _HOMES = {
     "plugins.plugin": ("Plugin",),
     "providers.container": ("Container",),
     "providers.local": ("Local",),
+    "providers.kubernetes": ("Kubernetes",),
     "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),

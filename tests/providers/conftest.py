@@ -13,7 +13,7 @@ import pytest
 
 from skyward.nodes.journal import Journal
 
-from . import podman, ssh_hosts
+from . import kube, podman, ssh_hosts
 from .ssh_hosts import Sshd, free_port
 
 
@@ -30,6 +30,16 @@ def sshd() -> Iterator[Sshd]:
     finally:
         hosts.down()
         shutil.rmtree(hosts.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """The kubeconfig of a cluster with two nodes."""
+    kube.skip_if_absent()
+    try:
+        yield kube.start()
+    finally:
+        kube.stop()
 
 
 WAITING_SECONDS = 900

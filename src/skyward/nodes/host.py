@@ -16,9 +16,17 @@ from skyward.errors import PoolStartError
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
 from skyward.nodes.journal import Journal
-from skyward.providers import Machine, Order, Provider, encrypted, equipment_of, is_here
+from skyward.providers import (
+    Machine,
+    Order,
+    Provider,
+    encrypted,
+    equipment_of,
+    forwards,
+    is_here,
+)
 from skyward.wire.connecting import direct
-from skyward.worker.config import AgentConfig
+from skyward.worker.config import LOOPBACK, AgentConfig
 
 DIRECT_SECONDS = 1.5
 """How long the client tries a direct connection before it uses the machine's `dial`."""
@@ -160,6 +168,7 @@ class Host:
             return
         assert self._environment is not None
         config.direct = machine.direct or ""
+        config.forwarded = forwards(machine)
         self._phase("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)
         self._is_direct = await asyncio.to_thread(self._can_connect, announced.endpoint)
@@ -212,6 +221,8 @@ class Host:
             return endpoints.split()[0]
         if self._is_direct:
             return self._direct_endpoint(endpoints)
+        if self._machine is not None and forwards(self._machine):
+            return next(each for each in endpoints.split() if f":{LOOPBACK}:" in each)
         return next(each for each in endpoints.split() if each.startswith("unix:"))
 
     def dial(self, endpoint: str, seconds: float) -> socket.socket:
@@ -222,7 +233,10 @@ class Host:
         if self._is_direct and endpoint.startswith("tcp:"):
             return direct(endpoint, seconds)
         assert self._machine is not None
-        opening = provider_loop.submit(self._machine.dial(endpoint))
+        if endpoint.startswith("tcp:") and forwards(self._machine):
+            opening = provider_loop.submit(self._machine.forward(endpoint))
+        else:
+            opening = provider_loop.submit(self._machine.dial(endpoint))
         try:
             return opening.result(seconds)
         except concurrent.futures.TimeoutError:

@@ -72,7 +72,12 @@ class Startup:
     def _host(self, index: int, lost: Host | None = None) -> Host:
         return Host(
             self._spec.provider,
-            Order(self._id, index, self._spec.request),
+            Order(
+                self._id,
+                index,
+                self._spec.request,
+                tell=lambda reason: self._console.phase(index, reason),
+            ),
             self._journal,
             phase=lambda phase: self._console.phase(index, phase),
             note=self._console.note,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
@@ -33,6 +33,10 @@ class Request:
     """How many nodes the pool may have at most."""
 
 
+def tell_nobody(_: str) -> None:
+    """Ignore what a provider waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order for one machine, for one node of one pool."""
@@ -41,6 +45,8 @@ class Order:
     """The pool's unique name; the machine must carry it, so that `find` works after a crash."""
     node: int
     request: Request
+    tell: Callable[[str], None] = field(default=tell_nobody, compare=False, repr=False)
+    """To be called with what `create` waits for, as it changes."""
 
 
 class Machine(Protocol):
@@ -141,6 +147,19 @@ def is_here(provider: Provider) -> bool:
     return bool(getattr(provider, "here", False))
 
 
+class Forwarder(Machine, Protocol):
+    """A machine with a faster `dial` for ports of its loopback."""
+
+    async def forward(self, endpoint: str) -> socket.socket:
+        """Connect to a port; unlike with `dial`, both directions may end together."""
+        ...
+
+
+def forwards(machine: Machine) -> TypeGuard[Forwarder]:
+    """Whether a machine has a faster `dial` for ports of its loopback."""
+    return hasattr(machine, "forward")
+
+
 @dataclass(frozen=True, slots=True)
 class Equipment:
     """The folder, the cards and the directory of a machine that needs no bootstrap."""
@@ -164,6 +183,7 @@ BUILT_IN = {
     "local": "skyward.providers.local:Local",
     "container": "skyward.providers.container:Container",
     "ssh": "skyward.providers.ssh:SSH",
+    "kubernetes": "skyward.providers.kubernetes:Kubernetes",
 }
 """The class of each provider that is part of Skyward."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+LOOPBACK = "127.0.0.1"
+
 
 class AgentConfig(msgspec.Struct):
     """Everything a node needs to know, sent to the agent on its standard input."""
@@ -37,6 +39,9 @@ class AgentConfig(msgspec.Struct):
     that the executors have the environment that these hooks set."""
     direct: str = ""
     """An address on which a node listens with TLS, in addition to its Unix sockets."""
+    forwarded: bool = False
+    """Whether a node also listens on its loopback, with TLS, for connections that a provider
+    forwards."""
     private: str = ""
     """An address on which the node's executors also listen, for executors of other nodes."""
 
@@ -45,6 +50,8 @@ class AgentConfig(msgspec.Struct):
         if self.address != "unix":
             return f"tcp:{self.address}:0"
         addresses = [self.direct, self.private if for_peers else ""] if self.credentials else []
+        if self.forwarded and self.credentials:
+            addresses.append(LOOPBACK)
         places = [f"tcp:{address}:0" for address in dict.fromkeys(addresses) if address]
         return " ".join([*places, f"unix:{self.folder}/{name}"])
 

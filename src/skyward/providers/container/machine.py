@@ -9,11 +9,11 @@ import socket
 import struct
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from skyward.errors import PoolStartError, UnreachableError
+from skyward.providers.container import commands
 from skyward.providers.container.service import (
     NODE,
     POOL,
@@ -27,14 +27,6 @@ from skyward.providers.container.service import (
 _ENDING_SECONDS = 5.0
 _HEADER = struct.Struct(">BxxxL")
 """Before each piece of a command's output: the stream it belongs to, and its length."""
-
-_PYTHON = """\
-node=${2#unix:}
-node=${node%/*}/python
-if [ -x "$node" ]; then exec "$node" -c "$@"; fi
-exec "$0" -c "$@"
-"""
-"""Where the bootstrap installed Python, the node's folder has a link to it."""
 
 _RELAY = """\
 import os, socket, sys, threading
@@ -89,10 +81,9 @@ class ContainerMachine:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a process in the container."""
-        mark = f"/tmp/.skyward-{uuid.uuid4().hex}"
-        script = f'echo "$$" >{mark}; trap "rm -f {mark}" EXIT; "$@"'
+        mark = commands.new_mark()
         work = asyncio.create_task(
-            asyncio.to_thread(self._run, ["sh", "-c", script, "sh", *command], input, output)
+            asyncio.to_thread(self._run, commands.marked(mark, command), input, output)
         )
         try:
             return await asyncio.shield(work)
@@ -115,23 +106,15 @@ class ContainerMachine:
             return exit_status()
 
     def _end(self, mark: str) -> None:
-        """Kill a command and its children; the shell around it wrote its process id to `mark`."""
-        kill = (
-            f'pid=$(cat {mark}) || exit 0; pids=$pid; next=$pid; while [ -n "$next" ]; do '
-            "found=; for one in $next; do for stat in /proc/[0-9]*/stat; do "
-            'read -r line <"$stat" 2>/dev/null || continue; rest=${line##*) }; set -- $rest; '
-            '[ "$2" = "$one" ] && found="$found ${line%% *}"; done; done; '
-            f'pids="$pids $found"; next=$found; done; kill -9 $pids; rm -f {mark}'
-        )
         with contextlib.suppress(Exception):
-            self._run(["sh", "-c", kill], b"", None)
+            self._run(commands.killing(mark), b"", None)
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a process in the container that copies its streams to the socket."""
         return await asyncio.to_thread(self._dial, endpoint)
 
     def _dial(self, endpoint: str) -> socket.socket:
-        command = ["sh", "-c", _PYTHON, self.python or "python3", _RELAY, endpoint]
+        command = commands.python(self.python, _RELAY, endpoint)
         executing = self._executing(command)
         stream, _ = executing.__enter__()
         near, far = socket.socketpair()

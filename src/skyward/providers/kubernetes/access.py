@@ -1,0 +1,357 @@
+"""Access to a cluster's API server: credentials, requests, watches, and errors in words.
+
+The official client reads the kubeconfig (exec plugins, client certificates, OIDC, proxies) or the
+pod's own credentials, and keeps the connections. Requests carry plain JSON: its classes for every
+kind of object know only the fields of one version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import ssl
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
+
+IN_CLUSTER = "in-cluster"
+"""The name of a pod's own credentials, in place of the path of a kubeconfig."""
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+REQUEST_SECONDS = 30.0
+WATCH_SECONDS = 240
+_MERGE = "application/merge-patch+json"
+
+Object = dict[str, Any]
+
+
+class ApiError(PoolStartError):
+    """The API server refused a request."""
+
+    def __init__(self, status: int, reason: str, message: str, doing: str) -> None:
+        super().__init__(f"{doing}: {message}{_advice(status, message)}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+def _advice(status: int, message: str) -> str:
+    if status == 401:
+        return (
+            "; the API server does not accept these credentials: log in again, and try `kubectl "
+            "get pods`"
+        )
+    if status == 403 and "exceeded quota" in message:
+        return "; ask for less, or wait until others need less, or have the quota raised"
+    if status == 403:
+        return "; docs/kubernetes.md has the Role that a pool needs"
+    if status == 404 and message.startswith("namespaces "):
+        return "; make the namespace, or name another with namespace="
+    if status == 422:
+        return "; correct pod_template=, or what the message names"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which cluster and namespace; resolved when the provider is made, and never again."""
+
+    kubeconfig: str
+    """The paths of kubeconfig files, or `IN_CLUSTER`."""
+    context: str | None
+    namespace: str
+
+
+def resolve(kubeconfig: str | None, context: str | None, namespace: str | None) -> Place:
+    """The place that arguments, environment and kubeconfig name, in this order."""
+    paths = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    if kubeconfig == IN_CLUSTER or (not _read(paths) and is_in_cluster()):
+        own = _NAMESPACE.read_text().strip() if _NAMESPACE.exists() else "default"
+        return Place(IN_CLUSTER, None, namespace or own)
+    documents = _read(paths)
+    contexts = {
+        str(each["name"]): each.get("context") or {}
+        for document in documents
+        for each in document.get("contexts") or ()
+    }
+    current = next((d["current-context"] for d in documents if d.get("current-context")), None)
+    chosen = context or current
+    if chosen not in contexts:
+        raise ConfigurationError(_no_context(paths, context, chosen, sorted(contexts)))
+    absolute = os.pathsep.join(
+        str(Path(each).expanduser().resolve()) for each in paths.split(os.pathsep) if each
+    )
+    return Place(absolute, chosen, namespace or contexts[chosen].get("namespace") or "default")
+
+
+def _no_context(paths: str, asked: str | None, chosen: str | None, there: list[str]) -> str:
+    if asked is not None:
+        names = ", ".join(there) or "none"
+        return f"Kubernetes(context={asked!r}): {paths} has no such context; it has {names}"
+    if there:
+        return (
+            f"Kubernetes(): {paths} has no current context; name one of {', '.join(there)} with "
+            "context=, or choose it with `kubectl config use-context`"
+        )
+    return (
+        f"Kubernetes(): there is no cluster to talk to: {paths} does not exist or names none, and "
+        "this is no pod; set KUBECONFIG, or log in with your cloud's command line"
+    )
+
+
+def is_in_cluster() -> bool:
+    """Whether this process runs in a pod that has credentials of its own."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and _NAMESPACE.exists()
+
+
+def _read(paths: str) -> list[Object]:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigurationError(
+            "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
+        ) from None
+    found = []
+    for each in paths.split(os.pathsep):
+        path = Path(each).expanduser()
+        if each and path.is_file():
+            try:
+                document = yaml.safe_load(path.read_text())
+            except (OSError, yaml.YAMLError) as problem:
+                raise ConfigurationError(f"the kubeconfig {path}: {problem}") from problem
+            if isinstance(document, dict):
+                found.append(document)
+    return found
+
+
+class Access:
+    """One API server; any thread may use it."""
+
+    def __init__(self, place: Place) -> None:
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise ConfigurationError(
+                "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
+            ) from None
+        self.place = place
+        self._configuration: Any = client.Configuration()
+        try:
+            if place.kubeconfig == IN_CLUSTER:
+                config.load_incluster_config(client_configuration=self._configuration)
+            else:
+                config.load_kube_config(
+                    place.kubeconfig,
+                    place.context,
+                    client_configuration=self._configuration,
+                    persist_config=False,
+                )
+        except Exception as problem:
+            raise ConfigurationError(
+                f"Kubernetes(context={place.context!r}): no credentials: {problem}; try `kubectl "
+                f"--context {place.context} get pods`"
+            ) from problem
+        self._client: Any = client.ApiClient(self._configuration)
+        self._pools: Any = self._client.rest_client.pool_manager
+        self._lock = threading.Lock()
+        self._context: ssl.SSLContext | None = None
+        self._watching: Any = None
+        self.requests = 0
+        """How many requests were made, for tests and the benchmark."""
+
+    @property
+    def server(self) -> str:
+        """The address of the API server."""
+        return str(self._configuration.host).rstrip("/")
+
+    @property
+    def token(self) -> str:
+        """The bearer token, refreshed if it has expired; empty if certificates are used."""
+        with self._lock:
+            found = self._configuration.auth_settings().get("BearerToken") or {}
+        return str(found.get("value") or "").partition(" ")[2]
+
+    @property
+    def proxy(self) -> str:
+        """The proxy to the API server, if there is one."""
+        return str(self._configuration.proxy or "")
+
+    @property
+    def tls_server_name(self) -> str:
+        """The name in the API server's certificate, if it is not that of its address."""
+        return str(self._configuration.tls_server_name or "")
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """The TLS context for connections of our own; None for plain HTTP."""
+        if not self.server.startswith("https"):
+            return None
+        with self._lock:
+            if self._context is None:
+                self._context = self._make_context()
+            return self._context
+
+    def _make_context(self) -> ssl.SSLContext:
+        configuration = self._configuration
+        authority = getattr(configuration, "ca_cert_data", None)
+        made = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=authority)
+        if not configuration.verify_ssl:
+            made.check_hostname = False
+            made.verify_mode = ssl.CERT_NONE
+        if configuration.cert_file:
+            made.load_cert_chain(configuration.cert_file, configuration.key_file)
+        return made
+
+    def stop_watching(self) -> None:
+        """End the watch that runs, if there is one."""
+        if self._watching is not None:
+            with contextlib.suppress(Exception):
+                self._watching.shutdown()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pools.clear()
+
+    # Requests.
+
+    def path(
+        self, kind: str, name: str = "", *more: str, query: Iterable[tuple[str, str]] = ()
+    ) -> str:
+        """The path of an object, or of all objects of a kind, in the namespace."""
+        prefix = "/apis/batch/v1" if kind == "jobs" else "/api/v1"
+        parts = [prefix, "namespaces", self.place.namespace, kind, name, *more]
+        path = "/".join(quote(each, safe="/") for each in parts if each)
+        pairs = list(query)
+        return f"{path}?{urlencode(pairs)}" if pairs else path
+
+    def get(self, kind: str, name: str = "", **query: str) -> Object:
+        """An object, or a list of all of a kind."""
+        path = self.path(kind, name, query=query.items())
+        return self._request("GET", path, f"reading {kind} {name}".rstrip())
+
+    def create(self, kind: str, manifest: Object, **query: str) -> Object:
+        """Make an object."""
+        doing = f"making {kind} {manifest['metadata'].get('name', '')}".rstrip()
+        return self._request("POST", self.path(kind, query=query.items()), doing, manifest)
+
+    def patch(self, kind: str, name: str, change: Object) -> Object:
+        """Change an object."""
+        doing = f"changing {kind} {name}"
+        return self._request("PATCH", self.path(kind, name), doing, change, _MERGE)
+
+    def delete(self, kind: str, name: str, **options: Any) -> None:
+        """Remove an object, if it exists, and all that it owns."""
+        given = {"propagationPolicy": "Background", **options}
+        with contextlib.suppress(NotFoundError):
+            self._request("DELETE", self.path(kind, name), f"removing {kind} {name}", given)
+
+    def delete_all(self, kind: str, **query: str) -> None:
+        """Remove the objects of a kind that a query selects."""
+        path = self.path(kind, query=query.items())
+        self._request("DELETE", path, f"removing {kind}", {"gracePeriodSeconds": 2})
+
+    def logs(self, pod: str, lines: int = 50) -> str:
+        """The last lines of what a pod's container wrote; empty if there are none."""
+        path = self.path("pods", pod, "log", query=[("tailLines", str(lines))])
+        try:
+            with self._answer("GET", path, None, None, REQUEST_SECONDS) as answer:
+                return answer.read().decode(errors="replace") if answer.status == 200 else ""
+        except UnreachableError:
+            return ""
+
+    def watch(self, kind: str, version: str, **query: str) -> Iterator[tuple[str, Object]]:
+        """What happens to objects of a kind from a version on, until the API server has enough."""
+        query |= {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_SECONDS)}
+        path = self.path(kind, query=query.items())
+        with self._answer("GET", path, None, None, WATCH_SECONDS + REQUEST_SECONDS) as answer:
+            self._check(answer, f"watching {kind}")
+            self._watching = answer
+            unread = b""
+            for data in answer.stream(1 << 16):
+                *lines, unread = (unread + data).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    yield event["type"], event["object"]
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        doing: str,
+        body: Object | None = None,
+        kind: str | None = None,
+    ) -> Object:
+        with self._answer(method, path, body, kind, REQUEST_SECONDS) as answer:
+            found: Object = self._check(answer, doing)
+            return found
+
+    @contextlib.contextmanager
+    def _answer(
+        self, method: str, path: str, body: Object | None, kind: str | None, seconds: float
+    ) -> Iterator[Any]:
+        import urllib3
+
+        headers = {"Accept": "application/json", "User-Agent": "skyward"}
+        if token := self.token:
+            headers["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            headers["Content-Type"] = kind or "application/json"
+        self.requests += 1
+        try:
+            answer = self._pools.request(
+                method,
+                self.server + path,
+                body=None if body is None else json.dumps(body).encode(),
+                headers=headers,
+                preload_content=False,
+                timeout=urllib3.Timeout(connect=10.0, read=seconds),
+                retries=urllib3.Retry(connect=1, read=0, redirect=2, other=0, status=0),
+            )
+            try:
+                yield answer
+            finally:
+                # A watch that is left early has bytes in its connection.
+                answer.close()
+                answer.release_conn()
+        except urllib3.exceptions.HTTPError as problem:
+            raise UnreachableError(
+                f"the API server {self.server} does not answer: {_root(problem)}; is it up, and "
+                "are you in its network?"
+            ) from problem
+
+    def _check(self, answer: Any, doing: str) -> Any:
+        if answer.status < 300:
+            if answer.headers.get("Transfer-Encoding") == "chunked" and "watching" in doing:
+                return None
+            return json.loads(answer.read() or b"{}")
+        text = answer.read().decode(errors="replace")
+        try:
+            status: Mapping[str, Any] = json.loads(text)
+        except ValueError:
+            status = {"message": text.strip() or answer.reason}
+        kind = {404: NotFoundError, 409: ConflictError, 410: ExpiredError}.get(
+            answer.status, ApiError
+        )
+        raise kind(
+            answer.status, str(status.get("reason", "")), str(status.get("message", text)), doing
+        )
+
+
+class NotFoundError(ApiError):
+    """There is no such object."""
+
+
+class ConflictError(ApiError):
+    """Such an object exists, or has changed meanwhile."""
+
+
+class ExpiredError(ApiError):
+    """A watch began too long ago."""
+
+
+def _root(problem: BaseException) -> str:
+    reason = getattr(problem, "reason", None)
+    return str(reason or problem)

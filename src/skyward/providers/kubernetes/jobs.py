@@ -1,0 +1,283 @@
+"""The Job of a pool: it keeps the pods running, and owns everything else of the pool.
+
+Its deadline is a lease that the client extends: without the client the cluster ends the pods, and
+removes the Job with all that it owns. Every function here asks the API server, and waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+
+from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
+from skyward.providers import Request
+from skyward.providers.kubernetes import manifests, streams
+from skyward.providers.kubernetes.access import (
+    Access,
+    ApiError,
+    ConflictError,
+    NotFoundError,
+    Object,
+)
+from skyward.providers.kubernetes.manifests import (
+    JOB,
+    LEASE_SECONDS,
+    NODE,
+    NODES,
+    POOL,
+    SPEC,
+    Claim,
+    Pod,
+    claim_of,
+    listed,
+)
+
+GONE_SECONDS = 50.0
+KICK_SECONDS = 4.0
+"""After so long, a container that has not ended is ended from inside."""
+
+
+def make(
+    access: Access, name: str, pool: str, pod: Pod, request: Request, nodes: Sequence[int]
+) -> Object:
+    """The Job, made with the claims that it needs; one that exists and is the same is used."""
+    claims = _claims(access, request)
+    manifest = manifests.job(name, pool, pod, request, nodes)
+    cached = pod.cache is not None and pod.cache.startswith("/")
+    if cached and not _takes_host_paths(access, manifest["spec"]["template"]):
+        manifest = manifests.job(name, pool, dataclasses.replace(pod, cache=None), request, nodes)
+    template = json.dumps(manifest["spec"]["template"], sort_keys=True)
+    manifest["metadata"]["annotations"][SPEC] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    try:
+        made = access.create("jobs", manifest)
+    except ConflictError:
+        made = _used(access, name, manifest, claims)
+    # Made after the Job that owns it, a claim is never left over; its pods wait for it.
+    for claim in claims:
+        owner = _owner(made) if claim.remove else None
+        wanted = claim.manifest(pod.storage_class, request.most_nodes, owner)
+        try:
+            access.create("persistentvolumeclaims", wanted)
+        except ConflictError:
+            if owner is not None and name in _owners(access, claim):
+                _give(access, claim, owner)
+    return made
+
+
+def _takes_host_paths(access: Access, template: Object) -> bool:
+    """Whether the namespace's rules allow pods to keep a cache on their machine."""
+    try:
+        access.create("pods", _pod_of(template, "sky-try-"), dryRun="All")
+    except ApiError as problem:
+        # Whatever else is wrong, such as a quota, is told when the Job says so.
+        return "hostPath" not in problem.message
+    return True
+
+
+def _pod_of(template: Object, prefix: str, *owners: Object) -> Object:
+    about = template["metadata"] | {"generateName": prefix, "ownerReferences": list(owners)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": template["spec"]}
+
+
+def _owner(job: Object) -> Object:
+    about = job["metadata"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "name": about["name"], "uid": about["uid"]}
+
+
+def _used(access: Access, name: str, manifest: Object, claims: Sequence[Claim]) -> Object:
+    """The Job of this name that exists, if it can be used; else a new one in its place."""
+    try:
+        there = access.get("jobs", name)
+    except NotFoundError:
+        return access.create("jobs", manifest)
+    marks = there["metadata"].get("annotations") or {}
+    if _has_ended(there) or marks.get(SPEC) != manifest["metadata"]["annotations"][SPEC]:
+        # Its claims stay, for the new Job; they would go with the old one.
+        kept = [claim for claim in claims if claim.remove and name in _owners(access, claim)]
+        for claim in kept:
+            _give(access, claim, None)
+        remove(access, name)
+        _until_job_gone(access, name)
+        made = access.create("jobs", manifest)
+        for claim in kept:
+            _give(access, claim, _owner(made))
+        return made
+    change = {
+        "metadata": {
+            "labels": {POOL: manifest["metadata"]["labels"][POOL]},
+            "annotations": {NODES: manifest["metadata"]["annotations"][NODES]},
+        },
+        "spec": {
+            "parallelism": manifest["spec"]["parallelism"],
+            "activeDeadlineSeconds": deadline_of(there) + LEASE_SECONDS,
+        },
+    }
+    return access.patch("jobs", name, change)
+
+
+def _has_ended(job: Object) -> bool:
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    finished = any(
+        each["type"] in ("Complete", "Failed", "FailureTarget") and each["status"] == "True"
+        for each in conditions
+    )
+    return finished or job["metadata"].get("deletionTimestamp") is not None
+
+
+def _until_job_gone(access: Access, name: str) -> None:
+    deadline = time.monotonic() + GONE_SECONDS
+    with contextlib.suppress(NotFoundError):
+        while time.monotonic() < deadline:
+            access.get("jobs", name)
+            time.sleep(0.1)
+
+
+def deadline_of(job: Object) -> int:
+    """How many seconds after its start a Job ends; never less than its age."""
+    return int(job["spec"].get("activeDeadlineSeconds") or 0)
+
+
+def resize(access: Access, name: str, pool: str, nodes: Sequence[int]) -> None:
+    """Have the Job keep a pod for each of these nodes."""
+    change = {
+        "metadata": {"labels": {POOL: pool}, "annotations": {NODES: listed(nodes)}},
+        "spec": {"parallelism": len(nodes)},
+    }
+    access.patch("jobs", name, change)
+
+
+def extend(access: Access, name: str, seconds: int) -> Object:
+    """Have the Job live for so long, counted from its start."""
+    return access.patch("jobs", name, {"spec": {"activeDeadlineSeconds": seconds}})
+
+
+def add_pod(access: Access, name: str) -> None:
+    """Make a pod that the Job takes for one of its own.
+
+    The Job would make one itself, but waits before it does: ten seconds after the first pod that
+    failed, twice as long after each one more.
+    """
+    job = access.get("jobs", name)
+    owner = _owner(job) | {"controller": True}
+    access.create("pods", _pod_of(job["spec"]["template"], f"{name}-", owner))
+
+
+# The end of nodes and pools.
+
+
+def nodes_of(job: Object) -> list[int]:
+    """The nodes that a Job is to have pods for."""
+    told = (job["metadata"].get("annotations") or {}).get(NODES, "")
+    return [int(each) for each in told.split(",") if each]
+
+
+def find(access: Access, pool: str) -> Object | None:
+    """The Job of a pool; None if there is none."""
+    there = access.get("jobs", labelSelector=f"{POOL}={pool}")["items"]
+    return next((each for each in there if not _has_ended(each)), None)
+
+
+def remove(access: Access, name: str) -> None:
+    """Remove a Job and all that it owns, and wait until its pods have ended."""
+    access.delete("jobs", name)
+    selector = {"labelSelector": f"{JOB}={name}"}
+    # The cluster would do that as well, but may take a minute to begin.
+    access.delete_all("pods", **selector)
+    began = time.monotonic()
+    kick_at = began + KICK_SECONDS
+    ignored: set[str] = set()
+    while left := [
+        each
+        for each in access.get("pods", **selector)["items"]
+        if is_live(each) and each["metadata"]["name"] not in ignored
+    ]:
+        now = time.monotonic()
+        if now > began + GONE_SECONDS:
+            names = ", ".join(each["metadata"]["name"] for each in left)
+            raise PoolStartError(f"these pods do not end: {names}; look at their nodes")
+        if now > kick_at:
+            ignored |= {each["metadata"]["name"] for each in left if not _end(access, each)}
+            kick_at = time.monotonic() + KICK_SECONDS
+        time.sleep(0.1)
+
+
+def _end(access: Access, pod: Object) -> bool:
+    """End a container from inside, since a pod that is deleted while it starts may run on.
+
+    Gives False if there is nothing to wait for: the container has not started and will not, or the
+    cluster has lost the machine that it is on.
+    """
+    states = (pod.get("status") or {}).get("containerStatuses") or ()
+    if all("waiting" in (each.get("state") or {}) for each in states):
+        return False
+    try:
+        streams.run(access, pod["metadata"]["name"], ["sh", "-c", "kill 1"], b"", None)
+    except (UnreachableError, OSError):
+        return False
+    return True
+
+
+def release(access: Access, name: str, node: int) -> None:
+    """Remove a node's pod, from a process that did not make it; with the last one, everything."""
+    job: Object = {}
+    with contextlib.suppress(NotFoundError):
+        job = access.get("jobs", name)
+    left = [each for each in nodes_of(job) if each != node] if job else []
+    if not left:
+        remove(access, name)
+        return
+    for pod in access.get("pods", labelSelector=f"{JOB}={name},{NODE}={node}")["items"]:
+        access.delete("pods", pod["metadata"]["name"])
+    resize(access, name, str(job["metadata"]["labels"][POOL]), left)
+
+
+def is_live(pod: Object) -> bool:
+    """Whether a container of the pod runs, or may yet."""
+    status = pod.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return False
+    states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+    return not states or not all("terminated" in state for state in states)
+
+
+# Claims.
+
+
+def _owners(access: Access, claim: Claim) -> list[str]:
+    """The names of the objects with which a claim goes."""
+    try:
+        found = access.get("persistentvolumeclaims", claim.name)
+    except NotFoundError:
+        return []
+    return [each["name"] for each in found["metadata"].get("ownerReferences") or ()]
+
+
+def _give(access: Access, claim: Claim, owner: Object | None) -> None:
+    """Have a claim go with an object, or with none."""
+    change = {"metadata": {"ownerReferences": None if owner is None else [owner]}}
+    access.patch("persistentvolumeclaims", claim.name, change)
+
+
+def _claims(access: Access, request: Request) -> list[Claim]:
+    """The claims to make; refuses those that are to be there and are not."""
+    found = []
+    for volume in request.volumes:
+        claim = claim_of(volume)
+        if claim is None:
+            continue
+        if claim.size is not None:
+            found.append(claim)
+            continue
+        try:
+            access.get("persistentvolumeclaims", claim.name)
+        except NotFoundError:
+            raise ConfigurationError(
+                f"{volume}: there is no claim {claim.name!r} in the namespace "
+                f"{access.place.namespace!r}; make it, or have it made with "
+                f"'pvc://{claim.name}?size=10Gi'"
+            ) from None
+    return found

@@ -1,0 +1,124 @@
+"""A pod as a machine: commands run in it, and connections to what listens there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+
+from skyward.errors import UnreachableError
+from skyward.providers.container import commands
+from skyward.providers.kubernetes import jobs, pending, streams
+from skyward.providers.kubernetes.access import Access, ApiError, NotFoundError, Object
+from skyward.providers.kubernetes.pods import Pods, is_usable
+from skyward.wire.connecting import host_and_port
+
+
+class PodMachine:
+    """The pod of one node."""
+
+    def __init__(
+        self,
+        access: Access,
+        job: str,
+        node: int,
+        pod: Object | None,
+        python: str | None,
+        *,
+        shared: Pods | None = None,
+        direct: bool = True,
+    ) -> None:
+        """`shared` has the Job's pods in the process that made it; another process has none."""
+        self._access, self._job, self._shared = access, job, shared
+        self.id = f"{access.place.namespace}/{job}-{node}"
+        self.node, self.python = node, python
+        self._pod = pod["metadata"]["name"] if pod else ""
+        self._uid = pod["metadata"]["uid"] if pod else ""
+        self.address = str((pod or {}).get("status", {}).get("podIP", ""))
+        self.direct = self.address if direct and self.address else None
+        self._destroyed = False
+
+    # Commands.
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Run a process in the pod's container, through the API server."""
+        mark = commands.new_mark()
+        work = asyncio.create_task(
+            asyncio.to_thread(self._run, commands.marked(mark, command), input, output)
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(self._run, commands.killing(mark), b"", None)
+            with contextlib.suppress(Exception):
+                await work
+            raise
+
+    def _run(
+        self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
+    ) -> int:
+        take = None if output is None else lambda data: output(bytes(data))
+        try:
+            return streams.run(self._access, self._name(), command, input, take)
+        except UnreachableError as problem:
+            if how := self._how_it_ended():
+                raise UnreachableError(how) from problem
+            raise
+
+    def _how_it_ended(self) -> str:
+        """How the pod has ended; empty if it has not, or nobody knows."""
+        with contextlib.suppress(ApiError, UnreachableError):
+            pod = self._access.get("pods", self._pod)
+            if not is_usable(pod):
+                return pending.ended(pod, self._access.logs(self._pod))
+        return ""
+
+    def _name(self) -> str:
+        if not self._pod:
+            raise UnreachableError(f"node {self.node} has no pod yet")
+        return self._pod
+
+    # Connections.
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect through a process in the pod that copies its streams to the socket."""
+        command = commands.python(self.python, streams.RELAY, endpoint)
+        return await asyncio.to_thread(streams.relay, self._access, self._name(), command)
+
+    async def forward(self, endpoint: str) -> socket.socket:
+        """Connect to a port of the pod's loopback through the API server."""
+        _, port = host_and_port(endpoint)
+        return await asyncio.to_thread(streams.forward, self._access, self._name(), port)
+
+    # Its end.
+
+    async def alive(self) -> bool:
+        """Whether the pod exists and has not ended."""
+        if self._destroyed or not self._pod:
+            return False
+        if self._shared is not None:
+            found = self._shared.look(self._pod)
+        else:
+            try:
+                found = await asyncio.to_thread(self._access.get, "pods", self._pod)
+            except NotFoundError:
+                return False
+        return found is not None and found["metadata"]["uid"] == self._uid and is_usable(found)
+
+    async def destroy(self) -> None:
+        """Remove the pod, and with the pool's last one the Job and all that it owns."""
+        if self._destroyed:
+            return
+        if self._shared is not None:
+            await self._shared.release(self.node)
+        else:
+            await asyncio.to_thread(jobs.release, self._access, self._job, self.node)
+        self._destroyed = True

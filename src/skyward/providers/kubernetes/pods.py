@@ -1,0 +1,409 @@
+"""The pods of a pool: asked for together, told apart by the node that each one serves."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyward.errors import PoolError, PoolStartError, UnreachableError
+from skyward.providers import Request
+from skyward.providers.kubernetes import jobs, pending
+from skyward.providers.kubernetes.access import (
+    Access,
+    ApiError,
+    ExpiredError,
+    NotFoundError,
+    Object,
+)
+from skyward.providers.kubernetes.manifests import JOB, LEASE_SECONDS, NODE, Pod
+
+GATHER_SECONDS = 0.05
+"""How long the client waits for the orders of other nodes before it changes the Job."""
+REPLACED_SECONDS = 1.5
+"""How long a node that is ordered again waits for the Job's new pod before the client makes one."""
+REORDER_SECONDS = 10.0
+"""How long a Job keeps its size after a pod was lost: its node is ordered again at once."""
+EVENTS_SECONDS = 2.0
+"""How often the client asks for events while pods are pending."""
+
+Told = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A node that is to have a pod."""
+
+    tell: Told
+    running: asyncio.Future[Object] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    pod: str = ""
+    reason: str = ""
+    """Why there is no running pod yet."""
+    refusal: str = ""
+    """What the registry said when the image was pulled."""
+    has_failed: bool = False
+    """Whether it is being told why its pod has failed."""
+
+    def fail(self, problem: BaseException) -> None:
+        if not self.running.done():
+            self.running.set_exception(problem)
+            self.running.exception()  # Nobody may be waiting for it any more.
+
+
+class Pods:
+    """The pods of one Job, as one event loop sees them."""
+
+    def __init__(
+        self,
+        access: Access,
+        job: str,
+        pod: Pod,
+        request: Request,
+        *,
+        keep: bool,
+        forget: Callable[[Pods], None],
+    ) -> None:
+        """With `keep` the Job stays, without pods, when its last node is released.
+
+        `forget` is called when everything has been removed.
+        """
+        self.access, self.job = access, job
+        self._pod, self._request, self._keep, self._forget = pod, request, keep, forget
+        self._pool = ""
+        self.loop = asyncio.get_running_loop()
+        self._wanted: dict[int, _Wanted] = {}
+        self._pods: dict[str, Object] = {}
+        self._applying: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started_at: float | None = None
+        """When the Job started, if it has."""
+        self._applied: list[int] = []
+        self._changing = False
+        """Whether the Job is being made or changed right now."""
+        self.closed = False
+
+    # Nodes.
+
+    def is_for(self, pod: Pod, request: Request) -> bool:
+        """Whether the pods are as these want them."""
+        return (pod, request) == (self._pod, self._request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no node uses the Job, which is kept."""
+        return not self._wanted
+
+    async def leave(self) -> None:
+        """Leave the Job as it is, for others."""
+        await self._stop()
+        self._close()
+
+    async def get(self, pool: str, node: int, tell: Told, seconds: float) -> Object:
+        """A running pod for a node, made if necessary; raises with the reason if there is none."""
+        self._pool = pool
+        wanted = self._wanted.setdefault(node, _Wanted(tell))
+        wanted.tell = tell
+        self._apply_soon()
+        self._assign()
+        if node in self._applied and not wanted.pod:
+            self._start(self._replace(wanted))
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(wanted.running)
+        except TimeoutError:
+            await self._give_up(node)
+            raise PoolStartError(
+                f"node {node}: its pod did not run within {seconds:.0f} s: "
+                f"{wanted.reason or 'nobody says why'}{pending.advice(wanted.reason)}"
+            ) from None
+        except PoolError:
+            await self._give_up(node)
+            raise
+        except asyncio.CancelledError:
+            await self._settle(node)
+            raise
+
+    async def _settle(self, node: int) -> None:
+        """After a cancelled `get`, have the Job ask for the node's pod, or nobody."""
+        if self._changing and self._applying is not None:
+            await asyncio.wait([self._applying])
+        if node not in self._applied:
+            self._wanted.pop(node, None)
+        if not self._wanted and self._started_at is None:
+            self._close()
+
+    async def _give_up(self, node: int) -> None:
+        """Leave nothing of a node whose pod does not run; what fails now has failed before."""
+        with contextlib.suppress(PoolError):
+            await self.release(node, final=True)
+
+    def look(self, name: str) -> Object | None:
+        """A pod as it was last seen; None if it is gone."""
+        return self._pods.get(name)
+
+    async def release(self, node: int, *, final: bool = False) -> None:
+        """Remove a node's pod; with the last node, everything that is not to be kept.
+
+        Unless it is `final`, a node whose pod is gone will be ordered again.
+        """
+        wanted = self._wanted.pop(node, None)
+        name = wanted.pod if wanted is not None else ""
+        if wanted is not None and not wanted.running.done():
+            wanted.running.cancel()
+        was_lost = bool(name) and not (name in self._pods and is_usable(self._pods[name]))
+        if was_lost and not final:
+            atexit.register(self._settle_at_exit)
+            self._start(self._settle_later())
+        elif not self._wanted and not self._keep:
+            await self.remove()
+        else:
+            if not self._wanted:
+                # First, or the Job replaces the pod.
+                await self._resize()
+            if name:
+                await asyncio.to_thread(self.access.delete, "pods", name, gracePeriodSeconds=5)
+            await self._resize()
+            await self._until_ended(name)
+
+    async def _settle_later(self) -> None:
+        """After the loss of a pod, shrink or remove the Job, unless its node is ordered again."""
+        await asyncio.sleep(REORDER_SECONDS)
+        with contextlib.suppress(PoolError):
+            if self._wanted or self._keep:
+                await self._resize()
+            else:
+                await self.remove()
+
+    def _settle_at_exit(self) -> None:
+        """What `_settle_later` has not come to."""
+        if not (self._wanted or self._keep or self.closed):
+            with contextlib.suppress(PoolError):
+                jobs.remove(self.access, self.job)
+
+    async def remove(self) -> None:
+        """Remove the Job and all that it owns, and wait until its pods have ended."""
+        await self._stop()
+        for wanted in self._wanted.values():
+            wanted.fail(PoolStartError(f"{self.job} was removed"))
+        try:
+            await asyncio.to_thread(jobs.remove, self.access, self.job)
+        finally:
+            self._close()
+
+    async def _stop(self) -> None:
+        self.closed = True
+        ending = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
+
+    def _close(self) -> None:
+        self.closed = True
+        atexit.unregister(self._settle_at_exit)
+        self._forget(self)
+        self.access.stop_watching()
+        self.access.close()
+
+    async def _until_ended(self, name: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(jobs.GONE_SECONDS):
+                while name in self._pods and jobs.is_live(self._pods[name]) and not self.closed:
+                    await asyncio.sleep(0.05)
+
+    # The Job.
+
+    def _apply_soon(self) -> None:
+        if self._applying is None or self._applying.done():
+            self._applying = self._start(self._apply())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _apply(self) -> None:
+        """Have the Job keep as many pods as nodes are wanted."""
+        await asyncio.sleep(GATHER_SECONDS)
+        try:
+            while (nodes := sorted(self._wanted)) and nodes != self._applied and not self.closed:
+                self._changing = True
+                if self._started_at is None:
+                    await asyncio.to_thread(self._make, nodes)
+                    self._applied = nodes
+                else:
+                    await self._resize()
+        except Exception as problem:
+            self._fail(problem)
+        finally:
+            self._changing = False
+
+    async def _resize(self) -> None:
+        nodes = sorted(self._wanted)
+        if nodes == self._applied or self.closed:
+            return
+        try:
+            await asyncio.to_thread(jobs.resize, self.access, self.job, self._pool, nodes)
+        except NotFoundError:
+            # The last node may have been released meanwhile.
+            if not self.closed:
+                raise
+        self._applied = nodes
+
+    def _make(self, nodes: list[int]) -> None:
+        made = jobs.make(self.access, self.job, self._pool, self._pod, self._request, nodes)
+        self._started_at = time.monotonic() - (jobs.deadline_of(made) - LEASE_SECONDS)
+        threading.Thread(target=self._watch, name="skyward-pods", daemon=True).start()
+        self._soon(lambda: self._start(self._lease()))
+        self._soon(lambda: self._start(self._explain()))
+
+    def _fail(self, problem: Exception) -> None:
+        for wanted in self._wanted.values():
+            wanted.fail(problem)
+
+    async def _lease(self) -> None:
+        """Extend the Job's deadline for as long as this process lives."""
+        while not self.closed:
+            await asyncio.sleep(LEASE_SECONDS / 5)
+            assert self._started_at is not None
+            until = int(time.monotonic() - self._started_at) + LEASE_SECONDS
+            # Without an answer, the next attempt is soon enough.
+            with contextlib.suppress(ApiError, UnreachableError):
+                job = await asyncio.to_thread(jobs.extend, self.access, self.job, until)
+                if job["spec"].get("suspend"):
+                    # The cluster counts from the moment at which the queue admits the Job.
+                    self._started_at = time.monotonic()
+
+    async def _replace(self, wanted: _Wanted) -> None:
+        """Make a pod for a node that lost its own, unless the Job is quicker."""
+        await asyncio.sleep(REPLACED_SECONDS)
+        if wanted in self._wanted.values() and not wanted.pod:
+            # Where that is not allowed, the Job will do it.
+            with contextlib.suppress(ApiError, UnreachableError):
+                await asyncio.to_thread(jobs.add_pod, self.access, self.job)
+
+    # What becomes of the pods.
+
+    def _watch(self) -> None:
+        """Follow the pods, on a thread of its own; begins anew when the API server ends a watch."""
+        selector = {"labelSelector": f"{JOB}={self.job}"}
+        while not self.closed:
+            try:
+                there = self.access.get("pods", **selector)
+                self._soon(self._seen, {each["metadata"]["name"]: each for each in there["items"]})
+                version = there["metadata"]["resourceVersion"]
+                for kind, pod in self.access.watch("pods", version, **selector):
+                    if kind == "ERROR" or self.closed:
+                        break
+                    self._soon(self._changed, kind, pod)
+            except (ExpiredError, UnreachableError):
+                time.sleep(1.0)
+            except ApiError as problem:
+                self._soon(self._fail, problem)
+                return
+            except RuntimeError:
+                return  # The event loop has ended.
+
+    def _soon(self, action: Callable[..., object], *given: Any) -> None:
+        self.loop.call_soon_threadsafe(action, *given)
+
+    def _seen(self, pods: dict[str, Object]) -> None:
+        self._pods = pods
+        self._assign()
+
+    def _changed(self, kind: str, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        if kind == "DELETED":
+            self._pods.pop(name, None)
+        else:
+            self._pods[name] = pod
+        self._assign()
+
+    def _assign(self) -> None:
+        """Give pods to nodes that have none, and tell those whose pod runs or has failed."""
+        for node in sorted(self._wanted):
+            wanted = self._wanted[node]
+            if wanted.running.done() or wanted.has_failed:
+                continue
+            pod = self._pods.get(wanted.pod)
+            if pod is not None and not is_usable(pod):
+                wanted.has_failed = True
+                self._start(self._tell_ended(wanted, pod))
+                continue
+            if pod is None:
+                wanted.pod = self._free_pod(node)
+                if wanted.pod:
+                    self._start(self._label(wanted.pod, node))
+            if wanted.pod:
+                wanted.refusal = pending.refusal(self._pods[wanted.pod]) or wanted.refusal
+            if wanted.pod and is_running(self._pods[wanted.pod]):
+                wanted.running.set_result(self._pods[wanted.pod])
+
+    def _free_pod(self, node: int) -> str:
+        """The oldest pod that serves no node, or was serving this one; empty if there is none."""
+        taken = {wanted.pod for wanted in self._wanted.values()}
+        for name, pod in sorted(self._pods.items(), key=lambda item: _age(item[1])):
+            serves = pod["metadata"]["labels"].get(NODE, str(node))
+            if name not in taken and serves == str(node) and is_usable(pod):
+                return name
+        return ""
+
+    async def _label(self, name: str, node: int) -> None:
+        """Write on a pod which node it serves, for `sky down` after a crash."""
+        with contextlib.suppress(NotFoundError, UnreachableError):
+            change = {"metadata": {"labels": {NODE: str(node)}}}
+            await asyncio.to_thread(self.access.patch, "pods", name, change)
+
+    async def _tell_ended(self, wanted: _Wanted, pod: Object) -> None:
+        """Tell a node that its pod has ended before it was used, with its last words."""
+        words = await asyncio.to_thread(self.access.logs, pod["metadata"]["name"])
+        wanted.fail(PoolStartError(pending.ended(pod, words)))
+
+    async def _explain(self) -> None:
+        """Tell, as it happens, why pods are pending."""
+        while not self.closed:
+            waiting = {n: w for n, w in self._wanted.items() if not w.running.done()}
+            if waiting:
+                events: list[Object] = []
+                with contextlib.suppress(ApiError, UnreachableError):
+                    told = await asyncio.to_thread(
+                        self.access.get, "events", fieldSelector="type!=Normal"
+                    )
+                    events = told["items"]
+                for node, wanted in waiting.items():
+                    self._tell(node, wanted, events)
+            await asyncio.sleep(EVENTS_SECONDS if waiting else 0.2)
+
+    def _tell(self, node: int, wanted: _Wanted, events: list[Object]) -> None:
+        pod = self._pods.get(wanted.pod)
+        reason = pending.reason(pod, self.job, events)
+        if reason and reason != wanted.reason:
+            wanted.reason = reason
+            wanted.tell(reason)
+        if pod is not None and (why := pending.hopeless(pod, wanted.refusal)):
+            wanted.fail(PoolStartError(f"node {node}: {why}"))
+
+
+def _age(pod: Object) -> tuple[str, str]:
+    return pod["metadata"].get("creationTimestamp") or "", pod["metadata"]["name"]
+
+
+def is_usable(pod: Object) -> bool:
+    """Whether the pod runs, or will."""
+    gone = pod["metadata"].get("deletionTimestamp") is not None
+    return not gone and (pod.get("status") or {}).get("phase") in (None, "Pending", "Running")
+
+
+def is_running(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod's containers run."""
+    status = pod.get("status") or {}
+    states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+    return bool(states) and all("running" in state for state in states) and "podIP" in status

@@ -1,0 +1,309 @@
+"""Streams into a pod: a command with its output, and connections to sockets there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from skyward.errors import UnreachableError
+from skyward.providers.kubernetes import spdy
+from skyward.providers.kubernetes.access import Access
+from skyward.providers.kubernetes.carrier import PIECE, Carrier, HandshakeError
+from skyward.providers.kubernetes.manifests import CONTAINER
+from skyward.providers.kubernetes.websocket import WebSocket, open_websocket
+
+STDIN, STDOUT, STDERR, STATUS = range(4)
+_LENGTH = struct.Struct(">I")
+
+
+def run(
+    access: Access,
+    pod: str,
+    command: Sequence[str],
+    input: bytes,
+    output: Callable[[memoryview], None] | None,
+) -> int:
+    """Run a command in the pod's container, and return its exit status."""
+    if input:
+        # The protocol cannot close a command's input, so `head` counts its bytes. What the command
+        # does not read is read by `cat`: bytes that nobody reads would block the whole connection.
+        script = f'head -c {len(input)} | {{ "$@"; code=$?; cat >/dev/null; exit $code; }}'
+        command = ["sh", "-c", script, "sh", *command]
+    websocket = _exec(access, pod, command, stdin=bool(input))
+    with contextlib.closing(websocket):
+        unsent = memoryview(input)
+        status = b""
+        while not websocket.ended:
+            while unsent and not websocket.has_unsent:
+                websocket.queue(STDIN, unsent[:PIECE])
+                unsent = unsent[PIECE:]
+                websocket.flush()
+            for channel, data in websocket.receive():
+                if channel == STATUS:
+                    status += data
+                elif output is not None:
+                    output(data)
+            websocket.flush()
+            waits = websocket.has_unsent or not unsent
+            if waits and websocket.drained and not websocket.ended:
+                websocket.wait()
+    return _exit_status(status, pod)
+
+
+def _exec(access: Access, pod: str, command: Sequence[str], *, stdin: bool) -> WebSocket:
+    query = [("container", CONTAINER), ("stdout", "1"), ("stderr", "1")]
+    if stdin:
+        query.append(("stdin", "1"))
+    query += [("command", each) for each in command]
+    try:
+        return open_websocket(access, access.path("pods", pod, "exec", query=query))
+    except HandshakeError as problem:
+        raise UnreachableError(f"pod {pod}: {_words(problem)}") from problem
+
+
+def _exit_status(status: bytes, pod: str) -> int:
+    """The exit status in the message with which a command's stream ends."""
+    if not status:
+        raise UnreachableError(f"the connection to pod {pod} was lost")
+    told = json.loads(bytes(status))
+    if told.get("status") == "Success":
+        return 0
+    causes = (told.get("details") or {}).get("causes") or ()
+    for cause in causes:
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    message = str(told.get("message", ""))
+    if "executable file not found" in message or "no such file or directory" in message:
+        return 127
+    raise UnreachableError(f"pod {pod}: {message}")
+
+
+def _words(problem: HandshakeError) -> str:
+    try:
+        return str(json.loads(problem.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(problem)
+
+
+# Connections.
+
+
+def forward(access: Access, pod: str, port: int) -> socket.socket:
+    """A blocking socket to a port of the pod's loopback; both directions end together."""
+    path = access.path("pods", pod, "portforward")
+    near, far = socket.socketpair()
+    copying: _Copying
+    try:
+        try:
+            copying = _Forwarding(spdy.open_port(access, path, port), far)
+        except HandshakeError as problem:
+            if problem.status in (404, 500):
+                raise
+            # Not every proxy lets SPDY through, and not every Role has the right that it takes.
+            websocket = open_websocket(access, f"{path}?ports={port}")
+            copying = _WebForwarding(websocket, far)
+    except HandshakeError as problem:
+        near.close()
+        far.close()
+        raise UnreachableError(f"pod {pod}, port {port}: {_words(problem)}") from problem
+    copying.start("skyward-forward")
+    return near
+
+
+class _Copying:
+    """Copies between a socket here and a carrier, on one thread."""
+
+    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
+        self._carrier, self._far = carrier, far
+        self._unwritten: deque[memoryview] = deque()
+        self._sends = self._receives = True
+        """Whether each direction is still open."""
+        far.setblocking(False)
+
+    def start(self, name: str) -> None:
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        with (
+            contextlib.closing(self._carrier),
+            contextlib.closing(self._far),
+            contextlib.suppress(OSError, UnreachableError),
+        ):
+            there = here = True
+            while self._sends or self._receives or self._unwritten or self._carrier.has_unsent:
+                there, here = self._step(there=there, here=here)
+
+    def _step(self, *, there: bool, here: bool) -> tuple[bool, bool]:
+        """Copy what can be copied, and wait for more; gives where there is some."""
+        carrier = self._carrier
+        if here and self._sends and not carrier.has_unsent:
+            self._read_here()
+        carrier.flush()
+        while there and not self._unwritten:
+            for channel, data in carrier.receive():
+                self._take(channel, data)
+                self._write_here()
+            if carrier.ended:
+                self._end()
+            there = not (carrier.drained or carrier.ended)
+        self._write_here()
+        reads_here = self._sends and not carrier.has_unsent
+        wanted = (select.POLLIN if reads_here else 0) | (select.POLLOUT if self._unwritten else 0)
+        if not (self._sends or self._receives or self._unwritten):
+            return True, True
+        # A socket whose peer is gone would wake this thread again and again: it is not asked.
+        return carrier.wait(self._far.fileno(), wanted, reading=not self._unwritten)
+
+    def _read_here(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._send(self._far.recv(PIECE))
+
+    def _write_here(self) -> None:
+        while self._unwritten:
+            part = self._unwritten[0]
+            try:
+                sent = self._far.send(part)
+            except BlockingIOError:
+                return
+            if sent < len(part):
+                self._unwritten[0] = part[sent:]
+            else:
+                self._unwritten.popleft()
+
+    def _send(self, data: bytes) -> None:
+        """Send what was read here; empty bytes are the end of it."""
+        raise NotImplementedError
+
+    def _take(self, channel: int, data: memoryview) -> None:
+        """Deal with what has arrived."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        self._sends = self._receives = False
+
+
+class _Forwarding(_Copying):
+    """A forwarded port over SPDY: a stream for data, and one for an error."""
+
+    def _send(self, data: bytes) -> None:
+        if data:
+            self._carrier.queue(spdy.DATA, data)
+        else:
+            self._end()
+
+    def _take(self, channel: int, data: memoryview) -> None:
+        if channel == spdy.DATA and data:
+            self._unwritten.append(data)
+        elif channel == spdy.DATA or data:
+            # The end, or a message that says why; the user of the socket sees its end.
+            self._end()
+
+
+class _WebForwarding(_Copying):
+    """A forwarded port over a WebSocket: a channel for data, and one for an error."""
+
+    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
+        super().__init__(carrier, far)
+        self._headers = {0, 1}
+        """Channels that have not told their port yet: the first message of each."""
+
+    def _send(self, data: bytes) -> None:
+        if data:
+            self._carrier.queue(0, data)
+        else:
+            self._end()
+
+    def _take(self, channel: int, data: memoryview) -> None:
+        if channel in self._headers:
+            self._headers.discard(channel)
+        elif channel == 0:
+            self._unwritten.append(data)
+        else:
+            self._end()
+
+
+RELAY = """\
+import os, socket, struct, sys, threading
+family, _, place = sys.argv[1].partition(":")
+if family == "unix":
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(place)
+else:
+    host, _, port = place.rpartition(":")
+    end = socket.create_connection((host, int(port)))
+def write(data):
+    view = memoryview(struct.pack(">I", len(data)) + data)
+    while view:
+        view = view[os.write(1, view):]
+def read(size):
+    got = b""
+    while len(got) < size:
+        data = os.read(0, size - len(got))
+        if not data:
+            os._exit(0)
+        got += data
+    return got
+def out():
+    while data := end.recv(1 << 16):
+        write(data)
+    write(b"")
+sender = threading.Thread(target=out)
+sender.start()
+while size := struct.unpack(">I", read(4))[0]:
+    end.sendall(read(size))
+end.shutdown(socket.SHUT_WR)
+sender.join()
+"""
+"""Copies between its streams and a socket. Each piece has its length before it, and an empty one
+ends a direction: the API server's protocol cannot close one direction of a command."""
+
+
+def relay(access: Access, pod: str, command: Sequence[str]) -> socket.socket:
+    """A blocking socket that leads, through `RELAY` in the pod, to a socket there."""
+    websocket = _exec(access, pod, command, stdin=True)
+    near, far = socket.socketpair()
+    _Relaying(websocket, far).start("skyward-relay")
+    return near
+
+
+class _Relaying(_Copying):
+    """A connection through `RELAY`, each of whose directions can end alone."""
+
+    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
+        super().__init__(carrier, far)
+        self._undecoded = bytearray()
+
+    def _send(self, data: bytes) -> None:
+        self._carrier.queue(STDIN, _LENGTH.pack(len(data)) + data)
+        self._sends = bool(data)
+
+    def _take(self, channel: int, data: memoryview) -> None:
+        if channel == STATUS:
+            self._end()
+        if channel != STDOUT:
+            return
+        self._undecoded += data
+        at = 0
+        while len(self._undecoded) >= at + _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._undecoded, at)
+            start = at + _LENGTH.size
+            if len(self._undecoded) < start + size:
+                break
+            at = start + size
+            if size:
+                self._unwritten.append(memoryview(bytes(self._undecoded[start:at])))
+            else:
+                self._receives = False
+        del self._undecoded[:at]
+
+    def _write_here(self) -> None:
+        super()._write_here()
+        if not (self._receives or self._unwritten):
+            with contextlib.suppress(OSError):
+                self._far.shutdown(socket.SHUT_WR)

@@ -1,0 +1,316 @@
+"""What a pool asks of a cluster, and what it makes of the answers, without a cluster."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import skyward as sky
+from skyward.accelerators import Accelerator
+from skyward.providers import Request
+from skyward.providers.kubernetes import access, gpus, manifests, pending
+from skyward.providers.kubernetes.manifests import Pod, claim_of, merged
+
+CONFIG = {
+    "clusters": [{"name": "one", "cluster": {"server": "https://127.0.0.1:1"}}],
+    "users": [{"name": "me", "user": {"token": "secret"}}],
+    "contexts": [
+        {"name": "work", "context": {"cluster": "one", "user": "me", "namespace": "team"}},
+        {"name": "home", "context": {"cluster": "one", "user": "me"}},
+    ],
+    "current-context": "work",
+}
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubeconfig with two contexts, where kubectl would look for it."""
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump(CONFIG))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    return path
+
+
+def request(**changed: Any) -> Request:
+    given: dict[str, Any] = {"accelerator": None, "vcpus": None, "memory_gb": None}
+    return Request(**{**given, "image": sky.Image(), "volumes": (), **changed})
+
+
+def spec_of(pod: Pod | None = None, **asked: Any) -> dict[str, Any]:
+    """The spec of the pods of a pool."""
+    made = manifests.job("sky-a", "a", pod or Pod("busybox"), request(**asked), [0, 1])
+    return dict(made["spec"]["template"]["spec"])
+
+
+# Where the cluster is.
+
+
+def test_context_and_namespace_are_pinned_when_the_provider_is_made(kubeconfig: Path) -> None:
+    provider = sky.Kubernetes()
+    kubeconfig.write_text(yaml.safe_dump(CONFIG | {"current-context": "home"}))
+
+    assert (provider.context, provider.namespace) == ("work", "team")
+    assert provider.describe() == {
+        "kubeconfig": str(kubeconfig.resolve()),
+        "context": "work",
+        "namespace": "team",
+    }
+    assert (sky.Kubernetes().context, sky.Kubernetes().namespace) == ("home", "default")
+    assert sky.Kubernetes(context="work", namespace="mine").namespace == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"context": "nope"}, r"Kubernetes\(context='nope'\): .* has no such context; it has"),
+        ({"kubeconfig": "/nowhere"}, "there is no cluster to talk to: /nowhere .*set KUBECONFIG"),
+        ({"image": 3}, "image"),
+        ({"namespace": ""}, "namespace"),
+        ({"command": "run"}, "letter by letter"),
+    ],
+)
+def test_wrong_arguments_are_refused(kubeconfig: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=words):
+        sky.Kubernetes(**given)
+
+
+def test_a_kubeconfig_without_a_current_context_names_those_it_has(kubeconfig: Path) -> None:
+    kubeconfig.write_text(yaml.safe_dump(CONFIG | {"current-context": ""}))
+
+    with pytest.raises(sky.ConfigurationError, match="no current context; name one of home, work"):
+        sky.Kubernetes()
+
+
+def test_in_a_pod_its_own_credentials_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "serviceaccount"
+    folder.mkdir()
+    (folder / "namespace").write_text("team\n")
+    monkeypatch.setattr(access, "_NAMESPACE", folder / "namespace")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+
+    assert sky.Kubernetes().describe() == {
+        "kubeconfig": access.IN_CLUSTER,
+        "context": None,
+        "namespace": "team",
+    }
+
+
+def test_a_token_shows_in_no_error(kubeconfig: Path) -> None:
+    reached = access.Access(access.resolve(None, None, None))
+
+    with pytest.raises(sky.UnreachableError, match="does not answer") as caught:
+        reached.get("pods")
+    assert reached.token == "secret"
+    assert "secret" not in str(caught.value)
+
+
+# What a pod is to have.
+
+
+def test_processors_memory_and_shared_memory() -> None:
+    spec = spec_of(vcpus=1.5, memory_gb=8)
+
+    (container,) = spec["containers"]
+    assert container["resources"]["limits"] == {"cpu": "1500m", "memory": "8192Mi"}
+    assert container["resources"]["requests"] == {"cpu": "1500m", "memory": "8192Mi"}
+    shared = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4096Mi"}}
+    assert shared in spec["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+def test_gpus_by_resource_label_and_taint() -> None:
+    spec = spec_of(accelerator=sky.accelerators.H100(count=8))
+
+    assert spec["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists"} in spec["tolerations"]
+    required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    wanted = {
+        expression["key"]: expression.get("values", [])
+        for term in required["nodeSelectorTerms"]
+        for expression in term["matchExpressions"]
+        if expression["operator"] == "In"
+    }
+    assert "NVIDIA-H100-80GB-HBM3" in wanted["nvidia.com/gpu.product"]
+    assert "nvidia-h100-80gb" in wanted["cloud.google.com/gke-accelerator"]
+    assert wanted["karpenter.k8s.aws/instance-gpu-name"] == ["h100"]
+    unlabelled = required["nodeSelectorTerms"][-1]["matchExpressions"]
+    assert {each["operator"] for each in unlabelled} == {"DoesNotExist"}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "resource"),
+    [
+        (sky.accelerators.MI300X(), "amd.com/gpu"),
+        (sky.accelerators.TRAINIUM2(), "aws.amazon.com/neuron"),
+        (sky.accelerators.TPU_V5E(), "google.com/tpu"),
+        (sky.accelerators.Custom("Gaudi2", "96GB"), "habana.ai/gaudi"),
+        (sky.accelerators.Custom("Whatever", "8GB"), "nvidia.com/gpu"),
+    ],
+    ids=str,
+)
+def test_other_vendors_have_resources_of_their_own(accelerator: Accelerator, resource: str) -> None:
+    assert gpus.resource(accelerator) == resource
+
+
+def test_every_nvidia_model_has_a_product_label() -> None:
+    for model in sky.accelerators.models():
+        accelerator = model()
+        if accelerator.is_nvidia:
+            found = json.dumps(gpus.affinity(accelerator))
+            assert '"operator": "Exists"' not in found, accelerator
+
+
+def test_where_a_pod_may_run() -> None:
+    pod = Pod(
+        "busybox",
+        service_account="me",
+        node_selector={"disk": "ssd"},
+        tolerations=[{"key": "mine", "operator": "Exists"}],
+        runtime_class="nvidia",
+        queue="team",
+    )
+    made = manifests.job("sky-a", "a", pod, request(), [0, 2])
+    spec = made["spec"]["template"]["spec"]
+
+    assert spec["serviceAccountName"] == "me"
+    assert spec["nodeSelector"] == {"disk": "ssd"}
+    assert spec["tolerations"][0] == {"key": "mine", "operator": "Exists"}
+    assert spec["runtimeClassName"] == "nvidia"
+    # Kueue admits all pods of a Job at once: a gang.
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert made["spec"]["suspend"] is True
+    assert made["spec"]["parallelism"] == 2
+    assert made["metadata"]["annotations"]["skyward.dev/nodes"] == "0,2"
+
+
+def test_volumes_of_every_kind() -> None:
+    volumes = (
+        sky.Volume("/scratch"),
+        sky.Volume("pvc://data", "/data", read_only=True),
+        sky.Volume("pvc://made?size=10Gi&remove=yes&mode=rox", "/made"),
+        sky.Volume("emptydir://?size=1Gi", "/empty"),
+    )
+    spec = spec_of(volumes=volumes)
+
+    sources = {each.pop("name"): each for each in copy.deepcopy(spec["volumes"])}
+    assert sources["volume-0"] == {"hostPath": {"path": "/scratch"}}
+    claim = {"claimName": "data", "readOnly": True}
+    assert sources["volume-1"] == {"persistentVolumeClaim": claim}
+    assert sources["volume-2"]["persistentVolumeClaim"]["claimName"] == "made"
+    assert sources["volume-3"] == {"emptyDir": {"sizeLimit": "1Gi"}}
+    made = claim_of(volumes[2])
+    assert made is not None
+    assert made.remove
+    wanted = made.manifest("fast", 2, {"name": "sky-a"})
+    assert wanted["spec"] == {
+        "accessModes": ["ReadOnlyMany"],
+        "resources": {"requests": {"storage": "10Gi"}},
+        "storageClassName": "fast",
+    }
+    assert wanted["metadata"]["ownerReferences"] == [{"name": "sky-a"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("s3://bucket", "on Kubernetes a source is a path of the nodes"),
+        ("pvc://", "name the claim as in 'pvc://data'"),
+        ("pvc://a?sise=1Gi", "no option 'sise'; there are size, remove, mode"),
+        ("pvc://a?size=1Gi&remove=maybe", "remove=maybe: say 'yes' or 'no'"),
+        ("pvc://a?size=1Gi&mode=all", "mode=all: say one of rwo, rwx, rox, rwop"),
+    ],
+)
+def test_volumes_that_no_pod_can_have(kubeconfig: Path, source: str, words: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=words):
+        sky.Kubernetes().check(request(volumes=(sky.Volume(source, "/data"),)))
+
+
+def test_a_template_is_merged_last() -> None:
+    template = {
+        "metadata": {"annotations": {"sidecar": "no"}},
+        "spec": {
+            "hostIPC": True,
+            "enableServiceLinks": None,
+            "containers": [
+                {"name": "node", "env": [{"name": "A", "value": "b"}], "image": "other"},
+                {"name": "logs", "image": "fluent"},
+            ],
+        },
+    }
+    made = manifests.job("sky-a", "a", Pod("busybox", template=template), request(), [0])
+    about, spec = made["spec"]["template"]["metadata"], made["spec"]["template"]["spec"]
+
+    assert about["annotations"] == {"sidecar": "no"}
+    assert about["labels"]["skyward.dev/job"] == "sky-a"
+    assert spec["hostIPC"] is True
+    assert "enableServiceLinks" not in spec
+    node, logs = spec["containers"]
+    assert (node["image"], logs["image"]) == ("other", "fluent")
+    assert [each["name"] for each in node["env"]] == ["SKYWARD_CACHE", "A"]
+    assert node["command"][:2] == ["sh", "-c"]
+
+
+def test_merging_leaves_what_it_merges_alone() -> None:
+    base, override = {"a": [1], "b": {"c": 1}}, {"a": [2], "b": {"d": 2}}
+    kept = json.dumps([base, override])
+
+    assert merged(base, override) == {"a": [2], "b": {"c": 1, "d": 2}}
+    assert json.dumps([base, override]) == kept
+
+
+# Why a pod is pending.
+
+
+def pod_with(status: dict[str, Any]) -> dict[str, Any]:
+    return {"metadata": {"name": "sky-a-1"}, "status": status}
+
+
+def event(about: str, why: str, message: str, at: str) -> dict[str, Any]:
+    return {
+        "involvedObject": {"name": about},
+        "reason": why,
+        "message": message,
+        "lastTimestamp": at,
+    }
+
+
+def test_the_scheduler_the_kubelet_and_the_job_are_heard() -> None:
+    unscheduled = pod_with(
+        {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: no"}]}
+    )
+    assert pending.reason(unscheduled, "sky-a", []) == "0/3 nodes: no"
+    waiting = {"state": {"waiting": {"reason": "ErrImagePull", "message": "not found"}}}
+    assert (
+        pending.reason(pod_with({"containerStatuses": [waiting]}), "sky-a", [])
+        == "ErrImagePull: not found"
+    )
+    events = [
+        event("sky-a-1", "FailedMount", "first", "2026-01-01T00:00:00Z"),
+        event("sky-a-1", "FailedMount", "last", "2026-01-01T00:00:09Z"),
+        event("sky-b-1", "FailedMount", "another pod's", "2026-01-01T00:00:10Z"),
+        event("sky-a", "FailedCreate", "Error creating: exceeded quota: q", "2026-01-01T00:00:00Z"),
+    ]
+    assert pending.reason(pod_with({}), "sky-a", events) == "last"
+    assert pending.reason(None, "sky-a", events) == "exceeded quota: q"
+    assert pending.reason(None, "sky-a", []) == ""
+
+
+def test_a_first_failure_to_pull_is_not_the_end() -> None:
+    def waiting(why: str) -> dict[str, Any]:
+        state = {"waiting": {"reason": why, "message": "no route"}}
+        return pod_with({"containerStatuses": [{"image": "a/b:1", "state": state}]})
+
+    assert pending.hopeless(waiting("ErrImagePull")) == ""
+    assert "the image 'a/b:1' cannot be pulled: no route" in pending.hopeless(
+        waiting("ImagePullBackOff")
+    )
+    assert "its container cannot be made" in pending.hopeless(waiting("CreateContainerConfigError"))
+    assert pending.hopeless(pod_with({})) == ""
