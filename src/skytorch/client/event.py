@@ -30,9 +30,10 @@ logger = logging.getLogger("skytorch")
 class Event:
     """Something that happened to a compute.
 
-    `reason` is "Starting", "Ready", "Failed", "Suspended" or "Deleted" for the compute's own life,
-    and "Logged" for what a function gave to `log_event`. `type` is "Warning" for "Failed" and
-    "Normal" for all others, as in an event of Kubernetes.
+    `reason` is "Starting", "Pending", "Ready", "Failed", "Suspended" or "Deleted" for the compute's
+    own life, and "Logged" for what a function gave to `log_event`. "Pending" says what a pod waits
+    for, in the words of Kubernetes. `type` is "Warning" for "Failed" and for a pod that something
+    keeps from starting, and "Normal" for all others, as in an event of Kubernetes.
     """
 
     reason: str

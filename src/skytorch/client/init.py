@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skytorch.client import names
+from skytorch.client import kubeconfig, names
 from skytorch.client.event import OnEvents
 from skytorch.client.metrics import OnMetrics
 from skyward.errors import ConfigurationError
@@ -26,7 +26,7 @@ class Defaults:
     volumes: Volumes | None = None
     on_events: OnEvents | None = None
     on_metrics: OnMetrics | None = None
-    namespace: str = "default"
+    namespace: str | None = None
     client_config: object = None
 
 
@@ -39,12 +39,18 @@ def current() -> Defaults:
 
 
 def default_namespace() -> str:
-    """The namespace of every `Compute` made from now on: the one given to `init`, or "default".
+    """The namespace of every `Compute` made from now on.
+
+    It is the one given to `init`, or that of the kubeconfig's context, or that of the pod that this
+    process runs in, or "default".
 
     >>> default_namespace()
     'default'
     """
-    return _current.namespace
+    if _current.namespace is not None:
+        return _current.namespace
+    place = kubeconfig.place(_current.client_config, None)
+    return "default" if place is None else place.namespace
 
 
 def init(
@@ -63,8 +69,10 @@ def init(
     """Set the defaults of every `Compute` made from now on; `init()` alone clears them.
 
     What a `Compute` gives itself replaces the default as a whole: two `env` are not merged.
-    `Compute` checks the values. A `namespace` has no effect on this machine. A `client_config`,
-    which names a Kubernetes cluster, makes `Compute` refuse, as a kubeconfig does.
+    `Compute` checks the values. A `namespace` has no effect on this machine. `client_config` names
+    a Kubernetes cluster: it is a `kubernetes.client.Configuration`, the path of a kubeconfig, or a
+    kubeconfig as a mapping. A token in a `Configuration` is used as it is now: if it expires, give
+    the path of the kubeconfig that renews it.
 
     >>> init(namespace="research", resources={"nvidia.com/gpu": "1"}, on_events=log_event)
     """
@@ -82,6 +90,6 @@ def init(
         volumes,
         on_events,
         on_metrics,
-        namespace or "default",
+        namespace,
         client_config,
     )

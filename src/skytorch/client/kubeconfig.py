@@ -1,4 +1,4 @@
-"""Whether a Kubernetes cluster is configured: if not, computes run on this machine."""
+"""Which Kubernetes cluster computes run on: if none is configured, they run on this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,40 @@ import sys
 import threading
 from pathlib import Path
 
+from skytorch.client import client_config as configuration
 from skyward.errors import ConfigurationError
+from skyward.providers.kubernetes import access
 
 _lock = threading.Lock()
 _said = False
+
+
+def place(client_config: object, namespace: str | None) -> access.Place | None:
+    """The cluster and the namespace that computes are in; None for no cluster."""
+    named = chosen(client_config)
+    if named is None:
+        return None
+    try:
+        return access.resolve(named, None, namespace)
+    except ConfigurationError as problem:
+        raise ConfigurationError(
+            f"{problem}; KUBECONFIG=/dev/null runs computes on this machine"
+        ) from problem
+
+
+def chosen(client_config: object) -> str | None:
+    """The kubeconfig of the cluster, or the name of a pod's own credentials; None for no cluster.
+
+    What `init` was given comes first, then what `kubectl` would use, then the credentials of the
+    pod that this process runs in.
+    """
+    if client_config is not None:
+        return configuration.path_of(client_config)
+    if found() is not None:
+        return os.environ.get("KUBECONFIG") or str(_usual())
+    if not os.environ.get("KUBECONFIG") and access.is_in_cluster():
+        return access.IN_CLUSTER
+    return None
 
 
 def found() -> str | None:
@@ -21,8 +51,7 @@ def found() -> str | None:
     """
     listed = os.environ.get("KUBECONFIG", "")
     if not listed:
-        usual = Path.home() / ".kube" / "config"
-        return str(usual) if usual.is_file() else None
+        return str(_usual()) if _is_filled(_usual()) else None
     for name in filter(None, listed.split(os.pathsep)):
         path = Path(name).expanduser()
         if not path.exists():
@@ -30,30 +59,22 @@ def found() -> str | None:
                 f"KUBECONFIG={listed!r}: there is no file {name!r}; correct it, or unset "
                 "KUBECONFIG to run on this machine"
             )
-        if path.is_file() and path.stat().st_size:
+        if _is_filled(path):
             return name
     return None
 
 
-def require_none(client_config: object) -> None:
-    """Refuse a compute that was meant for a cluster; otherwise say once that it runs here."""
+def _usual() -> Path:
+    return Path.home() / ".kube" / "config"
+
+
+def _is_filled(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def say_here() -> None:
+    """Say once that computes run on this machine."""
     global _said
-    if client_config is not None:
-        raise ConfigurationError(
-            "init(client_config=...) asks for a Kubernetes cluster, and the Kubernetes provider is "
-            "not part of this version; to run on this machine, call init() without client_config"
-        )
-    config = found()
-    if config is not None:
-        here = (
-            "unset KUBECONFIG"
-            if os.environ.get("KUBECONFIG")
-            else "set KUBECONFIG=/dev/null, which hides it"
-        )
-        raise ConfigurationError(
-            f"the kubeconfig {config!r} asks for a Kubernetes cluster, and the Kubernetes provider "
-            f"is not part of this version; to run on this machine, {here}"
-        )
     with _lock:
         if _said:
             return

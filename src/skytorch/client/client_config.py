@@ -1,0 +1,91 @@
+"""The cluster that `init(client_config=...)` names, as the path of a kubeconfig.
+
+A configuration in memory is written to a private file of the user's state directory, named by its
+contents: `sky ps` and `sky down` use it when this process is gone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyward.errors import ConfigurationError
+from skyward.nodes.journal import Journal
+
+
+def path_of(given: object) -> str:
+    """The path of a kubeconfig for a path, a kubeconfig as a mapping, or a `Configuration`."""
+    if isinstance(given, str | os.PathLike):
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ConfigurationError(
+                f"init(client_config={str(given)!r}): there is no such file; give the path of a "
+                "kubeconfig"
+            )
+        return str(path)
+    if isinstance(given, Mapping):
+        return _written(given)
+    if hasattr(given, "host") and hasattr(given, "auth_settings"):
+        return _written(_kubeconfig(given))
+    raise ConfigurationError(
+        f"init(client_config={given!r}): give a kubernetes.client.Configuration, the path of a "
+        "kubeconfig, or a kubeconfig as a mapping; to run on this machine, leave it out"
+    )
+
+
+def _kubeconfig(configuration: Any) -> dict[str, Any]:
+    """A kubeconfig with what a `kubernetes.client.Configuration` has.
+
+    Files are read now: those that the official client makes of a kubeconfig end with the process.
+    """
+    cluster = {
+        "server": configuration.host,
+        "certificate-authority-data": _contents(configuration.ssl_ca_cert),
+        "insecure-skip-tls-verify": not configuration.verify_ssl,
+        "tls-server-name": configuration.tls_server_name,
+        "proxy-url": configuration.proxy,
+    }
+    bearer = configuration.auth_settings().get("BearerToken", {}).get("value") or ""
+    user = {
+        "token": bearer.partition(" ")[2] or bearer,
+        "client-certificate-data": _contents(configuration.cert_file),
+        "client-key-data": _contents(configuration.key_file),
+    }
+    name = "client-config"
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": name,
+        "clusters": [{"name": name, "cluster": _without_empty(cluster)}],
+        "users": [{"name": name, "user": _without_empty(user)}],
+        "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+    }
+
+
+def _contents(file: str | None) -> str:
+    return base64.b64encode(Path(file).read_bytes()).decode() if file else ""
+
+
+def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _written(kubeconfig: Mapping[str, Any]) -> str:
+    # JSON is YAML as well.
+    text = json.dumps(dict(kubeconfig), default=str, sort_keys=True)
+    folder = Journal().path.parent
+    path = folder / f"kubeconfig-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Made with mode 0600, and whole when it gets its name.
+        descriptor, part = tempfile.mkstemp(dir=folder)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(part, path)
+    return str(path)
