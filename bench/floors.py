@@ -15,8 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,35 +62,12 @@ def receive(connection: socket.socket, buffer: Any) -> None:
         received += count
 
 
-class RawLink:
+class Link:
     """A socket to another process, used the plain way: `sendall` and `recv_into`."""
 
-    def __init__(self, *, tls: bool) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="skyward-bench-")
-        folder = Path(self._folder.name)
-        if tls:
-            make_certificate(folder)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "tls" if tls else "unix", folder],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        address = self._process.stdout.readline().strip()
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
         self._buffers = Buffers()
-        self._socket: socket.socket
-        self.cipher = ""
-        if tls:
-            context = ssl.create_default_context(cafile=folder / "certificate.pem")
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            plain = socket.create_connection(("127.0.0.1", int(address)))
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            secured = context.wrap_socket(plain, server_hostname="127.0.0.1")
-            self.cipher = (secured.cipher() or ("",))[0]
-            self._socket = secured
-        else:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.connect(address)
 
     def exchange(
         self, outgoing: Sequence[Any], incoming: int = 0, *, reused: bool
@@ -107,18 +83,59 @@ class RawLink:
         receive(self._socket, landed)
         return CHECKSUM.unpack(reply)[0], touch(landed)
 
-    def __enter__(self) -> RawLink:
+    def round_trip(self) -> None:
+        """One small message there, and one back."""
+        self._socket.sendall(REQUEST.pack(0, 0, True))
+        receive(self._socket, bytearray(CHECKSUM.size))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._socket.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RawLink(Link):
+    """The same to a process of its own on this machine."""
+
+    def __init__(self, *, tls: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="skyward-bench-")
+        folder = Path(self._folder.name)
+        if tls:
+            make_certificate(folder)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "tls" if tls else "unix", folder, "127.0.0.1"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        address = self._process.stdout.readline().strip()
+        self.cipher = ""
+        if tls:
+            secured = connect_tls("127.0.0.1", int(address), folder)
+            self.cipher = (secured.cipher() or ("",))[0]
+            super().__init__(secured)
+        else:
+            end = socket.socket(socket.AF_UNIX)
+            end.connect(address)
+            super().__init__(end)
+
+    def close(self) -> None:
+        super().close()
         self._process.wait(timeout=20)
         self._folder.cleanup()
+
+
+def connect_tls(host: str, port: int, folder: Path) -> ssl.SSLSocket:
+    """A TLS connection to a process that has the certificate in the folder, wherever it runs."""
+    context = ssl.create_default_context(cafile=folder / "certificate.pem")
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    plain = socket.create_connection((host, port))
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def make_certificate(folder: Path) -> None:
@@ -149,18 +166,20 @@ def make_certificate(folder: Path) -> None:
     )
 
 
-def listen(kind: str, folder: Path) -> socket.socket:
-    """The connection of the one client that comes."""
+def listen(kind: str, folder: Path, host: str) -> socket.socket:
+    """The connection of the one client that comes; where it is awaited is printed."""
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(folder / "socket"))
         listener.listen(1)
         print(folder / "socket", flush=True)
         return listener.accept()[0]
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((host, 0))
     print(listener.getsockname()[1], flush=True)
     plain = listener.accept()[0]
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if kind == "tcp":
+        return plain
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
@@ -187,5 +206,5 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    with listen(sys.argv[1], Path(sys.argv[2])) as connection:
+    with listen(sys.argv[1], Path(sys.argv[2]), sys.argv[3]) as connection:
         serve(connection)

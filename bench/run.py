@@ -33,6 +33,7 @@ SUITES = {
     "ddp": "Distributed training",
     "store": "The model store",
     "machines": "Containers and SSH hosts",
+    "kubernetes": "Kubernetes",
 }
 RECORDED = HERE / "recorded"
 """Runs on machines that not everybody has, kept as they came."""
@@ -90,6 +91,13 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   that both ends of SSH share its cores. A pool is *ready* when all its nodes take calls; it is
   timed from `with` on, after one start that is not. `scp` copies from memory to memory over a
   connection that is there, so that logging in is not counted.
+- *Kubernetes* is the testbed's cluster on this machine (or that of `SKYWARD_KUBECONFIG`): client,
+  API server, both kubelets and containerds, and the pods share its cores. *After both run* begins
+  when the API server tells a watch that the second pod's container runs. A *message there and back*
+  and the plain transfers go to a process in the pod, which reads one value of every page. With
+  port forwarding the bytes of a call are TLS of the pool's own inside the API server's TLS; those
+  of the plain sockets are not. *Requests to the API* are counted by a pretended API server, whose
+  pods run on no machine; the processor time includes this server.
 - *Scheduling* drives the pool's scheduler with simulated nodes and tasks, in processor time.
 
 ## Reproduce
