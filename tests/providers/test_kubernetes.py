@@ -539,6 +539,47 @@ def _documented_rules() -> list[dict[str, Any]]:
     raise AssertionError(f"{DOCS} has no Role")
 
 
+@sky.function
+def from_inside(arguments: dict[str, Any]) -> tuple[str | None, str | None, bytes]:
+    """A pool that a pod makes, with nothing but its own service account."""
+    provider = sky.Kubernetes(**arguments)
+    with sky.Compute(provider, options=sky.Options(console=False)) as compute:
+        return provider.kubeconfig, provider.namespace, doubled(b"ab") >> compute
+
+
+def test_a_client_in_the_cluster_uses_its_own_account(
+    namespace: kube.Namespace, tmp_path: Path
+) -> None:
+    """On the network of its machine, since this cluster's API server is on loopback."""
+    if os.environ.get("SKYWARD_KUBERNETES_IMAGE"):
+        pytest.skip("only pods of the testbed's cluster have this machine's files")
+    host, _, port = _server(namespace.kubeconfig).rpartition(":")
+    variables = {
+        "KUBERNETES_SERVICE_HOST": host,
+        "KUBERNETES_SERVICE_PORT": port,
+        "KUBECONFIG": "/nowhere",
+        "SKYWARD_STATE": str(tmp_path),
+    }
+    outer = {
+        "hostNetwork": True,
+        "containers": [
+            {"name": "node", "env": [{"name": k, "value": v} for k, v in variables.items()]}
+        ],
+    }
+    provider = namespace.provider(
+        pod_template=merged(kube.template(), outer),
+        service_account=namespace.account(*_documented_rules()),
+    )
+    inner = {"image": kube.IMAGE, "python": sys.executable, "pod_template": kube.template()}
+    image, volume = sky.Image(env=variables), sky.Volume(str(tmp_path))
+    with sky.Compute(provider, image=image, volumes=[volume], options=QUIET) as compute:
+        assert from_inside({**inner, "cache": None}) >> compute == (
+            "in-cluster",
+            namespace.name,
+            b"abab",
+        )
+
+
 def test_where_spdy_is_refused_ports_are_forwarded_over_websockets(
     namespace: kube.Namespace, tmp_path: Path
 ) -> None:
