@@ -330,9 +330,10 @@ class ProviderSuite:
         self, provider: Provider, machine_request: Request
     ) -> None:
         """A provider that another process makes from the description finds them."""
-        order = _order(machine_request)
+        pool = _order(machine_request).pool
+        orders = [Order(pool, node, machine_request) for node in range(self.machines)]
         client = multiprocessing.get_context("spawn").Process(
-            target=_create_and_die, args=(provider, order)
+            target=_create_and_die, args=(provider, orders)
         )
         client.start()
         client.join(2 * PATIENCE)
@@ -340,12 +341,12 @@ class ProviderSuite:
 
         async def scenario() -> None:
             again = _again(provider)
-            found = list(await again.find(order.pool))
-            assert [machine.node for machine in found] == [order.node]
+            found = sorted(await again.find(pool), key=lambda machine: machine.node)
+            assert [machine.node for machine in found] == list(range(self.machines))
             assert await found[0].alive()
             assert await found[0].run(["true"]) == 0
-            await found[0].destroy()
-            assert list(await again.find(order.pool)) == []
+            await asyncio.gather(*(machine.destroy() for machine in found))
+            assert list(await again.find(pool)) == []
 
         asyncio.run(scenario())
 
@@ -403,9 +404,9 @@ async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
         await machine.destroy()
 
 
-def _create_and_die(provider: Provider, order: Order) -> None:
+def _create_and_die(provider: Provider, orders: Sequence[Order]) -> None:
     async def create() -> None:
-        await provider.create(order)
+        await asyncio.gather(*(provider.create(order) for order in orders))
         os._exit(9)
 
     asyncio.run(create())

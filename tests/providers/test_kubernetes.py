@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import urllib3
 
 import skyward as sky
 from skyward.nodes.journal import Journal
@@ -279,6 +280,34 @@ def _quota_counts(namespace: kube.Namespace) -> bool:
     return bool(quota.status.hard)
 
 
+def test_a_job_that_was_removed_is_made_again(
+    namespace: kube.Namespace, eventually: Callable[..., None]
+) -> None:
+    """Also when the API server is busy just then, and its watch ends."""
+    with sky.Compute(namespace.provider(), options=RETRYING) as compute:
+        (job,) = namespace.batch.list_namespaced_job(namespace.name).items
+        (shared,) = kubernetes._jobs.values()
+        request, refused = shared.access._pools.request, []
+
+        def busy(method: str, url: str, **given: Any) -> Any:
+            if "watch" in url and len(refused) < 3:
+                refused.append(url)
+                raise urllib3.exceptions.ProtocolError("the API server restarts")
+            return request(method, url, **given)
+
+        shared.access._pools.request = busy
+        shared.access._watching.shutdown()
+        eventually(lambda: len(refused) == 3, 30, "the watch's end")
+        namespace.batch.delete_namespaced_job(
+            job.metadata.name, namespace.name, propagation_policy="Background"
+        )
+        eventually(lambda: compute.stats().nodes_lost == 1, 60, "the loss")
+        eventually(lambda: compute.nodes[0].state == "ready", 60, "another pod")
+        assert doubled(b"a") >> compute == b"aa"
+        (again,) = namespace.batch.list_namespaced_job(namespace.name).items
+        assert again.metadata.uid != job.metadata.uid
+
+
 # Processes that end in the middle.
 
 
@@ -329,16 +358,17 @@ def test_what_a_killed_client_leaves_ends_at_its_deadline(cluster: str) -> None:
             namespace.remove()
 
 
+@only_in_all
 def test_a_container_without_a_client_ends_itself(namespace: kube.Namespace) -> None:
     """But not while a command of the client's runs, such as an installation."""
-    main = manifests._MAIN.replace(str(manifests.IDLE_SECONDS), "4")
+    main = manifests._MAIN.replace(str(manifests.IDLE_SECONDS), "12")
     impatient = {"containers": [{"name": "node", "command": ["sh", "-c", main]}]}
     provider = namespace.provider(pod_template=merged(kube.template(), impatient))
 
     async def scenario() -> None:
         machine = await provider.create(Order("idle", 0, plain_request()))
-        assert await machine.run(["sleep", "9"]) == 0
-        async with asyncio.timeout(30):
+        assert await machine.run(["sleep", "20"]) == 0
+        async with asyncio.timeout(60):
             while await machine.alive():
                 await asyncio.sleep(0.2)
         await machine.destroy()
@@ -457,7 +487,7 @@ def refusals(cluster: str) -> Iterator[Refusals]:
         ("unbound claim", r"did not run within 8 s: .*unbound .*; look at `kubectl describe pvc`"),
         ("mount", r'did not run within 8 s: .*secret "nowhere" not found.*; look at `kubectl'),
         ("last words", r"ended: exit status 3.*; it said:\nno such model"),
-        ("invalid", r"making jobs .*nodeSelector.*; correct pod_template="),
+        ("invalid", r"making job .*nodeSelector.*; correct pod_template="),
     ],
 )
 def test_the_error_names_the_reason_and_the_next_step(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import socket
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import yaml
 import skyward as sky
 from skyward.accelerators import Accelerator
 from skyward.providers import Request
-from skyward.providers.kubernetes import access, gpus, manifests, pending
+from skyward.providers.kubernetes import access, gpus, manifests, pending, spdy, streams
 from skyward.providers.kubernetes.manifests import Pod, claim_of, merged
 
 CONFIG = {
@@ -72,6 +76,11 @@ def test_context_and_namespace_are_pinned_when_the_provider_is_made(kubeconfig: 
         ({"image": 3}, "image"),
         ({"namespace": ""}, "namespace"),
         ({"command": "run"}, "letter by letter"),
+        ({"job": "My Job"}, "small letters, digits and hyphens, at most 59"),
+        ({"job": "a" * 60}, "at most 59"),
+        ({"timeout": -1}, "timeout"),
+        ({"pod_template": ["spec"]}, "not a mapping"),
+        ({"context": "work", "kubeconfig": "/nowhere"}, "/nowhere does not exist, or names no"),
     ],
 )
 def test_wrong_arguments_are_refused(kubeconfig: Path, given: dict[str, Any], words: str) -> None:
@@ -110,6 +119,29 @@ def test_a_token_shows_in_no_error(kubeconfig: Path) -> None:
         reached.get("pods")
     assert reached.token == "secret"
     assert "secret" not in str(caught.value)
+
+
+def test_a_user_may_act_for_another(kubeconfig: Path) -> None:
+    user = {"token": "secret", "as": "robot", "as-groups": ["a", "b"]}
+    kubeconfig.write_text(yaml.safe_dump(CONFIG | {"users": [{"name": "me", "user": user}]}))
+
+    assert access.Access(access.resolve(None, None, None)).identity() == [
+        ("Authorization", "Bearer secret"),
+        ("Impersonate-User", "robot"),
+        ("Impersonate-Group", "a"),
+        ("Impersonate-Group", "b"),
+    ]
+
+
+def test_a_proxy_is_not_used_for_those_it_is_not_for(
+    kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    monkeypatch.setenv("NO_PROXY", "10.0.0.0/8")
+    assert access.Access(access.resolve(None, None, None)).proxy == "http://proxy.example:3128"
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert access.Access(access.resolve(None, None, None)).proxy == ""
 
 
 # What a pod is to have.
@@ -163,9 +195,9 @@ def test_other_vendors_have_resources_of_their_own(accelerator: Accelerator, res
 def test_every_nvidia_model_has_a_product_label() -> None:
     for model in sky.accelerators.models():
         accelerator = model()
-        if accelerator.is_nvidia:
-            found = json.dumps(gpus.affinity(accelerator))
-            assert '"operator": "Exists"' not in found, accelerator
+        if accelerator.cuda is not None:
+            assert gpus.resource(accelerator) == "nvidia.com/gpu", accelerator
+            assert '"operator": "Exists"' not in json.dumps(gpus.affinity(accelerator)), accelerator
 
 
 def test_where_a_pod_may_run() -> None:
@@ -298,7 +330,10 @@ def test_the_scheduler_the_kubelet_and_the_job_are_heard() -> None:
         event("sky-b-1", "FailedMount", "another pod's", "2026-01-01T00:00:10Z"),
         event("sky-a", "FailedCreate", "Error creating: exceeded quota: q", "2026-01-01T00:00:00Z"),
     ]
-    assert pending.reason(pod_with({}), "sky-a", events) == "last"
+    scheduled = {"conditions": [{"type": "PodScheduled", "status": "True"}]}
+    assert pending.reason(pod_with(scheduled), "sky-a", events) == "last"
+    assert pending.reason(pod_with(scheduled), "sky-a", []) == "its container is being made"
+    assert pending.reason(pod_with({}), "sky-a", []) == "waiting for the scheduler"
     assert pending.reason(None, "sky-a", events) == "exceeded quota: q"
     assert pending.reason(None, "sky-a", []) == ""
 
@@ -314,3 +349,78 @@ def test_a_first_failure_to_pull_is_not_the_end() -> None:
     )
     assert "its container cannot be made" in pending.hopeless(waiting("CreateContainerConfigError"))
     assert pending.hopeless(pod_with({})) == ""
+
+
+# Streams.
+
+
+class Pair:
+    """Both ends of a forwarded port: the user's socket, and what the API server would see."""
+
+    def __init__(self) -> None:
+        ours, self.server = socket.socketpair()
+        self.copying = streams._Forwarding(spdy.Spdy(ours, b""))
+        self.user = self.copying.start("test")
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.user.close()
+        self.server.close()
+
+    def ends(self) -> bool:
+        """Whether the thread that copies ends soon."""
+        deadline = time.monotonic() + 10
+        while self.copying._far.fileno() >= 0:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def fill(end: socket.socket) -> None:
+    """Send until nothing more is taken."""
+    end.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            end.send(bytes(1 << 16))
+
+
+def test_the_end_of_a_connection_ends_its_thread_with_bytes_unsent() -> None:
+    with Pair() as pair:
+        fill(pair.user)
+        pair.server.sendall(struct.pack(">HHII", 0x8003, 7, 4, 0))
+
+        assert pair.ends()
+
+
+def test_what_was_sent_before_the_user_closed_its_end_arrives() -> None:
+    with Pair() as pair:
+        pair.user.sendall(b"last words")
+        pair.user.close()
+
+        assert pair.ends()
+        assert pair.server.recv(100) == struct.pack(">II", spdy.DATA, 10) + b"last words"
+
+
+def test_a_peer_that_does_not_read_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LINGER_SECONDS", 0.0)
+    with Pair() as pair:
+        fill(pair.user)
+        pair.user.close()
+
+        assert pair.ends()
+
+
+def test_pings_of_the_other_end_are_answered_and_pieces_put_together() -> None:
+    with Pair() as pair:
+        message = struct.pack(">II", spdy.DATA, 5) + b"hello"
+        ping = struct.pack(">HHII", 0x8003, 6, 4, 2)
+        pair.server.sendall(ping + message[:7])
+        assert pair.server.recv(100) == ping
+        pair.server.sendall(message[7:] + struct.pack(">II", spdy.DATA, 1 << 24))
+
+        assert pair.user.recv(100) == b"hello"
+        assert pair.user.recv(100) == b""
+        assert pair.ends()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import skyward as sky
 from skytorch.client import Cluster, Compute, init
 from skytorch.client.event import Event
 from skytorch.client.metrics import Metrics
@@ -183,6 +184,10 @@ def test_a_compute_that_exists_is_used_and_replaced_if_it_is_to_be_another(
         assert await node.execute(shell, "hostname") == pod.metadata.name != first
         assert pod.spec.containers[0].resources.requests == {"cpu": "200m"}
         # Another object, in the same process; its storage keeps what is in it.
+        assert await node.execute(shell, "cat /data/it") == "kept"
+        with pytest.raises(sky.ConfigurationError, match="uses that Job with other arguments"):
+            async with Compute(name="shared", resources={"cpu": "300m"}, volumes=volumes):
+                pass
         assert await node.execute(shell, "cat /data/it") == "kept"
         await node.suspend()
         async with Compute(name="shared", resources={"cpu": "300m"}, volumes=volumes) as other:

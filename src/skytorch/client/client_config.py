@@ -6,6 +6,7 @@ contents: `sky ps` and `sky down` use it when this process is gone.
 
 from __future__ import annotations
 
+import atexit
 import base64
 import hashlib
 import json
@@ -18,10 +19,17 @@ from typing import Any
 from skyward.errors import ConfigurationError
 from skyward.nodes.journal import Journal
 
+_FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
+
 
 def path_of(given: object) -> str:
     """The path of a kubeconfig for a path, a kubeconfig as a mapping, or a `Configuration`."""
     if isinstance(given, str | os.PathLike):
+        if len(str(given)) > 4096 or "\n" in str(given):
+            raise ConfigurationError(
+                "init(client_config=...): this is not the path of a kubeconfig but perhaps what is "
+                "in one; give its path"
+            )
         path = Path(given).expanduser()
         if not path.is_file():
             raise ConfigurationError(
@@ -30,12 +38,12 @@ def path_of(given: object) -> str:
             )
         return str(path)
     if isinstance(given, Mapping):
-        return _written(given)
+        return _written(_absolute(given))
     if hasattr(given, "host") and hasattr(given, "auth_settings"):
         return _written(_kubeconfig(given))
     raise ConfigurationError(
-        f"init(client_config={given!r}): give a kubernetes.client.Configuration, the path of a "
-        "kubeconfig, or a kubeconfig as a mapping; to run on this machine, leave it out"
+        f"init(client_config={type(given).__name__}): give a kubernetes.client.Configuration, the "
+        "path of a kubeconfig, or a kubeconfig as a mapping; to run on this machine, leave it out"
     )
 
 
@@ -76,6 +84,16 @@ def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 
+def _absolute(value: Any) -> Any:
+    """A kubeconfig whose files are found from any folder."""
+    if isinstance(value, Mapping):
+        return {
+            key: str(Path(item).expanduser().absolute()) if key in _FILES else _absolute(item)
+            for key, item in value.items()
+        }
+    return [_absolute(item) for item in value] if isinstance(value, list) else value
+
+
 def _written(kubeconfig: Mapping[str, Any]) -> str:
     # JSON is YAML as well.
     text = json.dumps(dict(kubeconfig), default=str, sort_keys=True)
@@ -88,4 +106,12 @@ def _written(kubeconfig: Mapping[str, Any]) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         os.replace(part, path)
+        atexit.register(_discard, path)
     return str(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove the file at the end of this process, unless a pool is left that it leads to."""
+    pools = Journal().pools()
+    if not any(pool.arguments.get("kubeconfig") == str(path) for pool in pools):
+        path.unlink(missing_ok=True)

@@ -148,7 +148,9 @@ class Compute:
             try:
                 await self.ready()
             except BaseException:
-                await self.delete()
+                if self._provider is not None:
+                    # What this compute has made; not what others use.
+                    await asyncio.to_thread(self._provider.delete, unused=True)
                 raise
         return self
 

@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -123,9 +124,8 @@ def connect_one(
             if context is None:
                 raise AuthenticationError(f"no credentials for {endpoint}")
             keep_alive(end)
-            check_connected(end)
             try:
-                end = context.wrap_socket(end, server_hostname=name)
+                end = encrypted(context, end, server_hostname=name)
             except ssl.SSLError as problem:
                 raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
         decoder = FrameDecoder()
@@ -167,12 +167,21 @@ def keep_alive(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def check_connected(end: socket.socket) -> None:
-    """Raise if the peer has already reset the connection; to call before `wrap_socket`.
+def encrypted(context: ssl.SSLContext, end: socket.socket, **options: Any) -> ssl.SSLSocket:
+    """The connection with TLS; leaves nothing open if the peer has reset it by now.
 
-    `wrap_socket` raises then as well, but leaves its new socket open until it is collected.
+    `wrap_socket` raises then after it has made its new socket, which it does not close.
     """
-    end.getpeername()
+    try:
+        return context.wrap_socket(end, **options)
+    except OSError as problem:
+        trace = problem.__traceback__
+        while trace is not None:
+            made = trace.tb_frame.f_locals.get("self")
+            if isinstance(made, ssl.SSLSocket):
+                made.close()
+            trace = trace.tb_next
+        raise
 
 
 def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:

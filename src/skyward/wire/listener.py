@@ -19,7 +19,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.connecting import (
     GREETING_SECONDS,
     SESSION_UNKNOWN,
-    check_connected,
+    encrypted,
     host_and_port,
     keep_alive,
 )
@@ -140,8 +140,7 @@ class Listener:
             if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(end)
-                check_connected(end)
-                end = context.wrap_socket(end, server_side=True, do_handshake_on_connect=False)
+                end = encrypted(context, end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:
                         self._unproven[number] = end

@@ -14,9 +14,12 @@ exec "$0" -c "$@"
 """Where the bootstrap installed Python, the node's folder has a link to it."""
 
 
+MARKS = "/tmp/.skyward-"
+
+
 def new_mark() -> str:
     """A file in a container that will hold the process id of a command."""
-    return f"/tmp/.skyward-{uuid.uuid4().hex}"
+    return f"{MARKS}{uuid.uuid4().hex}"
 
 
 def marked(mark: str, command: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,14 @@ from skyward.providers.kubernetes import jobs, manifests
 from skyward.providers.kubernetes.access import Access, Object, Place, resolve
 from skyward.providers.kubernetes.machine import PodMachine
 from skyward.providers.kubernetes.manifests import JOB, NODE, Pod, job_name
-from skyward.providers.kubernetes.pods import Pods
+from skyward.providers.kubernetes.pods import Pods, is_usable
 
 __all__ = ["Kubernetes"]
 
 IMAGE = "SKYWARD_KUBERNETES_IMAGE"
 TEMPLATE = "SKYWARD_KUBERNETES_TEMPLATE"
 PYTHON = "SKYWARD_KUBERNETES_PYTHON"
+_JOB = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,57}[a-z0-9])?")
 _Key = tuple[asyncio.AbstractEventLoop, Place, str]
 _jobs: dict[_Key, Pods] = {}
 """The Jobs that this process has made, each on the event loop that asked for it."""
@@ -48,7 +50,7 @@ class Kubernetes:
     image: str | None = None
     service_account: str | None = None
     node_selector: Mapping[str, str] | None = None
-    tolerations: Sequence[Mapping[str, Any]] = ()
+    tolerations: Sequence[Mapping[str, Any]] | None = None
     pod_template: Mapping[str, Any] | None = None
     runtime_class: str | None = None
     queue: str | None = None
@@ -79,6 +81,16 @@ class Kubernetes:
             value = getattr(self, what)
             if value is not None:
                 checks.text(self, what, value)
+        for what in ("node_selector", "pod_template"):
+            value = getattr(self, what)
+            if value is not None and not isinstance(value, Mapping):
+                raise checks.refused(self, {what: value}, f"not a mapping: {checks.kind(value)}")
+        if self.job is not None and not _JOB.fullmatch(self.job):
+            raise checks.refused(
+                self,
+                {"job": self.job},
+                "a name has small letters, digits and hyphens, at most 59; write one like 'mnist'",
+            )
         place = resolve(self.kubeconfig, self.context, self.namespace)
         checks.store(
             self,
@@ -86,8 +98,10 @@ class Kubernetes:
             context=place.context,
             kubeconfig=place.kubeconfig,
             python=self.python or os.environ.get(PYTHON) or None,
-            tolerations=tuple(self.tolerations),
+            tolerations=tuple(self.tolerations or ()),
             command=checks.texts(self, "command", self.command),
+            direct=checks.flag(self, "direct", self.direct),
+            timeout=checks.seconds(self, "timeout", self.timeout),
         )
 
     @property
@@ -154,6 +168,8 @@ class Kubernetes:
             return []
         name = job["metadata"]["name"]
         there = access.get("pods", labelSelector=f"{JOB}={name}")["items"]
+        # Of a node's pods, the one that runs comes last.
+        there.sort(key=is_usable)
         by_node = {int(each["metadata"]["labels"].get(NODE, -1)): each for each in there}
         shared = _jobs.get((loop, self._place, name))
         return [
@@ -166,8 +182,10 @@ class Kubernetes:
     ) -> PodMachine:
         return PodMachine(access, job, node, pod, self.python, shared=shared, direct=self.direct)
 
-    def delete(self) -> None:
+    def delete(self, *, unused: bool = False) -> None:
         """Remove the Job named `job`, with its pods and all else that it owns, if there is one.
+
+        With `unused`, only if this process made it and no pool uses it.
 
         >>> sky.Kubernetes(job="mnist").delete()
         """
@@ -176,16 +194,18 @@ class Kubernetes:
         name = job_name(self.job)
         for (loop, place, job), shared in list(_jobs.items()):
             if (place, job) == (self._place, name) and loop.is_running():
-                asyncio.run_coroutine_threadsafe(shared.remove(), loop).result()
+                if not unused or (shared.is_own and shared.is_idle):
+                    asyncio.run_coroutine_threadsafe(shared.remove(), loop).result()
                 return
-        jobs.remove(Access(self._place), name)
+        if not unused:
+            jobs.remove(Access(self._place), name)
 
     def _pod(self, order: Order) -> Pod:
         return Pod(
             image=self.image or os.environ.get(IMAGE) or _official_python(order.request),
             service_account=self.service_account,
             node_selector=self.node_selector,
-            tolerations=self.tolerations,
+            tolerations=self.tolerations or (),
             template=manifests.template(os.environ.get(TEMPLATE), self.pod_template),
             runtime_class=self.runtime_class,
             queue=self.queue,

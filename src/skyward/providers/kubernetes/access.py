@@ -8,12 +8,15 @@ kind of object know only the fields of one version.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import ssl
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -26,6 +29,9 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 240
 _MERGE = "application/merge-patch+json"
+_MISSING = "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
+_BUSY = (429, 500, 502, 503, 504)
+"""Answers of an API server, or of what stands before it, that the next attempt may not get."""
 
 Object = dict[str, Any]
 
@@ -68,7 +74,8 @@ class Place:
 def resolve(kubeconfig: str | None, context: str | None, namespace: str | None) -> Place:
     """The place that arguments, environment and kubeconfig name, in this order."""
     paths = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-    if kubeconfig == IN_CLUSTER or (not _read(paths) and is_in_cluster()):
+    is_named = kubeconfig is not None or context is not None
+    if kubeconfig == IN_CLUSTER or (not is_named and is_in_cluster() and not _read(paths)):
         own = _NAMESPACE.read_text().strip() if _NAMESPACE.exists() else "default"
         return Place(IN_CLUSTER, None, namespace or own)
     documents = _read(paths)
@@ -88,6 +95,8 @@ def resolve(kubeconfig: str | None, context: str | None, namespace: str | None) 
 
 
 def _no_context(paths: str, asked: str | None, chosen: str | None, there: list[str]) -> str:
+    if asked is not None and not there:
+        return f"Kubernetes(context={asked!r}): {paths} does not exist, or names no cluster"
     if asked is not None:
         names = ", ".join(there) or "none"
         return f"Kubernetes(context={asked!r}): {paths} has no such context; it has {names}"
@@ -102,6 +111,23 @@ def _no_context(paths: str, asked: str | None, chosen: str | None, there: list[s
     )
 
 
+def _on_behalf(place: Place) -> list[tuple[str, str]]:
+    """The headers for a user of the kubeconfig that acts for another, which the client ignores."""
+    if place.kubeconfig == IN_CLUSTER:
+        return []
+    documents = _read(place.kubeconfig)
+    named = {
+        (kind, each["name"]): each.get(kind[:-1]) or {}
+        for kind in ("contexts", "users")
+        for document in documents
+        for each in document.get(kind) or ()
+    }
+    user = named.get(("users", named.get(("contexts", place.context), {}).get("user")), {})
+    headers = [("Impersonate-User", user["as"])] if user.get("as") else []
+    headers += [("Impersonate-Group", group) for group in user.get("as-groups") or ()]
+    return headers
+
+
 def is_in_cluster() -> bool:
     """Whether this process runs in a pod that has credentials of its own."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and _NAMESPACE.exists()
@@ -111,9 +137,7 @@ def _read(paths: str) -> list[Object]:
     try:
         import yaml
     except ImportError:
-        raise ConfigurationError(
-            "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
-        ) from None
+        raise ConfigurationError(_MISSING) from None
     found = []
     for each in paths.split(os.pathsep):
         path = Path(each).expanduser()
@@ -134,9 +158,7 @@ class Access:
         try:
             from kubernetes import client, config
         except ImportError:
-            raise ConfigurationError(
-                "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
-            ) from None
+            raise ConfigurationError(_MISSING) from None
         self.place = place
         self._configuration: Any = client.Configuration()
         try:
@@ -154,11 +176,15 @@ class Access:
                 f"Kubernetes(context={place.context!r}): no credentials: {problem}; try `kubectl "
                 f"--context {place.context} get pods`"
             ) from problem
+        self._on_behalf = _on_behalf(place)
         self._client: Any = client.ApiClient(self._configuration)
         self._pools: Any = self._client.rest_client.pool_manager
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         self._watching: Any = None
+        self._stopped = False
+        self._ahead = 0.0
+        """By how many seconds the API server's clock is ahead of this one's."""
         self.requests = 0
         """How many requests were made, for tests and the benchmark."""
 
@@ -174,10 +200,23 @@ class Access:
             found = self._configuration.auth_settings().get("BearerToken") or {}
         return str(found.get("value") or "").partition(" ")[2]
 
+    def identity(self) -> list[tuple[str, str]]:
+        """The headers that say who asks, and on whose behalf."""
+        token = self.token
+        return ([("Authorization", f"Bearer {token}")] if token else []) + self._on_behalf
+
     @property
     def proxy(self) -> str:
         """The proxy to the API server, if there is one."""
-        return str(self._configuration.proxy or "")
+        from requests.utils import should_bypass_proxies
+
+        configuration = self._configuration
+        if not configuration.proxy or (
+            configuration.no_proxy
+            and should_bypass_proxies(self.server, no_proxy=configuration.no_proxy)
+        ):
+            return ""
+        return str(configuration.proxy)
 
     @property
     def tls_server_name(self) -> str:
@@ -206,10 +245,17 @@ class Access:
         return made
 
     def stop_watching(self) -> None:
-        """End the watch that runs, if there is one."""
+        """End the watch that runs, if there is one; there will be no more."""
+        self._stopped = True
         if self._watching is not None:
-            with contextlib.suppress(Exception):
+            # The connection may have ended by itself.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
                 self._watching.shutdown()
+
+    def seconds_since(self, timestamp: str) -> float:
+        """How long ago that was, by the API server's clock."""
+        then = datetime.datetime.fromisoformat(timestamp).timestamp()
+        return time.time() + self._ahead - then
 
     def close(self) -> None:
         """Close the connections."""
@@ -230,23 +276,23 @@ class Access:
     def get(self, kind: str, name: str = "", **query: str) -> Object:
         """An object, or a list of all of a kind."""
         path = self.path(kind, name, query=query.items())
-        return self._request("GET", path, f"reading {kind} {name}".rstrip())
+        return self._request("GET", path, f"reading {kind[:-1]} {name}".rstrip())
 
     def create(self, kind: str, manifest: Object, **query: str) -> Object:
         """Make an object."""
-        doing = f"making {kind} {manifest['metadata'].get('name', '')}".rstrip()
+        doing = f"making {kind[:-1]} {manifest['metadata'].get('name', '')}".rstrip()
         return self._request("POST", self.path(kind, query=query.items()), doing, manifest)
 
     def patch(self, kind: str, name: str, change: Object) -> Object:
         """Change an object."""
-        doing = f"changing {kind} {name}"
+        doing = f"changing {kind[:-1]} {name}"
         return self._request("PATCH", self.path(kind, name), doing, change, _MERGE)
 
     def delete(self, kind: str, name: str, **options: Any) -> None:
         """Remove an object, if it exists, and all that it owns."""
         given = {"propagationPolicy": "Background", **options}
         with contextlib.suppress(NotFoundError):
-            self._request("DELETE", self.path(kind, name), f"removing {kind} {name}", given)
+            self._request("DELETE", self.path(kind, name), f"removing {kind[:-1]} {name}", given)
 
     def delete_all(self, kind: str, **query: str) -> None:
         """Remove the objects of a kind that a query selects."""
@@ -267,14 +313,21 @@ class Access:
         query |= {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_SECONDS)}
         path = self.path(kind, query=query.items())
         with self._answer("GET", path, None, None, WATCH_SECONDS + REQUEST_SECONDS) as answer:
-            self._check(answer, f"watching {kind}")
+            _refuse(answer, f"watching {kind}")
             self._watching = answer
+            if self._stopped:
+                return
             unread = b""
             for data in answer.stream(1 << 16):
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
                     event = json.loads(line)
                     yield event["type"], event["object"]
+
+    def _look_at_the_clock(self, answer: Any) -> None:
+        if told := answer.headers.get("Date"):
+            with contextlib.suppress(ValueError):
+                self._ahead = parsedate_to_datetime(told).timestamp() - time.time()
 
     def _request(
         self,
@@ -285,7 +338,8 @@ class Access:
         kind: str | None = None,
     ) -> Object:
         with self._answer(method, path, body, kind, REQUEST_SECONDS) as answer:
-            found: Object = self._check(answer, doing)
+            _refuse(answer, doing)
+            found: Object = json.loads(answer.read() or b"{}")
             return found
 
     @contextlib.contextmanager
@@ -294,9 +348,9 @@ class Access:
     ) -> Iterator[Any]:
         import urllib3
 
-        headers = {"Accept": "application/json", "User-Agent": "skyward"}
-        if token := self.token:
-            headers["Authorization"] = f"Bearer {token}"
+        headers = urllib3.HTTPHeaderDict({"Accept": "application/json", "User-Agent": "skyward"})
+        for name, value in self.identity():
+            headers.add(name, value)
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
         self.requests += 1
@@ -308,8 +362,19 @@ class Access:
                 headers=headers,
                 preload_content=False,
                 timeout=urllib3.Timeout(connect=10.0, read=seconds),
-                retries=urllib3.Retry(connect=1, read=0, redirect=2, other=0, status=0),
+                retries=urllib3.Retry(
+                    connect=1,
+                    read=0,
+                    redirect=2,
+                    other=0,
+                    status=3,
+                    status_forcelist=_BUSY,
+                    allowed_methods=None,
+                    backoff_factor=0.2,
+                    raise_on_status=False,
+                ),
             )
+            self._look_at_the_clock(answer)
             try:
                 yield answer
             finally:
@@ -322,22 +387,20 @@ class Access:
                 "are you in its network?"
             ) from problem
 
-    def _check(self, answer: Any, doing: str) -> Any:
-        if answer.status < 300:
-            if answer.headers.get("Transfer-Encoding") == "chunked" and "watching" in doing:
-                return None
-            return json.loads(answer.read() or b"{}")
-        text = answer.read().decode(errors="replace")
-        try:
-            status: Mapping[str, Any] = json.loads(text)
-        except ValueError:
-            status = {"message": text.strip() or answer.reason}
-        kind = {404: NotFoundError, 409: ConflictError, 410: ExpiredError}.get(
-            answer.status, ApiError
-        )
-        raise kind(
-            answer.status, str(status.get("reason", "")), str(status.get("message", text)), doing
-        )
+
+def _refuse(answer: Any, doing: str) -> None:
+    """Raise what an answer says, if it is a refusal."""
+    if answer.status < 300:
+        return
+    text = answer.read().decode(errors="replace")
+    try:
+        status: Mapping[str, Any] = json.loads(text)
+    except ValueError:
+        status = {"message": text.strip() or answer.reason}
+    kind = {404: NotFoundError, 409: ConflictError, 410: ExpiredError}.get(answer.status, ApiError)
+    raise kind(
+        answer.status, str(status.get("reason", "")), str(status.get("message", text)), doing
+    )
 
 
 class NotFoundError(ApiError):

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from skyward.errors import UnreachableError
 from skyward.providers.kubernetes.access import Access
+from skyward.wire.connecting import encrypted
 
 CONNECT_SECONDS = 20.0
 PING_SECONDS = 20.0
@@ -57,6 +58,10 @@ class Carrier:
     def close(self) -> None:
         """Close the connection; what is not sent yet is lost."""
         self._end.close()
+
+    def drop(self) -> None:
+        """Forget what is not sent yet: nobody wants it any more."""
+        self._unsent.clear()
 
     # What a protocol is about.
 
@@ -133,7 +138,7 @@ class Carrier:
             self._ping()
             self.flush()
         own = (select.POLLIN if reading else 0) | (select.POLLOUT if self._unsent else 0)
-        polled = {self._end.fileno(): own} | ({other: events} if events else {})
+        polled = {self._end.fileno(): own} | ({other: events} if other >= 0 else {})
         if polled != self._polled:
             for descriptor in self._polled.keys() - polled.keys():
                 self._poll.unregister(descriptor)
@@ -156,12 +161,17 @@ def upgraded(
 
     Raises `HandshakeError` for refusals.
     """
-    end = _connect(access)
+    try:
+        end = _connect(access)
+    except OSError as problem:
+        raise UnreachableError(
+            f"the API server {access.server} does not answer: {problem}; is it up, and are you in "
+            "its network?"
+        ) from problem
     try:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {urlsplit(access.server).netloc}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        if token := access.token:
-            lines.append(f"Authorization: Bearer {token}")
+        lines += [f"{name}: {value}" for name, value in access.identity()]
         end.sendall("\r\n".join([*lines, "", ""]).encode())
         head, left = _read_head(end)
         status = int(head.split(b" ", 2)[1])
@@ -185,7 +195,7 @@ def _connect(access: Access) -> socket.socket:
     if access.context is None:
         return end
     try:
-        return access.context.wrap_socket(end, server_hostname=access.tls_server_name or host)
+        return encrypted(access.context, end, server_hostname=access.tls_server_name or host)
     except BaseException:
         end.close()
         raise
@@ -209,6 +219,11 @@ def _notice_death(end: socket.socket) -> None:
 def _through(proxy: str, host: str, port: int) -> socket.socket:
     """A connection through an HTTP proxy."""
     parts = urlsplit(proxy)
+    if parts.scheme != "http":
+        raise UnreachableError(
+            f"the proxy {parts.scheme}://{parts.hostname} cannot be used for commands and "
+            "forwarded ports; name one with http://, or set NO_PROXY"
+        )
     end = socket.create_connection((parts.hostname or "", parts.port or 3128), CONNECT_SECONDS)
     try:
         lines = [f"CONNECT {host}:{port} HTTP/1.1", f"Host: {host}:{port}"]
@@ -245,6 +260,7 @@ def _read_body(end: socket.socket, head: bytes, left: bytes) -> str:
         if line.lower().startswith(b"content-length:")
     ]
     wanted = lengths[0] if lengths else 1 << 16
+    end.settimeout(2.0)
     with contextlib.suppress(OSError):
         while len(left) < wanted:
             data = end.recv(4096)

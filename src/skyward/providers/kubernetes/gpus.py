@@ -12,7 +12,7 @@ _VENDORS = (
     (re.compile(r"^MI\d", re.IGNORECASE), "amd.com/gpu"),
     (re.compile(r"^Gaudi", re.IGNORECASE), "habana.ai/gaudi"),
     (re.compile(r"^(Trainium|Inferentia|trn|inf)", re.IGNORECASE), "aws.amazon.com/neuron"),
-    (re.compile(r"^TPU|^v\d", re.IGNORECASE), "google.com/tpu"),
+    (re.compile(r"^TPU", re.IGNORECASE), "google.com/tpu"),
     (re.compile(r"^(Max|Flex|Arc)", re.IGNORECASE), "gpu.intel.com/i915"),
 )
 _PRODUCTS = {

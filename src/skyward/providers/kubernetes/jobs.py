@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 
-from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
+from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnreachableError
 from skyward.providers import Request
 from skyward.providers.kubernetes import manifests, streams
 from skyward.providers.kubernetes.access import (
@@ -37,14 +38,18 @@ from skyward.providers.kubernetes.manifests import (
 )
 
 GONE_SECONDS = 50.0
+_releasing = threading.Lock()
 KICK_SECONDS = 4.0
 """After so long, a container that has not ended is ended from inside."""
 
 
 def make(
     access: Access, name: str, pool: str, pod: Pod, request: Request, nodes: Sequence[int]
-) -> Object:
-    """The Job, made with the claims that it needs; one that exists and is the same is used."""
+) -> tuple[Object, bool]:
+    """The Job, with the claims that it needs, and whether it is new.
+
+    One that exists and is the same is used.
+    """
     claims = _claims(access, request)
     manifest = manifests.job(name, pool, pod, request, nodes)
     cached = pod.cache is not None and pod.cache.startswith("/")
@@ -52,10 +57,17 @@ def make(
         manifest = manifests.job(name, pool, dataclasses.replace(pod, cache=None), request, nodes)
     template = json.dumps(manifest["spec"]["template"], sort_keys=True)
     manifest["metadata"]["annotations"][SPEC] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    is_new = True
     try:
         made = access.create("jobs", manifest)
     except ConflictError:
-        made = _used(access, name, manifest, claims)
+        made, is_new = _used(access, name, manifest, claims)
+    if pod.queue and "suspend" not in made["spec"]:
+        remove(access, name)
+        raise PoolStartError(
+            f"Kubernetes(queue={pod.queue!r}): this cluster does not know suspended Jobs, which "
+            "came with Kubernetes 1.21; leave queue= out"
+        )
     # Made after the Job that owns it, a claim is never left over; its pods wait for it.
     for claim in claims:
         owner = _owner(made) if claim.remove else None
@@ -65,7 +77,7 @@ def make(
         except ConflictError:
             if owner is not None and name in _owners(access, claim):
                 _give(access, claim, owner)
-    return made
+    return made, is_new
 
 
 def _takes_host_paths(access: Access, template: Object) -> bool:
@@ -88,44 +100,60 @@ def _owner(job: Object) -> Object:
     return {"apiVersion": "batch/v1", "kind": "Job", "name": about["name"], "uid": about["uid"]}
 
 
-def _used(access: Access, name: str, manifest: Object, claims: Sequence[Claim]) -> Object:
+def _used(
+    access: Access, name: str, manifest: Object, claims: Sequence[Claim]
+) -> tuple[Object, bool]:
     """The Job of this name that exists, if it can be used; else a new one in its place."""
     try:
         there = access.get("jobs", name)
     except NotFoundError:
-        return access.create("jobs", manifest)
-    marks = there["metadata"].get("annotations") or {}
-    if _has_ended(there) or marks.get(SPEC) != manifest["metadata"]["annotations"][SPEC]:
-        # Its claims stay, for the new Job; they would go with the old one.
-        kept = [claim for claim in claims if claim.remove and name in _owners(access, claim)]
-        for claim in kept:
-            _give(access, claim, None)
-        remove(access, name)
-        _until_job_gone(access, name)
-        made = access.create("jobs", manifest)
-        for claim in kept:
-            _give(access, claim, _owner(made))
-        return made
+        return access.create("jobs", manifest), True
+    about, wanted = there["metadata"], manifest["metadata"]
+    if (
+        has_ended(there)
+        or (about.get("annotations") or {}).get(SPEC) != wanted["annotations"][SPEC]
+    ):
+        return _replaced(access, name, manifest, claims), True
     change = {
         "metadata": {
-            "labels": {POOL: manifest["metadata"]["labels"][POOL]},
-            "annotations": {NODES: manifest["metadata"]["annotations"][NODES]},
+            "labels": {POOL: wanted["labels"][POOL]},
+            "annotations": {NODES: wanted["annotations"][NODES]},
         },
         "spec": {
             "parallelism": manifest["spec"]["parallelism"],
-            "activeDeadlineSeconds": deadline_of(there) + LEASE_SECONDS,
+            "activeDeadlineSeconds": int(age(access, there)) + LEASE_SECONDS,
         },
     }
-    return access.patch("jobs", name, change)
+    return access.patch("jobs", name, change), False
 
 
-def _has_ended(job: Object) -> bool:
+def _replaced(access: Access, name: str, manifest: Object, claims: Sequence[Claim]) -> Object:
+    """A new Job in place of one with the same name, with its claims, which would go with it."""
+    kept = [claim for claim in claims if claim.remove and name in _owners(access, claim)]
+    for claim in kept:
+        _give(access, claim, None)
+    remove(access, name)
+    _until_job_gone(access, name)
+    made = access.create("jobs", manifest)
+    for claim in kept:
+        _give(access, claim, _owner(made))
+    return made
+
+
+def has_ended(job: Object) -> bool:
+    """Whether a Job is at its end, and makes no more pods."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     finished = any(
         each["type"] in ("Complete", "Failed", "FailureTarget") and each["status"] == "True"
         for each in conditions
     )
     return finished or job["metadata"].get("deletionTimestamp") is not None
+
+
+def age(access: Access, job: Object) -> float:
+    """How many seconds of its deadline a Job has used."""
+    started = (job.get("status") or {}).get("startTime")
+    return max(0.0, access.seconds_since(started)) if started else 0.0
 
 
 def _until_job_gone(access: Access, name: str) -> None:
@@ -136,18 +164,21 @@ def _until_job_gone(access: Access, name: str) -> None:
             time.sleep(0.1)
 
 
-def deadline_of(job: Object) -> int:
-    """How many seconds after its start a Job ends; never less than its age."""
-    return int(job["spec"].get("activeDeadlineSeconds") or 0)
-
-
-def resize(access: Access, name: str, pool: str, nodes: Sequence[int]) -> None:
-    """Have the Job keep a pod for each of these nodes."""
-    change = {
-        "metadata": {"labels": {POOL: pool}, "annotations": {NODES: listed(nodes)}},
-        "spec": {"parallelism": len(nodes)},
-    }
-    access.patch("jobs", name, change)
+def resize(
+    access: Access,
+    name: str,
+    nodes: Sequence[int],
+    *,
+    pool: str | None = None,
+    version: str | None = None,
+) -> None:
+    """Have the Job keep a pod for each of these nodes, of this pool; refused if it has changed."""
+    about: Object = {"annotations": {NODES: listed(nodes)}}
+    if pool is not None:
+        about["labels"] = {POOL: pool}
+    if version is not None:
+        about["resourceVersion"] = version
+    access.patch("jobs", name, {"metadata": about, "spec": {"parallelism": len(nodes)}})
 
 
 def extend(access: Access, name: str, seconds: int) -> Object:
@@ -156,12 +187,16 @@ def extend(access: Access, name: str, seconds: int) -> Object:
 
 
 def add_pod(access: Access, name: str) -> None:
-    """Make a pod that the Job takes for one of its own.
+    """Make a pod that the Job takes for one of its own; raises `NotFoundError` without a Job.
 
     The Job would make one itself, but waits before it does: ten seconds after the first pod that
     failed, twice as long after each one more.
     """
     job = access.get("jobs", name)
+    if has_ended(job):
+        raise NotFoundError(404, "Gone", f"the Job {name} has ended", "making pods")
+    if job["spec"].get("suspend"):
+        return  # Its queue decides.
     owner = _owner(job) | {"controller": True}
     access.create("pods", _pod_of(job["spec"]["template"], f"{name}-", owner))
 
@@ -178,7 +213,7 @@ def nodes_of(job: Object) -> list[int]:
 def find(access: Access, pool: str) -> Object | None:
     """The Job of a pool; None if there is none."""
     there = access.get("jobs", labelSelector=f"{POOL}={pool}")["items"]
-    return next((each for each in there if not _has_ended(each)), None)
+    return next((each for each in there if not has_ended(each)), None)
 
 
 def remove(access: Access, name: str) -> None:
@@ -198,7 +233,7 @@ def remove(access: Access, name: str) -> None:
         now = time.monotonic()
         if now > began + GONE_SECONDS:
             names = ", ".join(each["metadata"]["name"] for each in left)
-            raise PoolStartError(f"these pods do not end: {names}; look at their nodes")
+            raise PoolError(f"these pods do not end: {names}; look at their nodes")
         if now > kick_at:
             ignored |= {each["metadata"]["name"] for each in left if not _end(access, each)}
             kick_at = time.monotonic() + KICK_SECONDS
@@ -223,16 +258,23 @@ def _end(access: Access, pod: Object) -> bool:
 
 def release(access: Access, name: str, node: int) -> None:
     """Remove a node's pod, from a process that did not make it; with the last one, everything."""
-    job: Object = {}
-    with contextlib.suppress(NotFoundError):
-        job = access.get("jobs", name)
-    left = [each for each in nodes_of(job) if each != node] if job else []
-    if not left:
-        remove(access, name)
-        return
-    for pod in access.get("pods", labelSelector=f"{JOB}={name},{NODE}={node}")["items"]:
-        access.delete("pods", pod["metadata"]["name"])
-    resize(access, name, str(job["metadata"]["labels"][POOL]), left)
+    # One node at a time: the last one must see that it is the last.
+    with _releasing:
+        while True:
+            job: Object = {}
+            with contextlib.suppress(NotFoundError):
+                job = access.get("jobs", name)
+            left = [each for each in nodes_of(job) if each != node] if job else []
+            if not left:
+                remove(access, name)
+                return
+            try:
+                resize(access, name, left, version=job["metadata"]["resourceVersion"])
+                break
+            except ConflictError:
+                continue  # Another process was quicker.
+        for pod in access.get("pods", labelSelector=f"{JOB}={name},{NODE}={node}")["items"]:
+            access.delete("pods", pod["metadata"]["name"])
 
 
 def is_live(pod: Object) -> bool:

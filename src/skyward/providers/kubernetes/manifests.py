@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from skyward.errors import ConfigurationError
 from skyward.providers import Request
+from skyward.providers.container.commands import MARKS
 from skyward.providers.kubernetes import gpus
 from skyward.spec import Volume
 
@@ -40,13 +41,11 @@ trap 'exit 1' TERM
 left={IDLE_SECONDS}
 while [ "$left" -gt 0 ]; do
     agent=
-    for process in /proc/[0-9]*; do
-        read -r stat 2>/dev/null <"$process/stat" || continue
-        case $stat in
-            "1 "*) continue ;;
-            *") "?" 0 "*) [ "$left" -ge {IDLE_SECONDS} ] || left={IDLE_SECONDS} ;;
-        esac
-        read -r line 2>/dev/null <"$process/cmdline"
+    for mark in {MARKS}*; do
+        read -r pid 2>/dev/null <"$mark" && [ -d "/proc/$pid" ] && left={IDLE_SECONDS}
+    done
+    for line in /proc/[0-9]*/cmdline; do
+        read -r line 2>/dev/null <"$line"
         case $line in *skyward.worker.agen[t]*) agent=1 ;; esac
     done
     if [ "$agent" ]; then
@@ -62,7 +61,7 @@ done
 exit 1
 """
 """The container's first process. Its failure has the Job replace the pod; a success would end the
-Job. A command of the client's is a process without a parent in the container. As process 1 it also
+Job. Commands of the client's leave marks with the numbers of their processes. As process 1 it also
 takes up processes whose parents have ended. Its arguments are a command that runs beside the
 agent."""
 

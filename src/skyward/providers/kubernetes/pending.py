@@ -7,6 +7,7 @@ from typing import Any
 
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+WAITING = "waiting for the scheduler"
 MAKING = "its container is being made"
 """The one reason that is none to worry."""
 _ADVICE = (
@@ -32,15 +33,16 @@ def reason(pod: Mapping[str, Any] | None, job: str, events: Sequence[Mapping[str
         return _without_name(told) if told else ""
     name = pod["metadata"]["name"]
     status = pod.get("status") or {}
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return str(condition.get("message") or condition.get("reason") or "not scheduled yet")
+    scheduled = [each for each in status.get("conditions") or () if each["type"] == "PodScheduled"]
+    for condition in scheduled:
+        if condition["status"] == "False":
+            return str(condition.get("message") or condition.get("reason") or WAITING)
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return f"{waiting['reason']}: {waiting.get('message', '')}".strip(": ")
     told = _last(events, name, "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
-    return told or MAKING
+    return told or (MAKING if scheduled else WAITING)
 
 
 def refusal(pod: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from skyward.providers.kubernetes import jobs, pending
 from skyward.providers.kubernetes.access import (
     Access,
     ApiError,
-    ExpiredError,
     NotFoundError,
     Object,
 )
@@ -87,6 +86,12 @@ class Pods:
         self._applied: list[int] = []
         self._changing = False
         """Whether the Job is being made or changed right now."""
+        self._removing: asyncio.Task[None] | None = None
+        self._explaining: asyncio.Task[None] | None = None
+        self._follows = False
+        """Whether the pods and the lease are looked after."""
+        self.is_own = False
+        """Whether the Job was made here, and not found."""
         self.closed = False
 
     # Nodes.
@@ -114,6 +119,8 @@ class Pods:
         self._assign()
         if node in self._applied and not wanted.pod:
             self._start(self._replace(wanted))
+        if self._explaining is None or self._explaining.done():
+            self._explaining = self._start(self._explain())
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(wanted.running)
@@ -123,11 +130,11 @@ class Pods:
                 f"node {node}: its pod did not run within {seconds:.0f} s: "
                 f"{wanted.reason or 'nobody says why'}{pending.advice(wanted.reason)}"
             ) from None
-        except PoolError:
-            await self._give_up(node)
-            raise
         except asyncio.CancelledError:
             await self._settle(node)
+            raise
+        except Exception:
+            await self._give_up(node)
             raise
 
     async def _settle(self, node: int) -> None:
@@ -142,7 +149,14 @@ class Pods:
     async def _give_up(self, node: int) -> None:
         """Leave nothing of a node whose pod does not run; what fails now has failed before."""
         with contextlib.suppress(PoolError):
-            await self.release(node, final=True)
+            if set(self._wanted) <= {node} and self._started_at is None:
+                self._wanted.clear()
+                self._close()
+            elif set(self._wanted) <= {node} and not self.is_own:
+                self._wanted.clear()
+                await self.leave()
+            else:
+                await self.release(node, final=True)
 
     def look(self, name: str) -> Object | None:
         """A pod as it was last seen; None if it is gone."""
@@ -161,9 +175,14 @@ class Pods:
         if was_lost and not final:
             atexit.register(self._settle_at_exit)
             self._start(self._settle_later())
-        elif not self._wanted and not self._keep:
-            await self.remove()
-        else:
+            return
+        # The other nodes of the pool may be released as well.
+        await asyncio.sleep(GATHER_SECONDS)
+        if not self._wanted and (not self._keep or (final and self.is_own)):
+            if self._removing is None:
+                self._removing = self.loop.create_task(self.remove())
+            await asyncio.shield(self._removing)
+        elif not self.closed:
             if not self._wanted:
                 # First, or the Job replaces the pod.
                 await self._resize()
@@ -227,8 +246,13 @@ class Pods:
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self._fail(problem)
 
     async def _apply(self) -> None:
         """Have the Job keep as many pods as nodes are wanted."""
@@ -251,21 +275,32 @@ class Pods:
         if nodes == self._applied or self.closed:
             return
         try:
-            await asyncio.to_thread(jobs.resize, self.access, self.job, self._pool, nodes)
+            await asyncio.to_thread(jobs.resize, self.access, self.job, nodes, pool=self._pool)
         except NotFoundError:
             # The last node may have been released meanwhile.
             if not self.closed:
-                raise
+                self._make_again()
+            return
         self._applied = nodes
 
     def _make(self, nodes: list[int]) -> None:
-        made = jobs.make(self.access, self.job, self._pool, self._pod, self._request, nodes)
-        self._started_at = time.monotonic() - (jobs.deadline_of(made) - LEASE_SECONDS)
-        threading.Thread(target=self._watch, name="skyward-pods", daemon=True).start()
-        self._soon(lambda: self._start(self._lease()))
-        self._soon(lambda: self._start(self._explain()))
+        job, self.is_own = jobs.make(
+            self.access, self.job, self._pool, self._pod, self._request, nodes
+        )
+        # Also to learn now, and not at the deadline, that the right to do so is missing.
+        jobs.extend(self.access, self.job, int(jobs.age(self.access, job)) + LEASE_SECONDS)
+        self._started_at = time.monotonic() - jobs.age(self.access, job)
+        if not self._follows:
+            self._follows = True
+            threading.Thread(target=self._watch, name="skyward-pods", daemon=True).start()
+            self._soon(lambda: self._start(self._lease()))
 
-    def _fail(self, problem: Exception) -> None:
+    def _make_again(self) -> None:
+        """Make the Job anew: somebody has removed it, or its deadline came while this one slept."""
+        self._started_at, self._applied = None, []
+        self._apply_soon()
+
+    def _fail(self, problem: BaseException) -> None:
         for wanted in self._wanted.values():
             wanted.fail(problem)
 
@@ -273,47 +308,62 @@ class Pods:
         """Extend the Job's deadline for as long as this process lives."""
         while not self.closed:
             await asyncio.sleep(LEASE_SECONDS / 5)
-            assert self._started_at is not None
+            if self._started_at is None:
+                continue
             until = int(time.monotonic() - self._started_at) + LEASE_SECONDS
-            # Without an answer, the next attempt is soon enough.
-            with contextlib.suppress(ApiError, UnreachableError):
+            try:
                 job = await asyncio.to_thread(jobs.extend, self.access, self.job, until)
-                if job["spec"].get("suspend"):
-                    # The cluster counts from the moment at which the queue admits the Job.
-                    self._started_at = time.monotonic()
+            except NotFoundError:
+                self._make_again()
+                continue
+            except (ApiError, UnreachableError):
+                continue  # The next attempt is soon enough.
+            if jobs.has_ended(job):
+                self._make_again()
+            elif job["spec"].get("suspend"):
+                # The cluster counts from the moment at which the queue admits the Job.
+                self._started_at = time.monotonic()
 
     async def _replace(self, wanted: _Wanted) -> None:
         """Make a pod for a node that lost its own, unless the Job is quicker."""
         await asyncio.sleep(REPLACED_SECONDS)
-        if wanted in self._wanted.values() and not wanted.pod:
-            # Where that is not allowed, the Job will do it.
-            with contextlib.suppress(ApiError, UnreachableError):
-                await asyncio.to_thread(jobs.add_pod, self.access, self.job)
+        if wanted not in self._wanted.values() or wanted.pod:
+            return
+        try:
+            await asyncio.to_thread(jobs.add_pod, self.access, self.job)
+        except NotFoundError:
+            self._make_again()
+        except (ApiError, UnreachableError):
+            pass  # Where that is not allowed, the Job will do it.
 
     # What becomes of the pods.
 
     def _watch(self) -> None:
-        """Follow the pods, on a thread of its own; begins anew when the API server ends a watch."""
-        selector = {"labelSelector": f"{JOB}={self.job}"}
-        while not self.closed:
+        """Follow the pods, on a thread of its own, whatever the API server is doing."""
+        failures = 0
+        while not (self.closed or self.loop.is_closed()):
             try:
-                there = self.access.get("pods", **selector)
-                self._soon(self._seen, {each["metadata"]["name"]: each for each in there["items"]})
-                version = there["metadata"]["resourceVersion"]
-                for kind, pod in self.access.watch("pods", version, **selector):
+                for kind, pod in self._events():
+                    failures = 0
                     if kind == "ERROR" or self.closed:
                         break
                     self._soon(self._changed, kind, pod)
-            except (ExpiredError, UnreachableError):
-                time.sleep(1.0)
-            except ApiError as problem:
-                self._soon(self._fail, problem)
-                return
-            except RuntimeError:
-                return  # The event loop has ended.
+            except Exception as problem:
+                failures += 1
+                if isinstance(problem, ApiError) and problem.status in (401, 403):
+                    self._soon(self._fail, problem)
+                time.sleep(min(2.0**failures / 4, 30.0))
+
+    def _events(self) -> Iterator[tuple[str, Object]]:
+        selector = {"labelSelector": f"{JOB}={self.job}"}
+        there = self.access.get("pods", **selector)
+        self._soon(self._seen, {each["metadata"]["name"]: each for each in there["items"]})
+        yield from self.access.watch("pods", there["metadata"]["resourceVersion"], **selector)
 
     def _soon(self, action: Callable[..., object], *given: Any) -> None:
-        self.loop.call_soon_threadsafe(action, *given)
+        # The event loop may have ended, and the pool with it.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(action, *given)
 
     def _seen(self, pods: dict[str, Object]) -> None:
         self._pods = pods
@@ -334,6 +384,10 @@ class Pods:
             if wanted.running.done() or wanted.has_failed:
                 continue
             pod = self._pods.get(wanted.pod)
+            if pod is not None and pod["metadata"].get("deletionTimestamp"):
+                # Evicted before it ran: the next one.
+                pod = None
+                self._start(self._replace(wanted))
             if pod is not None and not is_usable(pod):
                 wanted.has_failed = True
                 self._start(self._tell_ended(wanted, pod))
@@ -358,7 +412,7 @@ class Pods:
 
     async def _label(self, name: str, node: int) -> None:
         """Write on a pod which node it serves, for `sky down` after a crash."""
-        with contextlib.suppress(NotFoundError, UnreachableError):
+        with contextlib.suppress(ApiError, UnreachableError):
             change = {"metadata": {"labels": {NODE: str(node)}}}
             await asyncio.to_thread(self.access.patch, "pods", name, change)
 
@@ -369,18 +423,17 @@ class Pods:
 
     async def _explain(self) -> None:
         """Tell, as it happens, why pods are pending."""
-        while not self.closed:
-            waiting = {n: w for n, w in self._wanted.items() if not w.running.done()}
-            if waiting:
-                events: list[Object] = []
-                with contextlib.suppress(ApiError, UnreachableError):
-                    told = await asyncio.to_thread(
-                        self.access.get, "events", fieldSelector="type!=Normal"
-                    )
-                    events = told["items"]
-                for node, wanted in waiting.items():
+        while waiting := {n: w for n, w in self._wanted.items() if not w.running.done()}:
+            events: list[Object] = []
+            with contextlib.suppress(ApiError, UnreachableError):
+                told = await asyncio.to_thread(
+                    self.access.get, "events", fieldSelector="type!=Normal"
+                )
+                events = told["items"]
+            for node, wanted in waiting.items():
+                if not wanted.running.done():
                     self._tell(node, wanted, events)
-            await asyncio.sleep(EVENTS_SECONDS if waiting else 0.2)
+            await asyncio.sleep(EVENTS_SECONDS)
 
     def _tell(self, node: int, wanted: _Wanted, events: list[Object]) -> None:
         pod = self._pods.get(wanted.pod)

@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,8 @@ from skyward.providers.kubernetes.manifests import CONTAINER
 from skyward.providers.kubernetes.websocket import WebSocket, open_websocket
 
 STDIN, STDOUT, STDERR, STATUS = range(4)
+LINGER_SECONDS = 30.0
+"""How long bytes are still sent whose sender has closed its end."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -97,37 +100,41 @@ def _words(problem: HandshakeError) -> str:
 def forward(access: Access, pod: str, port: int) -> socket.socket:
     """A blocking socket to a port of the pod's loopback; both directions end together."""
     path = access.path("pods", pod, "portforward")
-    near, far = socket.socketpair()
-    copying: _Copying
+    kind: type[_Copying] = _Forwarding
+    carrier: Carrier
     try:
         try:
-            copying = _Forwarding(spdy.open_port(access, path, port), far)
+            carrier = spdy.open_port(access, path, port)
         except HandshakeError as problem:
             if problem.status in (404, 500):
                 raise
             # Not every proxy lets SPDY through, and not every Role has the right that it takes.
-            websocket = open_websocket(access, f"{path}?ports={port}")
-            copying = _WebForwarding(websocket, far)
+            carrier, kind = open_websocket(access, f"{path}?ports={port}"), _WebForwarding
     except HandshakeError as problem:
-        near.close()
-        far.close()
         raise UnreachableError(f"pod {pod}, port {port}: {_words(problem)}") from problem
-    copying.start("skyward-forward")
-    return near
+    return kind(carrier).start("skyward-forward")
 
 
 class _Copying:
     """Copies between a socket here and a carrier, on one thread."""
 
-    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
-        self._carrier, self._far = carrier, far
+    _far: socket.socket
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
         self._unwritten: deque[memoryview] = deque()
         self._sends = self._receives = True
         """Whether each direction is still open."""
-        far.setblocking(False)
+        self._until: float | None = None
+        """When to give up what is not sent yet, if the user of the socket is gone."""
 
-    def start(self, name: str) -> None:
+    def start(self, name: str) -> socket.socket:
+        """Copy on a thread; gives the end of it, a blocking socket."""
+        # The other end is the user's alone: when nobody has it any more, the copying ends.
+        near, self._far = socket.socketpair()
+        self._far.setblocking(False)
         threading.Thread(target=self._run, name=name, daemon=True).start()
+        return near
 
     def _run(self) -> None:
         with (
@@ -136,8 +143,14 @@ class _Copying:
             contextlib.suppress(OSError, UnreachableError),
         ):
             there = here = True
-            while self._sends or self._receives or self._unwritten or self._carrier.has_unsent:
+            while self._goes_on():
                 there, here = self._step(there=there, here=here)
+
+    def _goes_on(self) -> bool:
+        if self._until is not None and time.monotonic() > self._until:
+            return False
+        unsent = self._carrier.has_unsent
+        return bool(self._sends or self._receives or self._unwritten or unsent)
 
     def _step(self, *, there: bool, here: bool) -> tuple[bool, bool]:
         """Copy what can be copied, and wait for more; gives where there is some."""
@@ -153,12 +166,16 @@ class _Copying:
                 self._end()
             there = not (carrier.drained or carrier.ended)
         self._write_here()
+        if not self._goes_on():
+            return False, False
         reads_here = self._sends and not carrier.has_unsent
         wanted = (select.POLLIN if reads_here else 0) | (select.POLLOUT if self._unwritten else 0)
-        if not (self._sends or self._receives or self._unwritten):
-            return True, True
-        # A socket whose peer is gone would wake this thread again and again: it is not asked.
-        return carrier.wait(self._far.fileno(), wanted, reading=not self._unwritten)
+        # A socket whose user is gone would wake this thread again and again: it is asked once.
+        other = self._far.fileno() if wanted or self._until is None else -1
+        there, here = carrier.wait(other, wanted, reading=not self._unwritten)
+        if here and not wanted:
+            self._until = time.monotonic() + LINGER_SECONDS
+        return there, here
 
     def _read_here(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -185,7 +202,9 @@ class _Copying:
         raise NotImplementedError
 
     def _end(self) -> None:
+        """Deal with the end of both directions, from there."""
         self._sends = self._receives = False
+        self._carrier.drop()
 
 
 class _Forwarding(_Copying):
@@ -195,7 +214,7 @@ class _Forwarding(_Copying):
         if data:
             self._carrier.queue(spdy.DATA, data)
         else:
-            self._end()
+            self._sends = self._receives = False
 
     def _take(self, channel: int, data: memoryview) -> None:
         if channel == spdy.DATA and data:
@@ -208,8 +227,8 @@ class _Forwarding(_Copying):
 class _WebForwarding(_Copying):
     """A forwarded port over a WebSocket: a channel for data, and one for an error."""
 
-    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
-        super().__init__(carrier, far)
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier)
         self._headers = {0, 1}
         """Channels that have not told their port yet: the first message of each."""
 
@@ -217,7 +236,7 @@ class _WebForwarding(_Copying):
         if data:
             self._carrier.queue(0, data)
         else:
-            self._end()
+            self._sends = self._receives = False
 
     def _take(self, channel: int, data: memoryview) -> None:
         if channel in self._headers:
@@ -266,17 +285,14 @@ ends a direction: the API server's protocol cannot close one direction of a comm
 
 def relay(access: Access, pod: str, command: Sequence[str]) -> socket.socket:
     """A blocking socket that leads, through `RELAY` in the pod, to a socket there."""
-    websocket = _exec(access, pod, command, stdin=True)
-    near, far = socket.socketpair()
-    _Relaying(websocket, far).start("skyward-relay")
-    return near
+    return _Relaying(_exec(access, pod, command, stdin=True)).start("skyward-relay")
 
 
 class _Relaying(_Copying):
     """A connection through `RELAY`, each of whose directions can end alone."""
 
-    def __init__(self, carrier: Carrier, far: socket.socket) -> None:
-        super().__init__(carrier, far)
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier)
         self._undecoded = bytearray()
 
     def _send(self, data: bytes) -> None:
