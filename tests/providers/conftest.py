@@ -43,13 +43,14 @@ def cluster() -> Iterator[str]:
 
 
 WAITING_SECONDS = 900
-"""What a test of containers may take, with the wait for another file's."""
+"""What a test of containers or pods may take, with the wait for another file's or for apt."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if "engine" in fixtures and not item.get_closest_marker("timeout"):
+        waits = "engine" in fixtures or "cluster" in fixtures
+        if waits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(WAITING_SECONDS))
 
 
