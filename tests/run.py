@@ -1,7 +1,7 @@
 """Run as a script: the whole suite, in as many pytest processes as the machine is good for.
 
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
-longest first, by the seconds in `seconds.txt`. Files that need Podman or SSH hosts wait for
+longest first, by the seconds in `seconds.txt`. Files that need Podman, pods or SSH hosts wait for
 those more than they compute, so two further processes begin with them, and then help the others.
 """
 
@@ -39,6 +39,8 @@ LANES = {
     "pods": re.compile(r"\bkube\b"),
 }
 """What files have in them that need the one Podman, SSH hosts, or the one Kubernetes cluster."""
+ORDER = (("pods", "containers"), ("hosts",))
+"""The lanes of each further process, one after the other."""
 TOGETHER = ("pods",)
 """What takes so long to start that one process runs all files that need it."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
@@ -124,10 +126,11 @@ class Suite:
 
     def run(self, processes: int) -> None:
         """Run everything; returns when all of it has ended."""
-        lanes = [lane for lane in LANES if any(batch.lane == lane for batch in self.waiting)]
+        there = {batch.lane for batch in self.waiting}
+        lanes = [lanes for lanes in ORDER if there & set(lanes)]
         threads = [
-            threading.Thread(target=self._work, args=(lane,))
-            for lane in [*lanes, *[""] * processes]
+            threading.Thread(target=self._work, args=(lanes,))
+            for lanes in [*lanes, *[()] * processes]
         ]
         for thread in threads:
             thread.start()
@@ -141,18 +144,18 @@ class Suite:
                 thread.join()
             raise
 
-    def _next(self, lane: str) -> Batch | None:
-        """The next batch of a lane; after those, one that belongs to no lane."""
+    def _next(self, lanes: tuple[str, ...]) -> Batch | None:
+        """The next batch of these lanes; after those, one that belongs to no lane."""
         with self._lock:
-            for each in (lane, ""):
+            for each in (*lanes, ""):
                 mine = [batch for batch in self.waiting if batch.lane == each]
                 if mine and not self._stopped:
                     self.waiting.remove(mine[0])
                     return mine[0]
             return None
 
-    def _work(self, lane: str) -> None:
-        while (batch := self._next(lane)) is not None:
+    def _work(self, lanes: tuple[str, ...]) -> None:
+        while (batch := self._next(lanes)) is not None:
             outcome, text = self._run_batch(batch)
             with self._lock:
                 self.outcomes.append(outcome)

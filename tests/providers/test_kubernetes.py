@@ -25,7 +25,7 @@ from skyward.providers.kubernetes import manifests
 from skyward.providers.kubernetes.manifests import merged
 from skyward.testing import ProviderSuite, plain_request
 
-from ..conftest import ALL, only_in_all
+from ..conftest import only_in_all
 from ..device.proxy import Proxy
 from . import kube
 from .leftovers import PHASES, Script, press_ctrl_c, show_and_remove_after_a_kill
@@ -180,7 +180,14 @@ def once(folder: str, seconds: float) -> str:
     return socket.gethostname()
 
 
-@pytest.mark.parametrize("way", ["deleted", "evicted", "failed"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "deleted",
+        pytest.param("evicted", marks=only_in_all),
+        pytest.param("failed", marks=only_in_all),
+    ],
+)
 def test_a_lost_pod_is_replaced_and_its_task_retried(
     namespace: kube.Namespace,
     state: Journal,
@@ -280,6 +287,7 @@ def _quota_counts(namespace: kube.Namespace) -> bool:
     return bool(quota.status.hard)
 
 
+@only_in_all
 def test_a_job_that_was_removed_is_made_again(
     namespace: kube.Namespace, eventually: Callable[..., None]
 ) -> None:
@@ -321,10 +329,7 @@ def _script(namespace: kube.Namespace) -> Script:
 
 @pytest.mark.parametrize(
     "phase",
-    [
-        pytest.param(each, marks=() if each in ("creating", "ready") else only_in_all)
-        for each in PHASES
-    ],
+    [pytest.param(each, marks=() if each == "ready" else only_in_all) for each in PHASES],
 )
 def test_what_a_killed_client_leaves_is_removed_by_sky_down(
     namespace: kube.Namespace, state: Journal, phase: str
@@ -332,14 +337,15 @@ def test_what_a_killed_client_leaves_is_removed_by_sky_down(
     show_and_remove_after_a_kill(_script(namespace), phase, state)
 
 
+@only_in_all
 def test_ctrl_c_leaves_nothing(namespace: kube.Namespace, state: Journal) -> None:
     press_ctrl_c(_script(namespace), "starting the agent", state)
 
 
+@only_in_all
 def test_what_a_killed_client_leaves_ends_at_its_deadline(cluster: str) -> None:
     """With every phase in a namespace of its own, and a deadline that is brought forward."""
-    phases = PHASES if ALL else ["creating", "ready"]
-    namespaces = {phase: kube.Namespace(cluster) for phase in phases}
+    namespaces = {phase: kube.Namespace(cluster) for phase in PHASES}
     try:
         for phase, namespace in namespaces.items():
             with _script(namespace).reaching(phase) as process:
@@ -577,6 +583,7 @@ def from_inside(arguments: dict[str, Any]) -> tuple[str | None, str | None, byte
         return provider.kubeconfig, provider.namespace, doubled(b"ab") >> compute
 
 
+@only_in_all
 def test_a_client_in_the_cluster_uses_its_own_account(
     namespace: kube.Namespace, tmp_path: Path
 ) -> None:
@@ -610,6 +617,7 @@ def test_a_client_in_the_cluster_uses_its_own_account(
         )
 
 
+@only_in_all
 def test_where_spdy_is_refused_ports_are_forwarded_over_websockets(
     namespace: kube.Namespace, tmp_path: Path
 ) -> None:

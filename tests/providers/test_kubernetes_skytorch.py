@@ -21,6 +21,7 @@ from skytorch.client import Cluster, Compute, init
 from skytorch.client.event import Event
 from skytorch.client.metrics import Metrics
 
+from ..conftest import only_in_all
 from . import kube
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -166,6 +167,7 @@ asyncio.run(main())
 """
 
 
+@only_in_all
 def test_a_compute_that_exists_is_used_and_replaced_if_it_is_to_be_another(
     namespace: kube.Namespace, tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_a_compute_that_exists_is_used_and_replaced_if_it_is_to_be_another(
         namespace.until_empty()
 
 
+@only_in_all
 def test_the_computes_of_a_cluster_start_together_where_init_says(
     namespace: kube.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +230,7 @@ def test_the_computes_of_a_cluster_start_together_where_init_says(
     assert [event.reason for event in events][:2] == ["Starting", "Starting"]
 
 
+@only_in_all
 def test_why_a_pod_is_pending_is_an_event_and_nothing_is_left_of_it(
     namespace: kube.Namespace,
 ) -> None:
@@ -248,6 +252,7 @@ def test_why_a_pod_is_pending_is_an_event_and_nothing_is_left_of_it(
 # The examples.
 
 
+@only_in_all
 @pytest.mark.slow
 def test_the_example_of_skytorch_runs_unmodified(namespace: kube.Namespace) -> None:
     """Slow: trains on a node of the cluster."""

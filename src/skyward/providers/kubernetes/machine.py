@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from skyward.errors import UnreachableError
@@ -13,6 +14,9 @@ from skyward.providers.kubernetes import jobs, pending, streams
 from skyward.providers.kubernetes.access import Access, ApiError, NotFoundError, Object
 from skyward.providers.kubernetes.pods import Pods, is_usable
 from skyward.wire.connecting import host_and_port
+
+ENDED_SECONDS = 3.0
+"""How long after a failed command the client waits to hear that its pod has ended."""
 
 
 class PodMachine:
@@ -75,10 +79,14 @@ class PodMachine:
 
     def _how_it_ended(self) -> str:
         """How the pod has ended; empty if it has not, or nobody knows."""
+        deadline = time.monotonic() + ENDED_SECONDS
         with contextlib.suppress(ApiError, UnreachableError):
-            pod = self._access.get("pods", self._pod)
-            if not is_usable(pod):
-                return pending.ended(pod, self._access.logs(self._pod))
+            # The kubelet tells the API server a moment after the fact.
+            while is_usable(pod := self._access.get("pods", self._pod)):
+                if time.monotonic() > deadline:
+                    return ""
+                time.sleep(0.2)
+            return pending.ended(pod, self._access.logs(self._pod))
         return ""
 
     def _name(self) -> str:
