@@ -262,9 +262,9 @@ class Namespace:
         there = self.core.list_namespaced_pod(self.name).items
         return [pod for pod in there if pod.metadata.deletion_timestamp is None]
 
-    def until_empty(self, *, ending: bool = False) -> None:
+    def until_empty(self, *, ending: bool = False, seconds: float = 60) -> None:
         """Wait until nothing is left that was not there in the beginning."""
-        self.until(lambda: not self.objects(ending=ending), 60)
+        self.until(lambda: not self.objects(ending=ending), seconds)
 
     def until_not_empty(self) -> None:
         """Wait until something is there."""
