@@ -530,6 +530,27 @@ def test_without_rights_the_error_names_what_is_forbidden(
         asyncio.run(kube.provider(kubeconfig).create(Order("denied", 0, plain_request())))
 
 
+def test_a_right_that_is_needed_later_is_missed_at_once(
+    namespace: kube.Namespace, tmp_path: Path
+) -> None:
+    """Without it the cluster would end the pool at its first deadline; the Job is gone again."""
+    rules = [
+        {**rule, "verbs": [verb for verb in rule["verbs"] if verb != "patch"]}
+        if "jobs" in rule["resources"]
+        else rule
+        for rule in _documented_rules()
+    ]
+    kubeconfig = kube.changed_kubeconfig(
+        namespace.kubeconfig,
+        tmp_path / "config",
+        user={"token": namespace.user(*rules)},
+        namespace=namespace.name,
+    )
+    with pytest.raises(sky.PoolStartError, match=r"cannot patch resource .*jobs.* has the Role"):
+        asyncio.run(kube.provider(kubeconfig).create(Order("denied", 0, plain_request())))
+    assert namespace.objects(ending=False) == set()
+
+
 def test_the_documented_role_is_enough(namespace: kube.Namespace, tmp_path: Path) -> None:
     """For a user whose kubeconfig has a program that gives the token, as those of clouds do."""
     token = namespace.user(*_documented_rules())

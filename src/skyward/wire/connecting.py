@@ -125,7 +125,7 @@ def connect_one(
                 raise AuthenticationError(f"no credentials for {endpoint}")
             keep_alive(end)
             try:
-                end = encrypted(context, end, server_hostname=name)
+                end = with_tls(context, end, server_hostname=name)
             except ssl.SSLError as problem:
                 raise AuthenticationError(f"{endpoint} is not {name}: {problem}") from problem
         decoder = FrameDecoder()
@@ -167,7 +167,7 @@ def keep_alive(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def encrypted(context: ssl.SSLContext, end: socket.socket, **options: Any) -> ssl.SSLSocket:
+def with_tls(context: ssl.SSLContext, end: socket.socket, **options: Any) -> ssl.SSLSocket:
     """The connection with TLS; leaves nothing open if the peer has reset it by now.
 
     `wrap_socket` raises then after it has made its new socket, which it does not close.

@@ -19,9 +19,9 @@ from skyward.wire.channel import Channel
 from skyward.wire.connecting import (
     GREETING_SECONDS,
     SESSION_UNKNOWN,
-    encrypted,
     host_and_port,
     keep_alive,
+    with_tls,
 )
 from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
 from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, check_peer
@@ -140,7 +140,7 @@ class Listener:
             if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(end)
-                end = encrypted(context, end, server_side=True, do_handshake_on_connect=False)
+                end = with_tls(context, end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:
                         self._unproven[number] = end

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+Output = Callable[[bytes], None] | None
 
 _PYTHON = """\
 node=${2#unix:}
@@ -20,6 +24,25 @@ MARKS = "/tmp/.skyward-"
 def new_mark() -> str:
     """A file in a container that will hold the process id of a command."""
     return f"{MARKS}{uuid.uuid4().hex}"
+
+
+async def run(
+    execute: Callable[[Sequence[str], bytes, Output], int],
+    command: Sequence[str],
+    input: bytes,
+    output: Output,
+) -> int:
+    """Run a command on a thread with `execute`; a cancellation ends it in the container too."""
+    mark = new_mark()
+    work = asyncio.create_task(asyncio.to_thread(execute, marked(mark, command), input, output))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(execute, killing(mark), b"", None)
+        with contextlib.suppress(Exception):
+            await work
+        raise
 
 
 def marked(mark: str, command: Sequence[str]) -> list[str]:

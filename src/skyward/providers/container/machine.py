@@ -81,17 +81,7 @@ class ContainerMachine:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a process in the container."""
-        mark = commands.new_mark()
-        work = asyncio.create_task(
-            asyncio.to_thread(self._run, commands.marked(mark, command), input, output)
-        )
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.to_thread(self._end, mark)
-            with contextlib.suppress(Exception):
-                await work
-            raise
+        return await commands.run(self._run, command, input, output)
 
     def _run(
         self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
@@ -104,10 +94,6 @@ class ContainerMachine:
                     output(data)
             feeder.join()
             return exit_status()
-
-    def _end(self, mark: str) -> None:
-        with contextlib.suppress(Exception):
-            self._run(commands.killing(mark), b"", None)
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a process in the container that copies its streams to the socket."""

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from skyward.errors import UnreachableError
 from skyward.providers.kubernetes.access import Access
-from skyward.wire.connecting import encrypted
+from skyward.wire.connecting import with_tls
 
 CONNECT_SECONDS = 20.0
 PING_SECONDS = 20.0
@@ -195,7 +195,7 @@ def _connect(access: Access) -> socket.socket:
     if access.context is None:
         return end
     try:
-        return encrypted(access.context, end, server_hostname=access.tls_server_name or host)
+        return with_tls(access.context, end, server_hostname=access.tls_server_name or host)
     except BaseException:
         end.close()
         raise

@@ -62,12 +62,28 @@ def make(
         made = access.create("jobs", manifest)
     except ConflictError:
         made, is_new = _used(access, name, manifest, claims)
+    try:
+        _complete(access, made, pod, request, claims)
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(PoolError):
+                remove(access, name)
+        raise
+    return made, is_new
+
+
+def _complete(
+    access: Access, made: Object, pod: Pod, request: Request, claims: Sequence[Claim]
+) -> None:
+    """Make what a Job needs, and see that it can be kept."""
+    name = made["metadata"]["name"]
     if pod.queue and "suspend" not in made["spec"]:
-        remove(access, name)
         raise PoolStartError(
             f"Kubernetes(queue={pod.queue!r}): this cluster does not know suspended Jobs, which "
             "came with Kubernetes 1.21; leave queue= out"
         )
+    # Now, and not at the deadline, it must show that the right to extend it is missing.
+    extend(access, name, int(age(access, made)) + LEASE_SECONDS)
     # Made after the Job that owns it, a claim is never left over; its pods wait for it.
     for claim in claims:
         owner = _owner(made) if claim.remove else None
@@ -77,7 +93,6 @@ def make(
         except ConflictError:
             if owner is not None and name in _owners(access, claim):
                 _give(access, claim, owner)
-    return made, is_new
 
 
 def _takes_host_paths(access: Access, template: Object) -> bool:
@@ -119,10 +134,7 @@ def _used(
             "labels": {POOL: wanted["labels"][POOL]},
             "annotations": {NODES: wanted["annotations"][NODES]},
         },
-        "spec": {
-            "parallelism": manifest["spec"]["parallelism"],
-            "activeDeadlineSeconds": int(age(access, there)) + LEASE_SECONDS,
-        },
+        "spec": {"parallelism": manifest["spec"]["parallelism"]},
     }
     return access.patch("jobs", name, change), False
 

@@ -53,18 +53,7 @@ class PodMachine:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a process in the pod's container, through the API server."""
-        mark = commands.new_mark()
-        work = asyncio.create_task(
-            asyncio.to_thread(self._run, commands.marked(mark, command), input, output)
-        )
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await asyncio.to_thread(self._run, commands.killing(mark), b"", None)
-            with contextlib.suppress(Exception):
-                await work
-            raise
+        return await commands.run(self._run, command, input, output)
 
     def _run(
         self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None

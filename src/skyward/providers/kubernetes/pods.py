@@ -31,6 +31,9 @@ REORDER_SECONDS = 10.0
 EVENTS_SECONDS = 2.0
 """How often the client asks for events while pods are pending."""
 
+AGAIN_SECONDS = 0.5
+"""How long after the end of a watch the next one begins."""
+
 Told = Callable[[str], None]
 
 
@@ -287,8 +290,6 @@ class Pods:
         job, self.is_own = jobs.make(
             self.access, self.job, self._pool, self._pod, self._request, nodes
         )
-        # Also to learn now, and not at the deadline, that the right to do so is missing.
-        jobs.extend(self.access, self.job, int(jobs.age(self.access, job)) + LEASE_SECONDS)
         self._started_at = time.monotonic() - jobs.age(self.access, job)
         if not self._follows:
             self._follows = True
@@ -348,6 +349,9 @@ class Pods:
                     if kind == "ERROR" or self.closed:
                         break
                     self._soon(self._changed, kind, pod)
+                else:
+                    # Something on the way may end every watch at once.
+                    time.sleep(AGAIN_SECONDS)
             except Exception as problem:
                 failures += 1
                 if isinstance(problem, ApiError) and problem.status in (401, 403):
