@@ -66,6 +66,7 @@ PUBLIC = [
     "ModelMismatchError",
     "PoolError",
     "PoolStartError",
+    "UnavailableError",
     "UnreachableError",
     "HostKeyError",
     "LoginError",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from skyward.errors import TaskCancelledError as TaskCancelledError
     from skyward.errors import TaskError as TaskError
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
+    from skyward.errors import UnavailableError as UnavailableError
     from skyward.errors import UnreachableError as UnreachableError
     from skyward.errors import VersionMismatchError as VersionMismatchError
     from skyward.errors import WorkerDiedError as WorkerDiedError
@@ -116,6 +117,7 @@ _HOMES = {
         "TaskCancelledError",
         "TaskError",
         "TaskTimeoutError",
+        "UnavailableError",
         "UnreachableError",
         "VersionMismatchError",
         "WorkerDiedError",

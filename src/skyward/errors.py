@@ -63,6 +63,10 @@ class UnreachableError(PoolStartError, ConnectionError):
     """A machine is out of reach; the message says where it is and what to try."""
 
 
+class UnavailableError(PoolStartError):
+    """The provider sells no such machine now: capacity, quota, price, permission, credentials."""
+
+
 class HostKeyError(PoolStartError):
     """A host showed another key than the one on record; no data was sent to it."""
 

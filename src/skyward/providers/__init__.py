@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
+from skyward.market import Allocation, Offer
 from skyward.spec import Image, Volume
 
 
@@ -31,6 +32,14 @@ class Request:
     volumes: tuple[Volume, ...]
     most_nodes: int = 1
     """How many nodes the pool may have at most."""
+    allocation: Allocation = "on-demand"
+    max_hourly_cost: float | None = None
+    """The most that one machine may cost in an hour, in US dollars."""
+    disk_gb: float | None = None
+    ttl: float | None = None
+    """After how many seconds a machine ends itself, even without a client."""
+    idle_timeout: float = 300.0
+    """After how many seconds a machine without an agent ends itself, if it costs money."""
 
 
 def tell_nobody(_: str) -> None:
@@ -47,6 +56,10 @@ class Order:
     request: Request
     tell: Callable[[str], None] = field(default=tell_nobody, compare=False, repr=False)
     """To be called with what `create` waits for, as it changes."""
+    note: Callable[[str], None] = field(default=tell_nobody, compare=False, repr=False)
+    """To be called with what the user should know, such as an offer that was passed over."""
+    name: str = ""
+    """The name that the user gave the pool."""
 
 
 class Machine(Protocol):
@@ -128,6 +141,87 @@ class Provider(Protocol):
 
     async def find(self, pool: str) -> Sequence[Machine]:
         """Every existing machine of a pool, also one whose `create` was interrupted."""
+
+
+class Seller(Provider, Protocol):
+    """A provider whose machines cost money.
+
+    A machine of a seller has an attribute `offer`: the `Offer` that was bought.
+    """
+
+    def in_region(self, region: str) -> Seller:
+        """The same provider in a region; raises a `ConfigurationError` if it has another."""
+        ...
+
+    def offers(self, request: Request) -> Sequence[Offer]:
+        """The machines that fulfil a request, in the order in which `create` tries them.
+
+        May ask the provider, and then keeps the answers for the next time. Raises
+        `UnavailableError` if the provider does not answer.
+        """
+        ...
+
+
+def sells(provider: Provider) -> TypeGuard[Seller]:
+    """Whether a provider's machines cost money."""
+    return hasattr(provider, "offers")
+
+
+class Sweeper(Provider, Protocol):
+    """A provider that makes more for a pool than its machines, such as a firewall's rules."""
+
+    async def sweep(self, pool: str) -> None:
+        """Remove what a pool has besides machines, after its last machine; may be called twice."""
+        ...
+
+
+def sweeps(provider: Provider) -> TypeGuard[Sweeper]:
+    """Whether a provider makes more for a pool than its machines."""
+    return hasattr(provider, "sweep")
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What a provider still has of one pool."""
+
+    pool: str
+    name: str
+    """The name that the user gave the pool; empty if unknown."""
+    owner: str
+    """The user and the host of the client, "me@laptop"."""
+    pid: int
+    """The number of the client's process; 0 if unknown."""
+    resources: tuple[str, ...]
+    """What there is, such as "instance i-0abc" and "security group sg-0abc"."""
+
+
+class Collector(Provider, Protocol):
+    """A provider that finds the remains of all pools, without the journal."""
+
+    async def remains(self) -> Sequence[Remains]:
+        """What there is of any pool of any client."""
+        ...
+
+
+def collects(provider: Provider) -> TypeGuard[Collector]:
+    """Whether a provider finds the remains of all pools."""
+    return hasattr(provider, "remains")
+
+
+def offer_of(machine: Machine) -> Offer | None:
+    """The offer that was bought; None for a machine that costs nothing, or nobody knows what."""
+    found = getattr(machine, "offer", None)
+    return found if isinstance(found, Offer) else None
+
+
+def notice_of(machine: Machine) -> str:
+    """The machine's attribute `notice`; empty if it has none.
+
+    It names a module that the agent runs on the machine, with the node's Python. The module ends
+    with a line on its standard output, "SECONDS REASON", as soon as the provider says that it takes
+    the machine back.
+    """
+    return str(getattr(machine, "notice", ""))
 
 
 def encrypted(provider: Provider) -> bool:

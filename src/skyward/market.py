@@ -1,0 +1,53 @@
+"""The market: machines that providers sell, and their prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from skyward.accelerators import Accelerator
+
+Allocation = Literal["on-demand", "spot", "spot-if-available"]
+"""How a machine is bought: at a fixed price, or cheaper and until the provider takes it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A machine that a provider sells.
+
+    >>> str(Offer("aws", "us-east-1", None, "g6.xlarge", L4(), 4, 16, "x86_64", "spot", 0.33))
+    'g6.xlarge (L4-24GB, 4 vCPUs, 16 GB) in us-east-1, spot, $0.33 an hour'
+    """
+
+    provider: str
+    region: str
+    zone: str | None
+    """The part of the region; None for any."""
+    instance_type: str
+    accelerator: Accelerator | None
+    """The accelerators of the machine, which may be more than were asked for."""
+    vcpus: float
+    memory_gb: float
+    architecture: str
+    allocation: Literal["on-demand", "spot"]
+    hourly_cost: float | None
+    """The price in US dollars; None if it is unknown."""
+
+    def __str__(self) -> str:
+        parts = f"{self.vcpus:g} vCPUs, {self.memory_gb:g} GB"
+        if self.accelerator is not None:
+            parts = f"{self.accelerator}, {parts}"
+        price = (
+            "price unknown" if self.hourly_cost is None else f"{money(self.hourly_cost)} an hour"
+        )
+        how = "spot" if self.allocation == "spot" else "on demand"
+        return f"{self.instance_type} ({parts}) in {self.zone or self.region}, {how}, {price}"
+
+
+def money(dollars: float) -> str:
+    """An amount in US dollars, with as many decimals as make a difference.
+
+    >>> money(0.0116), money(40.9)
+    ('$0.0116', '$40.90')
+    """
+    return f"${dollars:.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"
