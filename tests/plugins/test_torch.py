@@ -295,3 +295,21 @@ def test_packages_and_index_are_appended(accelerator: Any, wheels: str) -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(sky.ConfigurationError, match=words):
         sky.plugins.torch(**arguments)
+
+
+@sky.function
+def moved_to_cuda() -> list[str]:
+    import torch
+
+    model = torch.nn.Linear(2, 2).cuda().to("cuda:0")
+    tensor = torch.zeros(2).cuda(non_blocking=True).to(torch.device("cuda"), torch.float64)
+    return [model.weight.device.type, tensor.device.type, str(tensor.dtype)]
+
+
+def test_gpu_code_can_be_tried_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
+    wanted = sky.accelerators.A100()
+    with sky.Compute(accelerator=wanted, plugins=[sky.plugins.torch()], options=QUIET) as compute:
+        assert moved_to_cuda() >> compute == ["cpu", "cpu", "torch.float64"]

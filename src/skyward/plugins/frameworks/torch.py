@@ -7,12 +7,14 @@ import functools
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins import arrival, rendezvous
+from skyward.plugins.frameworks import pretended_cuda
 from skyward.plugins.packages import extended, requirement
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image, PipIndex
@@ -34,7 +36,8 @@ def torch(
 
     `backend=None` means nccl where there is CUDA and gloo elsewhere. `cuda` names the wheels for
     accelerators that have it; without one the CPU wheels are used. With a single worker nothing
-    is initialised.
+    is initialised. With `SKYWARD_DEVICE=cpu`, on machines without CUDA, `.cuda()` and
+    `.to("cuda")` mean the processor.
 
     >>> with sky.Compute(nodes=2, plugins=[sky.plugins.torch()]) as compute:
     ...     results = train() @ compute
@@ -64,6 +67,9 @@ def torch(
 def _install(packages: dict[str, str], cuda: str, image: Image, cluster: Cluster) -> Image:
     accelerator = cluster.spec.accelerator
     wheels = cuda if accelerator is not None and accelerator.cuda else "cpu"
+    if pretended_cuda.is_wanted():
+        wheels = "cpu"
+        image = replace(image, env={**image.env, pretended_cuda.VARIABLE: "cpu"})
     index = PipIndex(f"{WHEELS}/{wheels}", tuple(packages))
     return extended(image, list(packages.values()), index)
 
@@ -84,6 +90,8 @@ def variables(info: InstanceInfo) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _process_group(backend: Backend | None, info: InstanceInfo) -> Iterator[None]:
+    if pretended_cuda.is_wanted():
+        pretended_cuda.install()
     if info.total_workers < 2:
         yield
         return
