@@ -26,6 +26,7 @@ PUBLIC = [
     "Compute",
     "Stats",
     "NodeView",
+    "AWS",
     "Container",
     "Kubernetes",
     "Local",

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
+    from skyward.providers.aws import AWS as AWS
     from skyward.providers.container import Container as Container
     from skyward.providers.kubernetes import Kubernetes as Kubernetes
     from skyward.providers.local import Local as Local
@@ -134,6 +135,7 @@ _HOMES = {
     "nodes.node": ("NodeView",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
+    "providers.aws": ("AWS",),
     "providers.container": ("Container",),
     "providers.local": ("Local",),
     "providers.kubernetes": ("Kubernetes",),

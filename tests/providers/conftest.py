@@ -8,13 +8,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from skyward.nodes.journal import Journal
 
+from . import ec2 as testbed_ec2
 from . import kube, podman, ssh_hosts
 from .ssh_hosts import Sshd, free_port
+
+if TYPE_CHECKING:
+    from .aws_gateway import Gateway
 
 
 @pytest.fixture(scope="session")
@@ -43,13 +48,13 @@ def cluster() -> Iterator[str]:
 
 
 WAITING_SECONDS = 900
-"""What a test of containers or pods may take, with the wait for another file's or for apt."""
+"""What a test of machines may take, with the wait for another file's tests or for apt."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        waits = "engine" in fixtures or "cluster" in fixtures
+        waits = {"engine", "cluster", "ec2"} & set(fixtures)
         if waits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(WAITING_SECONDS))
 
@@ -72,6 +77,44 @@ def engine() -> Iterator[None]:
                 else:
                     os.environ[name] = value
             podman.stop()
+
+
+@pytest.fixture(scope="module")
+def aws_gateway() -> Iterator[Gateway]:
+    """An account of AWS whose instances are the testbed's.
+
+    Of one file, since the next may want Podman for itself; a file cannot use `engine` as well.
+    """
+    testbed_ec2.skip_if_absent()
+    # boto3 takes a third of a second to import, which other tests need not wait for.
+    from .aws_gateway import Gateway
+
+    try:
+        upstream = testbed_ec2.start()
+        try:
+            gateway = Gateway(upstream, testbed_ec2.PORT)
+        except OSError:
+            gateway = Gateway(upstream)
+        try:
+            yield gateway
+        finally:
+            gateway.close()
+    finally:
+        testbed_ec2.stop()
+
+
+@pytest.fixture
+def ec2(aws_gateway: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Gateway]:
+    """An account in which nothing is, and variables that lead to it."""
+    folder = tmp_path / "aws"
+    folder.mkdir()
+    for name in testbed_ec2.OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in testbed_ec2.variables(aws_gateway, folder).items():
+        monkeypatch.setenv(name, value)
+    aws_gateway.reset()
+    yield aws_gateway
+    aws_gateway.reset()
 
 
 @pytest.fixture(autouse=True)

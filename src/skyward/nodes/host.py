@@ -24,6 +24,7 @@ from skyward.providers import (
     equipment_of,
     forwards,
     is_here,
+    listening_address,
 )
 from skyward.wire.connecting import direct
 from skyward.worker.config import LOOPBACK, AgentConfig
@@ -167,7 +168,7 @@ class Host:
             self._is_direct = machine.direct is not None
             return
         assert self._environment is not None
-        config.direct = machine.direct or ""
+        config.direct = listening_address(machine) if machine.direct else ""
         config.forwarded = forwards(machine)
         self._phase("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import platformdirs
-
 from skyward.errors import PoolStartError
+from skyward.providers.state import state_folder
 
 _SCHEMA = """
 create table if not exists pools (
@@ -83,8 +82,7 @@ class Journal:
     """The user's journal; any number of processes may write to it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        state = os.environ.get("SKYWARD_STATE") or platformdirs.user_state_dir("skyward")
-        self.path = path or Path(state) / "journal.sqlite"
+        self.path = path or state_folder() / "journal.sqlite"
 
     def open_pool(
         self, pool: str, name: str, provider: str, arguments: Mapping[str, Any], price: float | None

@@ -214,6 +214,15 @@ def offer_of(machine: Machine) -> Offer | None:
     return found if isinstance(found, Offer) else None
 
 
+def listening_address(machine: Machine) -> str:
+    """The machine's attribute `listens`, or else `direct`; empty if it has neither.
+
+    It is the address at which a process of the machine listens for the client, where that is not
+    the address that the client connects to.
+    """
+    return str(getattr(machine, "listens", "") or machine.direct or "")
+
+
 def notice_of(machine: Machine) -> str:
     """The machine's attribute `notice`; empty if it has none.
 
@@ -278,6 +287,7 @@ BUILT_IN = {
     "container": "skyward.providers.container:Container",
     "ssh": "skyward.providers.ssh:SSH",
     "kubernetes": "skyward.providers.kubernetes:Kubernetes",
+    "aws": "skyward.providers.aws:AWS",
 }
 """The class of each provider that is part of Skyward."""
 

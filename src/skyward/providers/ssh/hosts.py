@@ -56,6 +56,8 @@ class Destination:
     jump: str | None
     """Hosts to go through, first to last, separated by commas; "none" for none at all."""
     timeout: float
+    proxy: tuple[str, ...] = ()
+    """A command whose standard input and output are the connection, as with ProxyCommand."""
 
     def through(self, jump: str) -> Destination:
         """The last of the jump hosts, as a destination of its own."""

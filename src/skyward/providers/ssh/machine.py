@@ -186,10 +186,16 @@ class SSHMachine:
                 f"SSH host {self._destination.host.name}: no answer for {ALIVE_SECONDS:g} s"
             ) from None
 
+    async def leave(self) -> None:
+        """End what this process does on the host, and leave the host as it is."""
+        self._close_bridges()
+        await self._finish(self._release())
+        while self._background:
+            await asyncio.wait(self._background)
+
     async def destroy(self) -> None:
         """Kill every process that runs in the folder, and remove the folder."""
-        for bridge in list(self._bridges):
-            bridge.close()
+        self._close_bridges()
         try:
             said = bytearray()
             status = await self._script(REMOVE_FOLDER, output=said.extend)
@@ -198,9 +204,11 @@ class SSHMachine:
                     f"{self.id}: cannot remove its folder: {said.decode(errors='replace')}"
                 )
         finally:
-            await self._finish(self._release())
-        while self._background:
-            await asyncio.wait(self._background)
+            await self.leave()
+
+    def _close_bridges(self) -> None:
+        for bridge in list(self._bridges):
+            bridge.close()
 
     async def _release(self) -> None:
         kept, self._kept = self._kept, None

@@ -32,6 +32,8 @@ def resolved(destination: Destination) -> asyncssh.SSHClientConnectionOptions:
         given["username"] = host.user
     if host.port is not None:
         given["port"] = host.port
+    if destination.proxy:
+        given["proxy_command"] = list(destination.proxy)
     if destination.key is not None:
         given |= _with_key(Path(destination.key).expanduser())
     try:

@@ -1,0 +1,271 @@
+"""AWS: nodes as EC2 instances, bought when they are needed and gone afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+import os
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from skyward import checks
+from skyward.errors import ConfigurationError, UnavailableError
+from skyward.market import Offer
+from skyward.providers import Order, Remains, Request
+
+if TYPE_CHECKING:
+    from skyward.providers.aws.account import Account
+    from skyward.providers.aws.instances import Instances
+    from skyward.providers.aws.launches import Launches
+    from skyward.providers.aws.machine import AWSMachine
+
+__all__ = ["AWS"]
+
+AMI = "SKYWARD_AWS_AMI"
+PYTHON = "SKYWARD_AWS_PYTHON"
+_REGION = re.compile(r"[a-z]{2}(?:-[a-z]+)+-\d+")
+_IDS = {"subnet": "subnet-", "ami": "ami-", "reservation": "cr-"}
+
+
+@dataclass(frozen=True)
+class AWS:
+    """Nodes as EC2 instances of your own account.
+
+    The region, the profile and the credentials are those of the `aws` command, if left out. `key`
+    is the path of a private key to log in with; without it, each pool has its own for as long as it
+    lives. `placement_group` is "cluster", "spread" or "partition" for a group that is made with the
+    pool and removed with it, or the name of one that exists. `efa` says whether to use the Elastic
+    Fabric Adapter; if left out, several nodes with accelerators use it where the machines have it.
+    `access="ssm"` connects through AWS Systems Manager: the instances then admit no one but each
+    other.
+
+    >>> with sky.Compute(sky.AWS(), accelerator=sky.accelerators.L4(), nodes=2) as compute: ...
+    """
+
+    region: str | None = None
+    profile: str | None = None
+    subnet: str | None = None
+    ami: str | None = None
+    key: str | None = None
+    reservation: str | None = None
+    placement_group: str | None = None
+    efa: bool | None = None
+    public_ip: bool | None = None
+    access: Literal["ssh", "ssm"] = "ssh"
+    _: KW_ONLY
+    instance_type: str | None = None
+    """A type to buy, such as 'g6.xlarge'; if left out, the cheapest that has what is asked for."""
+    architecture: Literal["x86_64", "arm64"] | None = None
+    instance_profile: str | None = None
+    """The name of an instance profile, whose role the instances have; access="ssm" needs one,
+    unless the account manages all its instances."""
+    admit: Sequence[str] = ()
+    """Networks that may connect to the instances, such as '203.0.113.0/24'; if left out, this
+    machine alone."""
+    python: str | None = None
+    """An interpreter of the AMI that has skyward and all that is needed."""
+    name: str = field(default="aws", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for what in (
+            *("region", "profile", "subnet", "ami", "key", "reservation", "placement_group"),
+            *("instance_type", "instance_profile", "python"),
+        ):
+            value = getattr(self, what)
+            if value is not None:
+                checks.text(self, what, value)
+            if value is not None and not value.startswith(_IDS.get(what, "")):
+                raise checks.refused(
+                    self, {what: value}, f"not an id of AWS; write one like '{_IDS[what]}0abc'"
+                )
+        if self.region is not None and not _REGION.fullmatch(self.region):
+            raise checks.refused(
+                self, {"region": self.region}, "not a region; write one such as 'us-east-1'"
+            )
+        for what in ("efa", "public_ip"):
+            if getattr(self, what) is not None:
+                checks.flag(self, what, getattr(self, what))
+        if self.access not in ("ssh", "ssm"):
+            raise checks.refused(self, {"access": self.access}, "choose 'ssh' or 'ssm'")
+        if self.architecture not in (None, "x86_64", "arm64"):
+            raise checks.refused(
+                self, {"architecture": self.architecture}, "choose 'x86_64' or 'arm64'"
+            )
+        admit = checks.texts(self, "admit", self.admit)
+        for network in admit:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as problem:
+                raise checks.refused(
+                    self, {"admit": [network]}, f"{problem}; write one such as '203.0.113.0/24'"
+                ) from None
+        checks.store(self, admit=admit)
+
+    def __repr__(self) -> str:
+        return checks.shown(self)
+
+    # What it sells.
+
+    def in_region(self, region: str) -> AWS:
+        """The same account in a region."""
+        if self.region not in (None, region):
+            raise ConfigurationError(
+                f"Compute(region={region!r}) with {self}: two regions; give only one"
+            )
+        return replace(self, region=region)
+
+    def offers(self, request: Request) -> list[Offer]:
+        """The types that have what is asked for, cheapest first; kept for the next time."""
+        from skyward.providers.aws.catalogue import Catalogue
+
+        return Catalogue(self._account()).offers(
+            request, architecture=self.architecture, instance_type=self.instance_type
+        )
+
+    def price(self, request: Request) -> float | None:
+        """The price of the first offer."""
+        try:
+            return next((each.hourly_cost for each in self.offers(request)), None)
+        except UnavailableError:
+            return None
+
+    # Requests.
+
+    def check(self, request: Request) -> None:
+        """Refuse what no instance can have, and an account that cannot be used at all."""
+        self._account()
+        if importlib.util.find_spec("asyncssh") is None:
+            raise ConfigurationError(
+                "AWS needs the package asyncssh; install it with: pip install 'skyward[aws]'"
+            )
+        for volume in request.volumes:
+            if volume.target != volume.source:
+                raise ConfigurationError(
+                    f"{volume}: an instance mounts nothing but its own disk; leave target out and "
+                    "give a path that the AMI has, or read data from S3 in your function"
+                )
+        if self.reservation is not None and request.allocation != "on-demand":
+            raise ConfigurationError(
+                f"AWS(reservation={self.reservation!r}) with allocation={request.allocation!r}: "
+                "reserved capacity is no spot capacity; give only one"
+            )
+        if self.access == "ssm":
+            from skyward.providers.aws import session
+
+            if not session.is_installed():
+                raise ConfigurationError(
+                    f"AWS(access='ssm') needs AWS's {session.PLUGIN}, which is not on the PATH; "
+                    "install it, or use access='ssh'"
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments, with the region that is meant; keys by their path."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return told | {"region": self._account().region, "admit": list(self.admit)}
+
+    def _account(self) -> Account:
+        from skyward.providers.aws.account import shared_account
+
+        return shared_account(self.region, self.profile)
+
+    # Machines.
+
+    async def create(self, order: Order) -> AWSMachine:
+        """Buy an instance, and wait until it has booted."""
+        from skyward.providers.aws.machine import AWSMachine
+
+        known = await self._pool(order.pool)
+        bought = await known.launches.get(order)
+        order.tell("waiting for the machine to start")
+        try:
+            instance = await known.instances.running(bought.id)
+            machine = AWSMachine(
+                known.instances,
+                instance,
+                order.node,
+                bought.keys,
+                through=self.access,
+                python=self._python,
+                offer=bought.offer,
+            )
+            await machine.make(order.tell)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            await known.instances.terminate(bought.id)
+            raise
+        return machine
+
+    async def find(self, pool: str) -> list[AWSMachine]:
+        """The instances with the pool's tag that have not ended."""
+        from skyward.providers.aws.instances import ENDED, node_of, state_of
+        from skyward.providers.aws.keys import keys_of
+        from skyward.providers.aws.machine import AWSMachine
+
+        known = await self._pool(pool)
+        found = await known.instances.look(fresh=True)
+        keys = keys_of(pool, self.key)
+        return [
+            AWSMachine(
+                known.instances,
+                each,
+                node_of(each) or 0,
+                keys,
+                through=self.access,
+                python=self._python,
+            )
+            for each in found.values()
+            if state_of(each) not in ENDED
+        ]
+
+    async def sweep(self, pool: str) -> None:
+        """Remove the pool's security group, key pair, placement group and keys."""
+        from skyward.providers.aws.launches import STRATEGIES
+        from skyward.providers.aws.sweeping import sweep
+
+        grouped = self.placement_group in STRATEGIES
+        await asyncio.to_thread(sweep, self._account(), pool, grouped=grouped)
+        _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
+
+    async def remains(self) -> Sequence[Remains]:
+        """Everything in the region that has the tag of a pool."""
+        from skyward.providers.aws.sweeping import remains
+
+        return await asyncio.to_thread(remains, self._account())
+
+    @property
+    def _python(self) -> str | None:
+        return self.python or os.environ.get(PYTHON) or None
+
+    async def _pool(self, pool: str) -> _PoolOnAWS:
+        """What this process knows of a pool; made once on each event loop."""
+        from skyward.providers.aws.instances import Instances
+        from skyward.providers.aws.launches import Launches, Settings
+
+        here = _pools.setdefault(asyncio.get_running_loop(), {})
+        key = self, pool
+        if key not in here:
+            account = await asyncio.to_thread(self._account)
+            if key not in here:
+                asked = {each.name: getattr(self, each.name) for each in fields(Settings)}
+                settings = Settings(**asked | {"ami": self.ami or os.environ.get(AMI) or None})
+                instances = Instances(account, pool)
+                here[key] = _PoolOnAWS(instances, Launches(account, settings, pool))
+        return here[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolOnAWS:
+    """A pool on AWS: its instances, and how more are bought."""
+
+    instances: Instances
+    launches: Launches
+
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[AWS, str], _PoolOnAWS]] = (
+    weakref.WeakKeyDictionary()
+)

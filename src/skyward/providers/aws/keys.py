@@ -1,0 +1,127 @@
+"""The keys of a pool on AWS: one to log in with, and one that its instances prove themselves with.
+
+They lie in the user's state folder until the pool is removed, so that `sky down` can log in after
+the client was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyward.errors import ConfigurationError, PoolStartError
+from skyward.providers.state import state_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The files of a pool's keys."""
+
+    folder: Path
+    own: str | None = None
+    """A private key of the user's, which is used instead of a new one."""
+
+    @property
+    def private(self) -> str:
+        """The path of the private key to log in with."""
+        return self.own or str(self.folder / "key")
+
+    @property
+    def known_hosts(self) -> Path:
+        """The file with the keys that the instances may have."""
+        return self.folder / "known_hosts"
+
+    @property
+    def host_key(self) -> str:
+        """The private key of the instances."""
+        return (self.folder / "host_key").read_text("ascii")
+
+    def public(self) -> str:
+        """The public half of the key to log in with, in OpenSSH's form."""
+        from cryptography.hazmat.primitives import serialization
+
+        try:
+            data = Path(self.private).expanduser().read_bytes()
+            key = serialization.load_ssh_private_key(data, None)
+        except OSError as problem:
+            raise ConfigurationError(
+                f"AWS(key={self.own!r}): {problem.strerror}; name a private key's file, or leave "
+                "key out: then each pool has its own"
+            ) from problem
+        except (ValueError, TypeError) as problem:
+            beside = Path(f"{self.private}.pub").expanduser()
+            if beside.exists():
+                # One with a passphrase, which the ssh agent has.
+                return " ".join(beside.read_text("ascii").split()[:2])
+            raise ConfigurationError(
+                f"AWS(key={self.own!r}): not a private key that can be read: {problem}; put its "
+                "public half beside it, or leave key out: then each pool has its own"
+            ) from problem
+        return (
+            key.public_key()
+            .public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+            .decode("ascii")
+        )
+
+    def trust(self, address: str, keys: list[str]) -> None:
+        """Let an address have other keys, which the API has told."""
+        with self.known_hosts.open("a", encoding="ascii") as file:
+            file.writelines(f"{address} {key}\n" for key in keys)
+
+
+def keys_of(pool: str, own: str | None) -> Keys:
+    """The keys of a pool; they need not exist."""
+    return Keys(state_folder() / "aws" / pool, own)
+
+
+def make_keys(pool: str, own: str | None) -> Keys:
+    """The keys of a pool, made if they do not exist."""
+    keys = keys_of(pool, own)
+    try:
+        keys.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not keys.known_hosts.exists():
+            if own is None:
+                _write(keys.folder / "key", _new_key()[0])
+            private, public = _new_key()
+            _write(keys.folder / "host_key", private)
+            # Last: with it, the others are complete.
+            _write(keys.known_hosts, f"* {public}\n")
+    except OSError as problem:
+        raise PoolStartError(
+            f"the pool's keys cannot be kept in {keys.folder}: {problem.strerror}; make that "
+            "folder writable, or set SKYWARD_STATE to another"
+        ) from problem
+    keys.public()
+    return keys
+
+
+def forget_keys(pool: str) -> None:
+    """Remove the keys of a pool."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(keys_of(pool, None).folder)
+
+
+def _new_key() -> tuple[str, str]:
+    """A private key and its public half, both in OpenSSH's form."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    return private.decode("ascii"), public.decode("ascii")
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)

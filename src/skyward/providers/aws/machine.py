@@ -1,0 +1,224 @@
+"""A node's machine on AWS: an instance, and the SSH connection to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyward.errors import HostKeyError, PoolStartError, UnreachableError
+from skyward.market import Offer
+from skyward.providers.aws import interruption, session, tags
+from skyward.providers.aws.failures import RequestError
+from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
+from skyward.providers.aws.keys import Keys
+from skyward.providers.ssh.hosts import Destination, HostAddress
+from skyward.providers.ssh.machine import SSHMachine
+
+BOOT_SECONDS = 600.0
+"""How long an instance may take to answer; large ones take minutes."""
+ANSWER_SECONDS = 10.0
+"""How long to try to reach an instance that has booted."""
+PROBE_SECONDS = 2.0
+LOGIN_SECONDS = 15.0
+LOOK_SECONDS = 15.0
+"""How often to ask AWS about an instance that does not answer while it boots."""
+SSH_PORT = 22
+_HOST_KEYS = re.compile(
+    r"-----BEGIN SSH HOST KEY KEYS-----\s*(.*?)-----END SSH HOST KEY KEYS-----", re.DOTALL
+)
+_ENDS = ENDED | {"stopping", "stopped"}
+
+
+class AWSMachine:
+    """An instance that one node has for itself."""
+
+    def __init__(
+        self,
+        instances: Instances,
+        instance: Instance,
+        node: int,
+        keys: Keys,
+        *,
+        through: str,
+        python: str | None,
+        offer: Offer | None = None,
+    ) -> None:
+        self._instances, self._keys, self._through = instances, keys, through
+        self._user = tags.tags_of(instance).get(tags.USER) or "ec2-user"
+        self._public = str(instance.get("PublicIpAddress") or "")
+        self._ssh: SSHMachine | None = None
+        self._reaching = asyncio.Lock()
+        self.id = str(instance["InstanceId"])
+        self.node = node
+        self.address = str(instance.get("PrivateIpAddress") or "")
+        self.listens = self.address
+        """Its own address: its public one belongs to the network, and nothing can listen there."""
+        self.python = python
+        self.offer = offer
+        self.notice = interruption.__name__ if offer and offer.allocation == "spot" else ""
+
+    def __repr__(self) -> str:
+        return f"AWSMachine({self.id!r})"
+
+    @property
+    def direct(self) -> str | None:
+        """The address at which the client reached the instance."""
+        return self._ssh.direct if self._ssh is not None else None
+
+    async def make(self, tell: Callable[[str], None]) -> None:
+        """Wait until the instance has booted, and make the machine's folder on it."""
+        tell("waiting for the machine to boot")
+        async with self._reaching:
+            self._ssh = await self._reach(BOOT_SECONDS, new=True)
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Run a command over SSH."""
+        return await (await self._reached()).run(command, input=input, output=output)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect to a socket of the instance over SSH."""
+        return await (await self._reached()).dial(endpoint)
+
+    async def alive(self) -> bool:
+        """Whether the instance answers, or else whether AWS says that it still runs."""
+        problem: PoolStartError | None = None
+        if self._ssh is not None:
+            try:
+                return await self._ssh.alive()
+            except PoolStartError as failure:
+                problem = failure
+        found = (await self._instances.look()).get(self.id)
+        if found is None or state_of(found) in _ENDS:
+            return False
+        if problem is not None:
+            raise problem
+        return True
+
+    async def destroy(self) -> None:
+        """Terminate the instance."""
+        ssh, self._ssh = self._ssh, None
+        if ssh is not None:
+            await ssh.leave()
+        await self._instances.terminate(self.id)
+
+    # How the instance is reached.
+
+    async def _reached(self) -> SSHMachine:
+        async with self._reaching:
+            if self._ssh is None:
+                self._ssh = await self._reach(ANSWER_SECONDS, new=False)
+            return self._ssh
+
+    async def _reach(self, seconds: float, *, new: bool) -> SSHMachine:
+        """Log in at the private address if that answers, else at the public one."""
+        deadline = time.monotonic() + seconds
+        looked = time.monotonic()
+        addresses = [each for each in dict.fromkeys((self.address, self._public)) if each]
+        problem: PoolStartError | None = None
+        learned = False
+        while True:
+            for address in await self._answering(addresses):
+                machine = self._machine(address)
+                try:
+                    if new:
+                        await machine.make()
+                    else:
+                        await machine.alive()
+                    return machine
+                except HostKeyError as failure:
+                    problem = failure
+                    if not learned:
+                        learned = await self._learn_host_keys(address)
+                    elif address != self._public and self._public:
+                        # Another machine has this private address where the client is.
+                        addresses = [self._public]
+                except PoolStartError as failure:
+                    problem = failure
+                    await machine.leave()
+            if time.monotonic() > deadline:
+                break
+            if time.monotonic() - looked > LOOK_SECONDS:
+                looked = time.monotonic()
+                await self._check_that_it_runs()
+            await asyncio.sleep(0.5)
+        at = " or ".join(addresses) or "no address"
+        raise UnreachableError(
+            f"AWS: the instance {self.id} was not reached at {at} within {seconds:.0f} s: "
+            f"{problem or 'it does not answer'}; see that its subnet and security group let this "
+            "machine in, or use access='ssm'"
+        )
+
+    async def _answering(self, addresses: list[str]) -> list[str]:
+        """The addresses at which something listens, the private one first."""
+        if self._through == "ssm":
+            return addresses[:1] or [self.id]
+        answers = await asyncio.gather(*(_answers(each) for each in addresses))
+        return [each for each, answer in zip(addresses, answers, strict=True) if answer]
+
+    def _machine(self, address: str) -> SSHMachine:
+        region, profile = self._instances.account.region, self._instances.account.profile
+        through_ssm = self._through == "ssm"
+        destination = Destination(
+            HostAddress(address, self._user, SSH_PORT),
+            self._keys.private,
+            None,
+            str(self._keys.known_hosts),
+            "none",
+            LOGIN_SECONDS,
+            proxy=session.command(self.id, region, profile) if through_ssm else (),
+        )
+        direct = None if through_ssm else address
+        return SSHMachine(self._instances.pool, self.node, destination, self.address, direct)
+
+    async def _learn_host_keys(self, address: str) -> bool:
+        """Trust the keys that the instance printed on its console, which only AWS can show.
+
+        An AMI without cloud-init does not take the key that the client made for it.
+        """
+        with contextlib.suppress(RequestError):
+            answer = await asyncio.to_thread(
+                self._instances.account.call,
+                "ec2",
+                "get_console_output",
+                InstanceId=self.id,
+                Latest=True,
+            )
+            keys = _host_keys(answer)
+            if keys:
+                await asyncio.to_thread(self._keys.trust, address, keys)
+                return True
+        return False
+
+    async def _check_that_it_runs(self) -> None:
+        found = (await self._instances.look()).get(self.id)
+        if found is not None and state_of(found) in _ENDS:
+            reason = found.get("StateReason", {}).get("Message") or "no reason given"
+            raise RequestError(f"AWS: the instance {self.id} ended while it booted: {reason}")
+
+
+def _host_keys(answer: dict[str, Any]) -> list[str]:
+    """The public keys of a host between the marks that cloud-init prints."""
+    found = _HOST_KEYS.findall(str(answer.get("Output") or ""))
+    lines = found[-1].splitlines() if found else []
+    return [" ".join(line.split()[:2]) for line in lines if len(line.split()) >= 2]
+
+
+async def _answers(address: str) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(address, SSH_PORT)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
