@@ -34,6 +34,7 @@ SUITES = {
     "store": "The model store",
     "machines": "Containers and SSH hosts",
     "kubernetes": "Kubernetes",
+    "aws": "AWS, in a simulated account",
 }
 RECORDED = HERE / "recorded"
 """Runs on machines that not everybody has, kept as they came."""

@@ -99,6 +99,9 @@ def explained(
         return RequestError(f"AWS, {service} {action}: {problem}", kind)
     error = response.get("Error", {})
     code, said = str(error.get("Code", "")), str(error.get("Message", ""))
+    if code.isdigit():
+        # No answer of AWS's, but a page of something in between.
+        said = f"its answer was the status {code}"
     return RequestError(_words(code, said, service, action, profile, login), code)
 
 

@@ -31,6 +31,8 @@ def on_demand(account: Account) -> dict[str, float]:
         "get_products",
         "PriceList",
         region=home,
+        # Machines can be bought without it: a service that fails must not keep the user waiting.
+        attempts=2,
         ServiceCode="AmazonEC2",
         Filters=[
             {"Type": "TERM_MATCH", "Field": field, "Value": value}
