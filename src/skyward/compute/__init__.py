@@ -26,6 +26,7 @@ from skyward.console import Console, console_for
 from skyward.errors import ConfigurationError, PluginError, PoolClosedError, SkywardError
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
+from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
 from skyward.nodes.usage import NodeUsage
@@ -50,6 +51,11 @@ class Compute:
     `name` stands for the pool in messages and in `sky ps`. It is only a name: no configuration is
     looked up by it, and two pools may have the same name.
 
+    After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
+    process is gone. The other arguments for machines that cost money are those of a provider that
+    sells them: `allocation`, `region`, `disk_gb`, and `max_hourly_cost`, the most that one machine
+    may cost in an hour, in US dollars.
+
     >>> with sky.Compute(nodes=2) as compute:
     ...     result = train(model, x, y) >> compute
     """
@@ -68,6 +74,11 @@ class Compute:
         options: Options | None = None,
         volumes: Sequence[Volume] = (),
         name: str | None = None,
+        allocation: Allocation = "on-demand",
+        region: str | None = None,
+        max_hourly_cost: float | None = None,
+        ttl: float | None = None,
+        disk_gb: float | None = None,
     ) -> None:
         self._spec, self._plugins = resolve(
             provider=provider,
@@ -81,6 +92,11 @@ class Compute:
             options=options,
             volumes=volumes,
             name=name,
+            allocation=allocation,
+            region=region,
+            max_hourly_cost=max_hourly_cost,
+            ttl=ttl,
+            disk_gb=disk_gb,
         )
         self.name = self._spec.name
         self._pool: Pool | None = None

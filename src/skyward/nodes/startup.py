@@ -77,6 +77,8 @@ class Startup:
                 index,
                 self._spec.request,
                 tell=lambda reason: self._console.phase(index, reason),
+                note=self._console.note,
+                name=self._spec.name,
             ),
             self._journal,
             phase=lambda phase: self._console.phase(index, phase),
