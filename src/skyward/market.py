@@ -34,14 +34,25 @@ class Offer:
     """The price in US dollars; None if it is unknown."""
 
     def __str__(self) -> str:
+        return self.of(1)
+
+    def of(self, count: int) -> str:
+        """The offer and its price, for so many machines.
+
+        >>> Offer("aws", "us-east-1", None, "t3.nano", None, 2, 0.5, "x86_64", "spot", 2).of(3)
+        '3 x t3.nano (2 vCPUs, 0.5 GB) in us-east-1, spot, $2.00 an hour each, $6.00 an hour in all'
+        """
         parts = f"{self.vcpus:g} vCPUs, {self.memory_gb:g} GB"
         if self.accelerator is not None:
             parts = f"{self.accelerator}, {parts}"
-        price = (
-            "price unknown" if self.hourly_cost is None else f"{money(self.hourly_cost)} an hour"
-        )
+        price, cost = "price unknown", self.hourly_cost
+        if cost is not None:
+            price = f"{money(cost)} an hour"
+            if count > 1:
+                price = f"{price} each, {money(cost * count)} an hour in all"
         how = "spot" if self.allocation == "spot" else "on demand"
-        return f"{self.instance_type} ({parts}) in {self.zone or self.region}, {how}, {price}"
+        what = f"{count} x {self.instance_type}" if count > 1 else self.instance_type
+        return f"{what} ({parts}) in {self.zone or self.region}, {how}, {price}"
 
 
 def money(dollars: float) -> str:

@@ -21,6 +21,7 @@ from skyward.console import Console
 from skyward.errors import PoolClosedError, PoolStartError
 from skyward.functions import Pending
 from skyward.nodes.fleet import Fleet
+from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node, NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
@@ -66,6 +67,11 @@ class Pool:
     def counts(self) -> Counts:
         """The numbers of the pool's tasks so far."""
         return self._dispatcher.counts
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the pool's machines cost."""
+        return self._fleet.ledger
 
     def start(self) -> None:
         """Start the nodes; raises the first failure that leaves too few nodes."""

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
+from skyward.calls.counts import Counts
 from skyward.calls.flow import Crowd, Flow, not_the_end
 from skyward.calls.task import Task
 from skyward.compute.arguments import resolve
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.closing import close_despite_interrupts
+from skyward.compute.quoting import number_of_nodes, quoted
 from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
 from skyward.errors import ConfigurationError, PluginError, PoolClosedError, SkywardError
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
-from skyward.market import Allocation
+from skyward.market import Allocation, money
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
 from skyward.nodes.usage import NodeUsage
@@ -169,17 +171,17 @@ class Compute:
         several = spec.worker.per_node != 1
         console = self._console = console_for(spec.options.console, several_workers=several)
         count = spec.nodes.desired
-        provider = type(spec.provider).__name__.lower()
-        console.begin(f"{self.name}: starting {_nodes(count)} ({provider})", count)
         self._pool = Pool(spec, console)
         try:
+            console.begin(f"{self.name}: starting {quoted(spec)}", count)
             self._pool.start()
             self._enter_plugins()
             seconds = time.monotonic() - started
-            price = spec.provider.price(spec.request)
-            cost = f", ${price * count:.2f} an hour" if price else ""
+            price = self._pool.ledger.hourly_cost
+            cost = f", {money(price)} an hour" if price else ""
             there = self._pool.ready_nodes()
-            ready = _nodes(count) if there == count else f"{there} of {_nodes(count)}"
+            ready = number_of_nodes(count)
+            ready = ready if there == count else f"{there} of {ready}"
             more = "" if there == count else "; it goes on with the others"
             console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
@@ -225,15 +227,12 @@ class Compute:
             pool.close(seconds)
         if console is not None:
             self._console = None
-            counts = pool.counts
-            console.close(
-                f"{self.name}: {counts.succeeded} of {counts.submitted} calls succeeded"
-                + (f", {counts.failed} failed" if counts.failed else "")
-                + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
-                + f" in {time.monotonic() - counts.started:.1f} s"
-                if self._was_ready
-                else ""
-            )
+            receipt = pool.ledger.receipt()
+            if self._was_ready:
+                summary = f"{self.name}: {_done(pool.counts)}"
+                console.close(f"{summary}; {receipt}" if receipt else summary)
+            else:
+                console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
 
     @property
     def _open_pool(self) -> Pool:
@@ -425,7 +424,7 @@ class Compute:
         self._open_pool.resize(nodes)
 
     def stats(self) -> Stats:
-        """The pool's numbers so far: calls, losses and bytes.
+        """The pool's numbers so far: calls, losses, bytes and cost.
 
         >>> compute.stats().succeeded
         """
@@ -443,6 +442,8 @@ class Compute:
             sent,
             received,
             time.monotonic() - counts.started,
+            pool.ledger.cost,
+            pool.ledger.hourly_cost,
         )
 
     def usage(self, node: int = 0) -> NodeUsage | None:
@@ -462,8 +463,13 @@ class Compute:
         return f"<sky.Compute {self.name}: {state}>"
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"
+def _done(counts: Counts) -> str:
+    return (
+        f"{counts.succeeded} of {counts.submitted} calls succeeded"
+        + (f", {counts.failed} failed" if counts.failed else "")
+        + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
+        + f" in {time.monotonic() - counts.started:.1f} s"
+    )
 
 
 def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
