@@ -26,6 +26,8 @@ PUBLIC = [
     "Compute",
     "Stats",
     "NodeView",
+    "offers",
+    "Offer",
     "Container",
     "Kubernetes",
     "Local",

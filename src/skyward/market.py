@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from skyward.accelerators import Accelerator
+from skyward.errors import ConfigurationError
 
 Allocation = Literal["on-demand", "spot", "spot-if-available"]
 """How a machine is bought: at a fixed price, or cheaper and until the provider takes it back."""
@@ -62,3 +63,20 @@ def money(dollars: float) -> str:
     ('$0.0116', '$40.90')
     """
     return f"${dollars:.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"
+
+
+def check_allocation(call: str, allocation: object) -> None:
+    """Refuse what is no `Allocation`, in the call of a function."""
+    if allocation not in get_args(Allocation):
+        raise ConfigurationError(
+            f"{call}(allocation={allocation!r}): choose 'on-demand', 'spot', or "
+            "'spot-if-available', which takes an on-demand machine where there is no spot machine"
+        )
+
+
+def check_region(call: str, region: object) -> None:
+    """Refuse what cannot be a region's name, in the call of a function."""
+    if region is not None and (not isinstance(region, str) or not region.strip()):
+        raise ConfigurationError(
+            f"{call}(region={region!r}): give the provider's name of a region, such as 'us-east-1'"
+        )

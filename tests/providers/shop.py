@@ -95,7 +95,7 @@ class Shop(sky.Local):
             replace(each, region=self.region)
             for kind in kinds
             for each in self.stock.offers
-            if each.allocation == kind and (most is None or (each.hourly_cost or 0) <= most)
+            if each.allocation == kind and (most is None or (each.hourly_cost or most + 1) <= most)
         ]
 
     async def create(self, order: Order) -> Any:

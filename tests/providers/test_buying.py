@@ -133,12 +133,3 @@ class TestTimeToLive:
     def test_ends_a_start_that_takes_longer(self, shop: Shop, nothing_left: None) -> None:
         with pytest.raises(sky.PoolStartError, match=r"did not start: .*time to live of 0.05 s"):
             sky.Compute(shop, ttl=0.05, options=QUIET).__enter__()
-
-    def test_ends_the_agent_even_if_the_client_does_not(
-        self, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-    ) -> None:
-        """The client's timer is as good as gone; the agent has its own."""
-        monkeypatch.setattr("skyward.nodes.briefing.TTL_GRACE_SECONDS", 4.0)
-        monkeypatch.setattr("skyward.pool.Pool._expire", lambda *_: None)
-        with sky.Compute(ttl=1, options=QUIET) as compute:
-            eventually(lambda: compute.stats().nodes_lost >= 1, 20)

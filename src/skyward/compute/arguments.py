@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
+from skyward import checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
 from skyward.errors import ConfigurationError
-from skyward.market import Allocation
+from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.preparations import Preparations
 from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import (
@@ -70,7 +70,7 @@ def resolve(
         "disk_gb": disk_gb,
     }
     for what, number in numbers.items():
-        _check_number(what, number)
+        checks.above_zero("Compute", what, number)
     provider = _bought(
         provider,
         allocation=allocation,
@@ -118,12 +118,6 @@ def resolve(
     return spec, plugged
 
 
-def _check_number(what: str, number: Any) -> None:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if number is not None and not (is_number and 0 < number < math.inf):
-        raise ConfigurationError(f"Compute({what}={number!r}): give a number above 0")
-
-
 def _bought(
     provider: Provider,
     *,
@@ -133,15 +127,8 @@ def _bought(
     disk_gb: float | None,
 ) -> Provider:
     """The provider in the region that was asked for; refuses what only a seller understands."""
-    if allocation not in get_args(Allocation):
-        raise ConfigurationError(
-            f"Compute(allocation={allocation!r}): choose 'on-demand', 'spot', or "
-            "'spot-if-available', which takes an on-demand machine where there is no spot machine"
-        )
-    if region is not None and (not isinstance(region, str) or not region.strip()):
-        raise ConfigurationError(
-            f"Compute(region={region!r}): give the provider's name of a region, such as 'us-east-1'"
-        )
+    check_allocation("Compute", allocation)
+    check_region("Compute", region)
     if sells(provider):
         return provider if region is None else provider.in_region(region)
     given: dict[str, object] = {
