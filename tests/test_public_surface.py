@@ -27,6 +27,7 @@ PUBLIC = [
     "Stats",
     "NodeView",
     "offers",
+    "Spec",
     "Offer",
     "Container",
     "Kubernetes",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from skyward import accelerators as accelerators
     from skyward import plugins as plugins
     from skyward.compute import Compute as Compute
+    from skyward.compute.choosing import Spec as Spec
     from skyward.compute.offers import offers as offers
     from skyward.compute.stats import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
@@ -81,6 +82,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "compute": ("Compute",),
+    "compute.choosing": ("Spec",),
     "compute.offers": ("offers",),
     "compute.stats": ("Stats",),
     "context": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,8 @@ class Stock:
     """The module that the next machines name."""
     orders: list[Order] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    watch: Callable[[], object] = lambda: None
+    """Called when a machine is asked for."""
     swept: list[str] = field(default_factory=list)
 
 
@@ -101,6 +103,7 @@ class Shop(sky.Local):
     async def create(self, order: Order) -> Any:
         """Sell a machine."""
         self.stock.orders.append(order)
+        self.stock.watch()
         folder = Path(self.root, "rules")
         folder.mkdir(exist_ok=True)
         (folder / order.pool).write_text(

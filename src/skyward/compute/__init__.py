@@ -19,18 +19,28 @@ from skyward.accelerators import Accelerator
 from skyward.calls.counts import Counts
 from skyward.calls.flow import Crowd, Flow, not_the_end
 from skyward.calls.task import Task
-from skyward.compute.arguments import resolve
+from skyward.compute.arguments import new_name, resolve
 from skyward.compute.broadcasting import broadcast
+from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.quoting import number_of_nodes, quoted
 from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
-from skyward.errors import ConfigurationError, PluginError, PoolClosedError, SkywardError
+from skyward.console.plain import Quiet
+from skyward.errors import (
+    ConfigurationError,
+    PluginError,
+    PoolClosedError,
+    SkywardError,
+    UnavailableError,
+    UnreachableError,
+)
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.market import Allocation, money
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
+from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
 from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
@@ -101,12 +111,68 @@ class Compute:
             disk_gb=disk_gb,
         )
         self.name = self._spec.name
+        self._candidates = [Candidate(self._spec.provider.name, self._spec)]
+        self._choose: Choose = "first"
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
         self._was_ready = False
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
+
+    @classmethod
+    def any(
+        cls,
+        specs: Sequence[Spec],
+        *,
+        choose: Choose = "cheapest",
+        nodes: int | tuple[int, int] | Nodes = 1,
+        image: Image | None = None,
+        plugins: Sequence[Plugin] = (),
+        worker: Worker | None = None,
+        options: Options | None = None,
+        volumes: Sequence[Volume] = (),
+        name: str | None = None,
+        ttl: float | None = None,
+    ) -> Self:
+        """A `Compute` on the machines of one of several specs: the first that can be had.
+
+        The specs are tried one after the other when the block is entered, in the order of their
+        prices, or with `choose="first"` in the order given. A spec whose machines are not available
+        or out of reach is passed over, after everything made for it has been removed.
+
+        >>> h100 = sky.Spec(sky.AWS(), accelerator=sky.accelerators.H100())
+        >>> with sky.Compute.any([h100, sky.Spec(sky.SSH(["gpu1"]))], nodes=1) as compute: ...
+        """
+        check_choice(specs, choose)
+        name = name or new_name()
+        made = [
+            cls(
+                spec.provider,
+                accelerator=spec.accelerator,
+                vcpus=spec.vcpus,
+                memory_gb=spec.memory_gb,
+                region=spec.region,
+                allocation=spec.allocation,
+                max_hourly_cost=spec.max_hourly_cost,
+                disk_gb=spec.disk_gb,
+                nodes=nodes,
+                image=image,
+                plugins=plugins,
+                worker=worker,
+                options=options,
+                volumes=volumes,
+                name=name,
+                ttl=ttl,
+            )
+            for spec in specs
+        ]
+        compute = made[0]
+        compute._choose = choose
+        compute._candidates = [
+            Candidate(str(spec), each._spec) for spec, each in zip(specs, made, strict=True)
+        ]
+        return compute
 
     # Entering and leaving.
 
@@ -166,7 +232,29 @@ class Compute:
     def _open(self) -> None:
         if self._pool is not None:
             raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
-        spec = self._spec
+        if len(self._candidates) == 1:
+            self._start(self._spec)
+        else:
+            self._start_any()
+
+    def _start_any(self) -> None:
+        """Start the first of the candidates that can be had."""
+        failures = Failures(self.name)
+        for candidate, problem in ordered(self._candidates, self._choose):
+            if problem is None:
+                try:
+                    self._start(candidate.pool)
+                    return
+                except (UnavailableError, UnreachableError) as failure:
+                    # Closed by now: nothing of it is left.
+                    self._pool = None
+                    Quiet().note(failures.add(candidate, failure))
+            else:
+                Quiet().note(failures.add(candidate, problem))
+        raise failures.error()
+
+    def _start(self, spec: PoolSpec) -> None:
+        self._spec = spec
         started = time.monotonic()
         several = spec.worker.per_node != 1
         console = self._console = console_for(spec.options.console, several_workers=several)
