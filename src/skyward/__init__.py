@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from skyward import accelerators as accelerators
     from skyward import plugins as plugins
     from skyward.compute import Compute as Compute
+    from skyward.compute.choosing import Spec as Spec
+    from skyward.compute.offers import offers as offers
     from skyward.compute.stats import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
     from skyward.context import Output as Output
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from skyward.functions import function as function
     from skyward.functions import gather as gather
     from skyward.future import Future as Future
+    from skyward.market import Offer as Offer
     from skyward.nodes.node import NodeView as NodeView
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
@@ -80,6 +83,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "compute": ("Compute",),
+    "compute.choosing": ("Spec",),
+    "compute.offers": ("offers",),
     "compute.stats": ("Stats",),
     "context": (
         "InstanceInfo",
@@ -132,6 +137,7 @@ _HOMES = {
         "gather",
     ),
     "future": ("Future",),
+    "market": ("Offer",),
     "nodes.node": ("NodeView",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),

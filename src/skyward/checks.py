@@ -154,6 +154,13 @@ def seconds(value: object, name: str, content: SupportsFloat) -> float:
     return seconds
 
 
+def above_zero(call: str, name: str, content: object) -> None:
+    """A number above 0 in the call of a function, or None."""
+    is_number = isinstance(content, int | float) and not isinstance(content, bool)
+    if content is not None and not (is_number and 0 < float(str(content)) < math.inf):
+        raise ConfigurationError(f"{call}({name}={content!r}): give a number above 0")
+
+
 def flag(value: object, name: str, content: object) -> bool:
     """True or False."""
     if not isinstance(content, bool):

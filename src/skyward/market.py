@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from skyward.accelerators import Accelerator
+from skyward.errors import ConfigurationError
 
 Allocation = Literal["on-demand", "spot", "spot-if-available"]
 """How a machine is bought: at a fixed price, or cheaper and until the provider takes it back."""
@@ -34,14 +35,25 @@ class Offer:
     """The price in US dollars; None if it is unknown."""
 
     def __str__(self) -> str:
+        return self.of(1)
+
+    def of(self, count: int) -> str:
+        """The offer and its price, for so many machines.
+
+        >>> Offer("aws", "us-east-1", None, "t3.nano", None, 2, 0.5, "x86_64", "spot", 2).of(3)
+        '3 x t3.nano (2 vCPUs, 0.5 GB) in us-east-1, spot, $2.00 an hour each, $6.00 an hour in all'
+        """
         parts = f"{self.vcpus:g} vCPUs, {self.memory_gb:g} GB"
         if self.accelerator is not None:
             parts = f"{self.accelerator}, {parts}"
-        price = (
-            "price unknown" if self.hourly_cost is None else f"{money(self.hourly_cost)} an hour"
-        )
+        price, cost = "price unknown", self.hourly_cost
+        if cost is not None:
+            price = f"{money(cost)} an hour"
+            if count > 1:
+                price = f"{price} each, {money(cost * count)} an hour in all"
         how = "spot" if self.allocation == "spot" else "on demand"
-        return f"{self.instance_type} ({parts}) in {self.zone or self.region}, {how}, {price}"
+        what = f"{count} x {self.instance_type}" if count > 1 else self.instance_type
+        return f"{what} ({parts}) in {self.zone or self.region}, {how}, {price}"
 
 
 def money(dollars: float) -> str:
@@ -51,3 +63,20 @@ def money(dollars: float) -> str:
     ('$0.0116', '$40.90')
     """
     return f"${dollars:.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"
+
+
+def check_allocation(call: str, allocation: object) -> None:
+    """Refuse what is no `Allocation`, in the call of a function."""
+    if allocation not in get_args(Allocation):
+        raise ConfigurationError(
+            f"{call}(allocation={allocation!r}): choose 'on-demand', 'spot', or "
+            "'spot-if-available', which takes an on-demand machine where there is no spot machine"
+        )
+
+
+def check_region(call: str, region: object) -> None:
+    """Refuse what cannot be a region's name, in the call of a function."""
+    if region is not None and (not isinstance(region, str) or not region.strip()):
+        raise ConfigurationError(
+            f"{call}(region={region!r}): give the provider's name of a region, such as 'us-east-1'"
+        )

@@ -18,9 +18,10 @@ from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.task import Task
 from skyward.console import Console
-from skyward.errors import PoolClosedError
+from skyward.errors import PoolClosedError, PoolStartError
 from skyward.functions import Pending
 from skyward.nodes.fleet import Fleet
+from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node, NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
@@ -46,6 +47,10 @@ class Pool:
         self._results_thread: threading.Thread | None = None
         self._results_lock = threading.Lock()
         self._closing = threading.Lock()
+        self._ended = threading.Event()
+        """Set when everything has been taken down."""
+        self._expired = ""
+        """Why the pool ended by itself; empty if it did not."""
         self._owner = os.getpid()
 
     @property
@@ -63,15 +68,47 @@ class Pool:
         """The numbers of the pool's tasks so far."""
         return self._dispatcher.counts
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the pool's machines cost."""
+        return self._fleet.ledger
+
     def start(self) -> None:
         """Start the nodes; raises the first failure that leaves too few nodes."""
-        self._fleet.start()
+        ttl = self.spec.request.ttl
+        if ttl is not None:
+            self._loop.later(ttl, lambda: self._expire(ttl))
+        try:
+            self._fleet.start()
+        except PoolClosedError as problem:
+            if self._expired:
+                raise PoolStartError(f"{self.spec.name} did not start: {self._expired}") from None
+            raise problem
+
+    def _expire(self, ttl: float) -> None:
+        """End the pool, because its time to live is over; the loop's thread must not wait."""
+        self._expired = (
+            f"the pool's time to live of {ttl:g} s is over; give Compute a larger ttl, or none"
+        )
+        self._console.note(f"{self.spec.name}: its time to live of {ttl:g} s is over; it ends")
+        threading.Thread(target=self.close, name="skyward-expiry", daemon=True).start()
 
     def close(self, seconds: float = 5.0) -> None:
-        """End the nodes and remove their machines; tasks that are not done fail."""
-        if not self._closing.acquire(blocking=False):
-            return
-        self._dispatcher.close()
+        """End the nodes and remove their machines; tasks that are not done fail.
+
+        If another thread does that, waits for it.
+        """
+        if self._closing.acquire(blocking=False):
+            try:
+                self._close(seconds)
+            finally:
+                self._ended.set()
+        elif threading.current_thread() is not self._results_thread:
+            # The thread that closes waits for the one that runs callbacks of the user's.
+            self._ended.wait()
+
+    def _close(self, seconds: float) -> None:
+        self._dispatcher.close(self._expired)
         self._fleet.close(seconds)
         self._loop.stop()
         for node in self.nodes:
@@ -200,7 +237,7 @@ class Pool:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise PoolClosedError(CLOSED)
+            raise PoolClosedError(self._expired or CLOSED)
         if os.getpid() != self._owner:
             raise PoolClosedError(
                 "this pool belongs to the process that made it; a forked child must make its own"

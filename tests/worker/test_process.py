@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import skyward as sky
 from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice, Written
+from skyward.worker.agent import Agent
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE
@@ -79,6 +81,15 @@ def config(tmp_path: Path) -> AgentConfig:
         blob_cap=1 << 20,
         plugged=False,
     )
+
+
+def test_an_agent_ends_when_its_time_to_live_is_over(config: AgentConfig) -> None:
+    config.workers, config.compute_pool, config.ttl = 0, [], 0.3
+    began = time.monotonic()
+
+    Agent(config).serve()
+
+    assert 0.3 < time.monotonic() - began < config.orphan_timeout
 
 
 def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> None:

@@ -55,6 +55,7 @@ class Dispatcher:
         self.lanes = Lanes()
         self.packer = packer
         self.closed = False
+        self._why_closed = CLOSED
         self._prospects = prospects
         self._loop = loop
         self._console = console
@@ -113,7 +114,7 @@ class Dispatcher:
         try:
             with self.lanes.lock:
                 if self.closed:
-                    raise PoolClosedError(CLOSED)
+                    raise PoolClosedError(self._why_closed)
                 self.counts.submitted += 1
                 lane = self._assign(task)
         except KeyboardInterrupt:
@@ -133,7 +134,7 @@ class Dispatcher:
         try:
             with self.lanes.lock:
                 if self.closed:
-                    raise PoolClosedError(CLOSED)
+                    raise PoolClosedError(self._why_closed)
                 for task in tasks:
                     self.counts.submitted += 1
                     lane = self._assign(task)
@@ -384,16 +385,19 @@ class Dispatcher:
             + "enter a new Compute"
         )
 
-    def close(self) -> None:
-        """Refuse new tasks; tasks that are not done fail."""
+    def close(self, why: str = "") -> None:
+        """Refuse new tasks; tasks that are not done fail, because of `why` if that is given."""
         with self.lanes.lock:
             self.closed = True
+            self._why_closed = why or CLOSED
             unfinished = self.lanes.take_all()
         for task in unfinished:
             # A user who closes the pool does not want the rest of a stream.
             task.cancelled = task.cancelled or task.stream is not None
             problem = PoolClosedError(
-                f"the pool closed before {task.name} was done; wait for its result inside the "
+                f"{task.name} was not done: {why}"
+                if why
+                else f"the pool closed before {task.name} was done; wait for its result inside the "
                 "`with sky.Compute()` block"
             )
             self._finisher.fail(task, problem)

@@ -53,6 +53,8 @@ class Loop:
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._stopped = False
+        self._forgotten: set[Channel] = set()
+        """Channels that nobody watches any more, and that are not closed yet."""
         self._after_round: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="skyward-io", daemon=True)
         self._thread.start()
@@ -96,8 +98,12 @@ class Loop:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(channel)
             channel.close()
+            self._forgotten.discard(channel)
 
+        self._forgotten.add(channel)
         self.call_soon(stop)
+        if self._stopped:
+            channel.close()
 
     def stop(self) -> None:
         """End the thread; the owners of the channels close them."""
@@ -105,6 +111,8 @@ class Loop:
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        for channel in list(self._forgotten):
+            channel.close()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)

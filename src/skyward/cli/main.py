@@ -16,6 +16,7 @@ from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGro
 COMMANDS = {
     "ps": "List the pools that have machines.",
     "down": "Remove the machines of pools that were left behind.",
+    "offers": "List the machines that providers sell, and their prices.",
     "models": "Keep models by name and version: push, pull, list, serve.",
 }
 """Each command is `skyward.cli.<name>:<name>`; with its line here, `--help` need not import it."""

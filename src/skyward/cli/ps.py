@@ -10,6 +10,7 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
+from skyward.market import money
 
 if TYPE_CHECKING:
     from skyward.nodes.journal import PoolRecord
@@ -33,15 +34,15 @@ def ps() -> None:
     if not pools:
         click.echo("no pool has machines")
         return
-    heads = ("pool", "name", "provider", "machines", "state", "made", "cost")
-    output.table(heads, [_row(pool) for pool in pools], right=("machines", "cost"))
+    heads = ("pool", "name", "provider", "machines", "state", "made", "cost", "$/hour")
+    output.table(heads, [_row(pool) for pool in pools], right=heads[3:4] + heads[6:])
 
 
 def _row(pool: PoolRecord) -> tuple[object, ...]:
     made = output.moment(datetime.fromtimestamp(pool.created, UTC))
-    cost = "" if pool.cost is None else f"${pool.cost:.2f}"
+    costs = ["" if each is None else money(each) for each in (pool.cost, pool.hourly_cost)]
     state = _STATES[pool.client]
-    return pool.id, pool.name, pool.provider, len(pool.machines), state, made, cost
+    return pool.id, pool.name, pool.provider, len(pool.machines), state, made, *costs
 
 
 def _document(pool: PoolRecord) -> dict[str, object]:
@@ -54,6 +55,7 @@ def _document(pool: PoolRecord) -> dict[str, object]:
         "pid": pool.pid,
         "created": datetime.fromtimestamp(pool.created, UTC),
         "cost": pool.cost,
+        "hourly_cost": pool.hourly_cost,
         "machines": [
             asdict(machine) | {"created": datetime.fromtimestamp(machine.created, UTC)}
             for machine in pool.machines

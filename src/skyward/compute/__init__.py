@@ -16,18 +16,31 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
+from skyward.calls.counts import Counts
 from skyward.calls.flow import Crowd, Flow, not_the_end
 from skyward.calls.task import Task
-from skyward.compute.arguments import resolve
+from skyward.compute.arguments import new_name, resolve
 from skyward.compute.broadcasting import broadcast
+from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
+from skyward.compute.quoting import number_of_nodes, quoted
 from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
-from skyward.errors import ConfigurationError, PluginError, PoolClosedError, SkywardError
+from skyward.console.plain import Quiet
+from skyward.errors import (
+    ConfigurationError,
+    PluginError,
+    PoolClosedError,
+    SkywardError,
+    UnavailableError,
+    UnreachableError,
+)
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
+from skyward.market import Allocation, money
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
+from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
 from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
@@ -50,6 +63,11 @@ class Compute:
     `name` stands for the pool in messages and in `sky ps`. It is only a name: no configuration is
     looked up by it, and two pools may have the same name.
 
+    After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
+    process is gone. The other arguments for machines that cost money are those of a provider that
+    sells them: `allocation`, `region`, `disk_gb`, and `max_hourly_cost`, the most that one machine
+    may cost in an hour, in US dollars.
+
     >>> with sky.Compute(nodes=2) as compute:
     ...     result = train(model, x, y) >> compute
     """
@@ -68,6 +86,11 @@ class Compute:
         options: Options | None = None,
         volumes: Sequence[Volume] = (),
         name: str | None = None,
+        allocation: Allocation = "on-demand",
+        region: str | None = None,
+        max_hourly_cost: float | None = None,
+        ttl: float | None = None,
+        disk_gb: float | None = None,
     ) -> None:
         self._spec, self._plugins = resolve(
             provider=provider,
@@ -81,14 +104,75 @@ class Compute:
             options=options,
             volumes=volumes,
             name=name,
+            allocation=allocation,
+            region=region,
+            max_hourly_cost=max_hourly_cost,
+            ttl=ttl,
+            disk_gb=disk_gb,
         )
         self.name = self._spec.name
+        self._candidates = [Candidate(self._spec.provider.name, self._spec)]
+        self._choose: Choose = "first"
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
         self._was_ready = False
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
+
+    @classmethod
+    def any(
+        cls,
+        specs: Sequence[Spec],
+        *,
+        choose: Choose = "cheapest",
+        nodes: int | tuple[int, int] | Nodes = 1,
+        image: Image | None = None,
+        plugins: Sequence[Plugin] = (),
+        worker: Worker | None = None,
+        options: Options | None = None,
+        volumes: Sequence[Volume] = (),
+        name: str | None = None,
+        ttl: float | None = None,
+    ) -> Self:
+        """A `Compute` on the machines of one of several specs: the first that can be had.
+
+        The specs are tried one after the other when the block is entered, in the order of their
+        prices, or with `choose="first"` in the order given. A spec whose machines are not available
+        or out of reach is passed over, after everything made for it has been removed.
+
+        >>> h100 = sky.Spec(sky.AWS(), accelerator=sky.accelerators.H100())
+        >>> with sky.Compute.any([h100, sky.Spec(sky.SSH(["gpu1"]))], nodes=1) as compute: ...
+        """
+        check_choice(specs, choose)
+        name = name or new_name()
+        made = [
+            cls(
+                spec.provider,
+                accelerator=spec.accelerator,
+                vcpus=spec.vcpus,
+                memory_gb=spec.memory_gb,
+                region=spec.region,
+                allocation=spec.allocation,
+                max_hourly_cost=spec.max_hourly_cost,
+                disk_gb=spec.disk_gb,
+                nodes=nodes,
+                image=image,
+                plugins=plugins,
+                worker=worker,
+                options=options,
+                volumes=volumes,
+                name=name,
+                ttl=ttl,
+            )
+            for spec in specs
+        ]
+        compute = made[0]
+        compute._choose = choose
+        compute._candidates = [
+            Candidate(str(spec), each._spec) for spec, each in zip(specs, made, strict=True)
+        ]
+        return compute
 
     # Entering and leaving.
 
@@ -148,22 +232,44 @@ class Compute:
     def _open(self) -> None:
         if self._pool is not None:
             raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
-        spec = self._spec
+        if len(self._candidates) == 1:
+            self._start(self._spec)
+        else:
+            self._start_any()
+
+    def _start_any(self) -> None:
+        """Start the first of the candidates that can be had."""
+        failures = Failures(self.name)
+        for candidate, problem in ordered(self._candidates, self._choose):
+            if problem is None:
+                try:
+                    self._start(candidate.pool)
+                    return
+                except (UnavailableError, UnreachableError) as failure:
+                    # Closed by now: nothing of it is left.
+                    self._pool = None
+                    Quiet().note(failures.add(candidate, failure))
+            else:
+                Quiet().note(failures.add(candidate, problem))
+        raise failures.error()
+
+    def _start(self, spec: PoolSpec) -> None:
+        self._spec = spec
         started = time.monotonic()
         several = spec.worker.per_node != 1
         console = self._console = console_for(spec.options.console, several_workers=several)
         count = spec.nodes.desired
-        provider = type(spec.provider).__name__.lower()
-        console.begin(f"{self.name}: starting {_nodes(count)} ({provider})", count)
         self._pool = Pool(spec, console)
         try:
+            console.begin(f"{self.name}: starting {quoted(spec)}", count)
             self._pool.start()
             self._enter_plugins()
             seconds = time.monotonic() - started
-            price = spec.provider.price(spec.request)
-            cost = f", ${price * count:.2f} an hour" if price else ""
+            price = self._pool.ledger.hourly_cost
+            cost = f", {money(price)} an hour" if price else ""
             there = self._pool.ready_nodes()
-            ready = _nodes(count) if there == count else f"{there} of {_nodes(count)}"
+            ready = number_of_nodes(count)
+            ready = ready if there == count else f"{there} of {ready}"
             more = "" if there == count else "; it goes on with the others"
             console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
@@ -209,15 +315,12 @@ class Compute:
             pool.close(seconds)
         if console is not None:
             self._console = None
-            counts = pool.counts
-            console.close(
-                f"{self.name}: {counts.succeeded} of {counts.submitted} calls succeeded"
-                + (f", {counts.failed} failed" if counts.failed else "")
-                + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
-                + f" in {time.monotonic() - counts.started:.1f} s"
-                if self._was_ready
-                else ""
-            )
+            receipt = pool.ledger.receipt()
+            if self._was_ready:
+                summary = f"{self.name}: {_done(pool.counts)}"
+                console.close(f"{summary}; {receipt}" if receipt else summary)
+            else:
+                console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
 
     @property
     def _open_pool(self) -> Pool:
@@ -409,7 +512,7 @@ class Compute:
         self._open_pool.resize(nodes)
 
     def stats(self) -> Stats:
-        """The pool's numbers so far: calls, losses and bytes.
+        """The pool's numbers so far: calls, losses, bytes and cost.
 
         >>> compute.stats().succeeded
         """
@@ -427,6 +530,8 @@ class Compute:
             sent,
             received,
             time.monotonic() - counts.started,
+            pool.ledger.cost,
+            pool.ledger.hourly_cost,
         )
 
     def usage(self, node: int = 0) -> NodeUsage | None:
@@ -446,8 +551,13 @@ class Compute:
         return f"<sky.Compute {self.name}: {state}>"
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"
+def _done(counts: Counts) -> str:
+    return (
+        f"{counts.succeeded} of {counts.submitted} calls succeeded"
+        + (f", {counts.failed} failed" if counts.failed else "")
+        + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
+        + f" in {time.monotonic() - counts.started:.1f} s"
+    )
 
 
 def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from skyward import checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
 from skyward.errors import ConfigurationError
+from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.preparations import Preparations
 from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import (
@@ -19,11 +21,16 @@ from skyward.plugins.plugin import (
     composed,
     transformed,
 )
-from skyward.providers import Provider, Request
+from skyward.providers import Provider, Request, providers_with, sells
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
 
 _names = itertools.count(1)
+
+
+def new_name() -> str:
+    """A name for a pool that the user gave none."""
+    return f"compute-{next(_names)}"
 
 
 def resolve(
@@ -39,6 +46,11 @@ def resolve(
     options: Options | None,
     volumes: Sequence[Volume],
     name: str | None,
+    allocation: Allocation,
+    region: str | None,
+    max_hourly_cost: float | None,
+    ttl: float | None,
+    disk_gb: float | None,
 ) -> tuple[PoolSpec, tuple[Plugin, ...]]:
     """Return the pool that the arguments describe, and its plugins.
 
@@ -50,9 +62,22 @@ def resolve(
     _require(image, Image, "image", "sky.Image(...)", optional=True)
     _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
     _require(options, Options, "options", "sky.Options(...)", optional=True)
-    for number, what in ((vcpus, "vcpus"), (memory_gb, "memory_gb")):
-        if number is not None and not (isinstance(number, (int, float)) and number > 0):
-            raise ConfigurationError(f"Compute({what}={number!r}): give a number above 0")
+    numbers = {
+        "vcpus": vcpus,
+        "memory_gb": memory_gb,
+        "max_hourly_cost": max_hourly_cost,
+        "ttl": ttl,
+        "disk_gb": disk_gb,
+    }
+    for what, number in numbers.items():
+        checks.above_zero("Compute", what, number)
+    provider = _bought(
+        provider,
+        allocation=allocation,
+        region=region,
+        max_hourly_cost=max_hourly_cost,
+        disk_gb=disk_gb,
+    )
     if not isinstance(volumes, Sequence):
         raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
     for volume in volumes:
@@ -60,13 +85,23 @@ def resolve(
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
     worker, options = worker or Worker(), options or Options()
-    name = name or f"compute-{next(_names)}"
+    name = name or new_name()
     cluster = Cluster(name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))
     plugged = composed(plugins)
     check_distributed(plugged, worker, options)
     image = transformed(image or Image(), plugged, cluster)
     request = Request(
-        accelerator, vcpus, memory_gb, image, tuple(volumes), cluster.spec.nodes.ceiling
+        accelerator,
+        vcpus,
+        memory_gb,
+        image,
+        tuple(volumes),
+        cluster.spec.nodes.ceiling,
+        allocation=allocation,
+        max_hourly_cost=max_hourly_cost,
+        disk_gb=disk_gb,
+        ttl=ttl,
+        idle_timeout=options.idle_timeout,
     )
     provider.check(request)
     blob_room()
@@ -81,6 +116,35 @@ def resolve(
         preparations=Preparations.of(plugged, cluster),
     )
     return spec, plugged
+
+
+def _bought(
+    provider: Provider,
+    *,
+    allocation: Allocation,
+    region: str | None,
+    max_hourly_cost: float | None,
+    disk_gb: float | None,
+) -> Provider:
+    """The provider in the region that was asked for; refuses what only a seller understands."""
+    check_allocation("Compute", allocation)
+    check_region("Compute", region)
+    if sells(provider):
+        return provider if region is None else provider.in_region(region)
+    given: dict[str, object] = {
+        "allocation": None if allocation == "on-demand" else allocation,
+        "region": region,
+        "max_hourly_cost": max_hourly_cost,
+        "disk_gb": disk_gb,
+    }
+    for what, value in given.items():
+        if value is not None:
+            sellers = ", ".join(sorted(providers_with("offers"))) or "none is installed"
+            raise ConfigurationError(
+                f"Compute({what}={value!r}): the provider {provider.name!r} sells no machines; "
+                f"leave {what} out, or use a provider that sells machines ({sellers})"
+            )
+    return provider
 
 
 def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:

@@ -19,3 +19,7 @@ class Stats:
     bytes_sent: int
     bytes_received: int
     seconds: float
+    cost: float | None
+    """What the pool's machines have cost so far, in US dollars; None if a price is unknown."""
+    hourly_cost: float | None
+    """What the machines that are there now cost in an hour."""

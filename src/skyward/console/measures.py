@@ -37,6 +37,17 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
+def duration(seconds: float) -> str:
+    """A duration in one unit, as `42 s`, `12 min` or `2.5 h`.
+
+    >>> duration(45), duration(750), duration(9000)
+    ('45 s', '12 min', '2.5 h')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def ago(moment: datetime) -> str:
     """How long ago something was, as `just now` or `3 hours ago`."""
     past = (datetime.now(UTC) - moment).total_seconds()

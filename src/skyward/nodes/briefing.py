@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 
 from skyward.context import InstanceInfo, Peer
 from skyward.errors import ConfigurationError
@@ -15,6 +16,9 @@ from skyward.nodes.spec import PoolSpec
 from skyward.wire.identity import Authority, node_name
 from skyward.wire.messages import Topology
 from skyward.worker.config import AgentConfig
+
+TTL_GRACE_SECONDS = 15.0
+"""How long after the pool's time to live an agent ends itself: usually the client ends it."""
 
 
 class Briefing:
@@ -36,6 +40,7 @@ class Briefing:
         self._clustered = clustered
         self._head_port = _free_port()
         self._telling = threading.Lock()
+        self._began = time.monotonic()
 
     def agent_config(self, node: Node, blob_cap: int) -> AgentConfig:
         """The configuration that a node's agent starts with."""
@@ -61,6 +66,7 @@ class Briefing:
             search_path=[path or os.getcwd() for path in sys.path],
             working_directory=os.getcwd(),
             orphan_timeout=self._spec.options.orphan_timeout,
+            ttl=self._ttl_left(),
             client_pid=0,
             credentials=credentials,
             blob_cap=blob_cap,
@@ -68,6 +74,12 @@ class Briefing:
             hooks_first=bool(self._spec.preparations.for_nodes),
             private=node.host.address if self._clustered else "",
         )
+
+    def _ttl_left(self) -> float | None:
+        ttl = self._spec.request.ttl
+        if ttl is None:
+            return None
+        return max(0.0, self._began + ttl - time.monotonic()) + TTL_GRACE_SECONDS
 
     def workers_on(self, node: Node) -> int:
         """How many workers a node has."""

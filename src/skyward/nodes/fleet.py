@@ -17,6 +17,7 @@ from skyward.nodes.devices import DeviceDesk
 from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
 from skyward.nodes.journal import Journal, NoJournal
+from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
 from skyward.nodes.node import PING_SECONDS, Node, NodeView
@@ -68,6 +69,8 @@ class Fleet:
         self._prospects = prospects
         self._is_here = is_here(spec.provider)
         self._journal = NoJournal() if self._is_here else Journal()
+        self.ledger = Ledger(lambda: spec.provider.price(spec.request))
+        """What the machines cost."""
         authority = Authority(pool_id) if encrypted(spec.provider) else None
         self._credentials = authority.issue(CLIENT) if authority else None
         # Executors on one host share memory with the client; over a network they help each other.
@@ -93,6 +96,7 @@ class Fleet:
             prospects,
             console,
             self._journal,
+            self.ledger,
             self._briefing,
             contacts,
             self._preparer,
@@ -158,9 +162,9 @@ class Fleet:
 
     def start(self) -> None:
         """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
-        provider, request, nodes = self._spec.provider, self._spec.request, self._spec.nodes
+        provider, nodes = self._spec.provider, self._spec.nodes
         self._journal.open_pool(
-            self._id, self._spec.name, provider.name, provider.describe(), provider.price(request)
+            self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
         )
         self._need(nodes.floor)
         self._membership.start(nodes.desired, nodes.floor)

@@ -16,6 +16,7 @@ from skyward.errors import PoolStartError
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
 from skyward.nodes.journal import Journal
+from skyward.nodes.ledger import Charge, Ledger
 from skyward.providers import (
     Machine,
     Order,
@@ -25,6 +26,7 @@ from skyward.providers import (
     forwards,
     is_here,
     listening_address,
+    offer_of,
 )
 from skyward.wire.connecting import direct
 from skyward.worker.config import LOOPBACK, AgentConfig
@@ -57,8 +59,12 @@ class Host:
         note: Callable[[str], None],
         *,
         lost: Host | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`lost` is the host that this one replaces; remains of its machine are removed first."""
+        """`lost` is the host that this one replaces; remains of its machine are removed first.
+
+        The cost of the machine goes into the ledger.
+        """
         self.endpoint = ""
         """Where the agent listens: one place, or several separated by spaces."""
         self.address = "127.0.0.1" if is_here(provider) else ""
@@ -87,6 +93,8 @@ class Host:
         self._stopped = False
         self._intended = False
         self._lost = lost
+        self._ledger = ledger or Ledger(lambda: None)
+        self._charge: Charge | None = None
         self._may_have_remains = False
         """Whether remains of a lost machine may still be there."""
         self._settled = threading.Event()
@@ -131,8 +139,14 @@ class Host:
             raise
         finally:
             self._settled.set()
+        charge = self._charge = self._ledger.begin(offer_of(machine))
         await self._recorded(
-            self._journal.made, order.pool, order.node, machine.id, machine.address
+            self._journal.made,
+            order.pool,
+            order.node,
+            machine.id,
+            machine.address,
+            charge.hourly_cost,
         )
         self.address = machine.address
         equipment = equipment_of(machine)
@@ -306,4 +320,6 @@ class Host:
                 )
             return
         self._intended = self._may_have_remains = False
+        if self._charge is not None:
+            self._ledger.end(self._charge)
         await self._recorded(self._journal.gone, order.pool, order.node)

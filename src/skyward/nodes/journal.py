@@ -32,6 +32,8 @@ create table if not exists machines (
     primary key (pool, node)
 );
 """
+_ADDED = (("pools", "spent", "real not null default 0"), ("machines", "price", "real"))
+"""Columns that the tables of earlier versions do not have."""
 _BUSY_SECONDS = 30.0
 
 ClientState = Literal["running", "gone", "elsewhere"]
@@ -46,6 +48,9 @@ class MachineRecord:
     """None if the client ended before it learned that the machine was made."""
     address: str | None
     created: float
+    """When the machine was made; until then, when the client was about to make it."""
+    price: float | None = None
+    """The machine's own price for an hour, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,10 @@ class PoolRecord:
     began: float
     created: float
     price: float | None
+    """The price of a machine for an hour, unless the machine has one of its own."""
     machines: tuple[MachineRecord, ...]
+    spent: float = 0.0
+    """What the machines cost that are gone."""
 
     @property
     def client(self) -> ClientState:
@@ -72,10 +80,25 @@ class PoolRecord:
 
     @property
     def cost(self) -> float | None:
-        """The cost of the pool's machines so far, in US dollars; None if the price is unknown."""
-        if self.price is None:
-            return None
-        return sum((time.time() - each.created) / 3600 * self.price for each in self.machines)
+        """The cost of the pool's machines so far, in US dollars; None if a price is unknown."""
+        prices = self._prices()
+        if prices is None or (self.price is None and not prices):
+            return None if prices is None else self.spent or None
+        now = time.time()
+        hours = [(now - each.created) / 3600 for each in self.machines]
+        return self.spent + sum(h * price for h, price in zip(hours, prices, strict=True))
+
+    @property
+    def hourly_cost(self) -> float | None:
+        """The cost of the machines that are there, for an hour; None if a price is unknown."""
+        prices = self._prices()
+        return None if prices is None or (self.price is None and not prices) else sum(prices)
+
+    def _prices(self) -> list[float] | None:
+        """The price of each machine; None if one is unknown."""
+        prices = [self.price if each.price is None else each.price for each in self.machines]
+        known = [price for price in prices if price is not None]
+        return known if len(known) == len(prices) else None
 
 
 class Journal:
@@ -92,7 +115,7 @@ class Journal:
         values = (pool, name, provider, json.dumps(dict(arguments)), socket.gethostname(), pid)
         with self._connected() as database:
             database.execute(
-                "insert into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "insert into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
                 (*values, _began(pid), time.time(), price),
             )
 
@@ -100,21 +123,31 @@ class Journal:
         """Note that the client is about to make a machine for a node."""
         with self._connected() as database:
             database.execute(
-                "insert or replace into machines values (?, ?, null, null, ?)",
+                "insert or replace into machines values (?, ?, null, null, ?, null)",
                 (pool, node, time.time()),
             )
 
-    def made(self, pool: str, node: int, machine: str, address: str) -> None:
-        """Note that a node's machine was made."""
+    def made(
+        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+    ) -> None:
+        """Note that a node's machine was made, and its price for an hour if it has its own."""
         with self._connected() as database:
             database.execute(
-                "update machines set id = ?, address = ? where pool = ? and node = ?",
-                (machine, address, pool, node),
+                "update machines set id = ?, address = ?, created = ?, price = ? "
+                "where pool = ? and node = ?",
+                (machine, address, time.time(), price, pool, node),
             )
 
     def gone(self, pool: str, node: int) -> None:
-        """Note that nothing of a node's machine is left."""
+        """Note that nothing of a node's machine is left; the pool keeps what it has cost."""
         with self._connected() as database:
+            database.execute(
+                "update pools set spent = spent + coalesce(("
+                "select (? - created) / 3600 * coalesce(machines.price, pools.price) "
+                "from machines where pool = ? and node = ? and machines.id is not null), 0) "
+                "where id = ?",
+                (time.time(), pool, node, pool),
+            )
             database.execute("delete from machines where pool = ? and node = ?", (pool, node))
 
     def close_pool(self, pool: str) -> None:
@@ -141,9 +174,10 @@ class Journal:
 
     @staticmethod
     def _record(database: sqlite3.Connection, row: tuple[Any, ...]) -> PoolRecord:
-        pool, name, provider, arguments, host, pid, began, created, price = row
+        pool, name, provider, arguments, host, pid, began, created, price, spent = row
         machines = database.execute(
-            "select node, id, address, created from machines where pool = ? order by node", (pool,)
+            "select node, id, address, created, price from machines where pool = ? order by node",
+            (pool,),
         ).fetchall()
         return PoolRecord(
             id=pool,
@@ -156,6 +190,7 @@ class Journal:
             created=created,
             price=price,
             machines=tuple(MachineRecord(*machine) for machine in machines),
+            spent=spent,
         )
 
     @contextlib.contextmanager
@@ -167,6 +202,7 @@ class Journal:
                 with database:
                     database.execute("pragma foreign_keys = on")
                     database.executescript(_SCHEMA)
+                    _add_columns(database)
                     yield database
             finally:
                 database.close()
@@ -175,6 +211,22 @@ class Journal:
                 f"the journal {self.path} cannot be used: {problem}; without it, machines could "
                 "be left behind unnoticed: make it writable, or set SKYWARD_STATE to a folder"
             ) from problem
+
+
+def _add_columns(database: sqlite3.Connection) -> None:
+    for table, column, kind in _ADDED:
+        if column in _columns(database, table):
+            continue
+        try:
+            database.execute(f"alter table {table} add column {column} {kind}")
+        except sqlite3.OperationalError:
+            # Another process may have been quicker.
+            if column not in _columns(database, table):
+                raise
+
+
+def _columns(database: sqlite3.Connection, table: str) -> list[str]:
+    return [row[1] for row in database.execute(f"pragma table_info({table})")]
 
 
 class NoJournal(Journal):
@@ -188,7 +240,9 @@ class NoJournal(Journal):
     def intend(self, pool: str, node: int) -> None:
         """Write nothing."""
 
-    def made(self, pool: str, node: int, machine: str, address: str) -> None:
+    def made(
+        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+    ) -> None:
         """Write nothing."""
 
     def gone(self, pool: str, node: int) -> None:

@@ -15,6 +15,7 @@ from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
+from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import RETURN_SECONDS, Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.roster import Roster
@@ -50,6 +51,7 @@ class Startup:
         prospects: Prospects,
         console: Console,
         journal: Journal,
+        ledger: Ledger,
         briefing: Briefing,
         contacts: Contacts,
         preparer: Preparer,
@@ -58,7 +60,7 @@ class Startup:
     ) -> None:
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
-        self._console, self._journal = console, journal
+        self._console, self._journal, self._ledger = console, journal, ledger
         self._briefing, self._contacts, self._preparer = briefing, contacts, preparer
         self._credentials = credentials
         self._callbacks = callbacks
@@ -77,11 +79,14 @@ class Startup:
                 index,
                 self._spec.request,
                 tell=lambda reason: self._console.phase(index, reason),
+                note=self._console.note,
+                name=self._spec.name,
             ),
             self._journal,
             phase=lambda phase: self._console.phase(index, phase),
             note=self._console.note,
             lost=lost,
+            ledger=self._ledger,
         )
 
     def start(self, node: Node) -> None:

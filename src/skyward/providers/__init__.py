@@ -8,6 +8,7 @@ every provider passes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -301,7 +302,23 @@ def find_provider(name: str) -> type[Any]:
     for entry in metadata.entry_points(group="skyward.providers", name=name):
         loaded: type[Any] = entry.load()
         return loaded
-    names = sorted({*BUILT_IN, *(e.name for e in metadata.entry_points(group="skyward.providers"))})
     raise ConfigurationError(
-        f"no provider is called {name!r}; there are {', '.join(names)}, and packages may add more"
+        f"no provider is called {name!r}; there are {', '.join(provider_names())}, and packages "
+        "may add more"
     )
+
+
+def provider_names() -> list[str]:
+    """The names of all providers: ours, and those that packages registered."""
+    entries = metadata.entry_points(group="skyward.providers")
+    return sorted({*BUILT_IN, *(entry.name for entry in entries)})
+
+
+def providers_with(attribute: str) -> dict[str, type[Any]]:
+    """The classes of all providers that have an attribute, such as `offers`, by name."""
+    found = {}
+    for name in provider_names():
+        # A provider of another package that cannot be imported has nothing to be asked for.
+        with contextlib.suppress(ImportError):
+            found[name] = find_provider(name)
+    return {name: each for name, each in found.items() if hasattr(each, attribute)}

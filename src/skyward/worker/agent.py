@@ -55,7 +55,7 @@ class Agent:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._unsent: list[Message] = []
-        self._heard = time.monotonic()
+        self._heard = self._began = time.monotonic()
         self._ending = False
         # Only the main thread starts processes: the kernel ends a child with its parent *thread*.
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -173,9 +173,14 @@ class Agent:
             channel.send(message)
 
     def _look_at_client(self) -> None:
-        """End the node when the client is silent for too long, or its process has ended."""
-        silent = time.monotonic() - self._heard
-        if silent > self._config.orphan_timeout:
+        """End the node when the client is silent for too long, or its process has ended.
+
+        Also when the node's time to live is over, whatever the client says.
+        """
+        now, ttl = time.monotonic(), self._config.ttl
+        if now - self._heard > self._config.orphan_timeout:
+            self.end()
+        if ttl is not None and now - self._began > ttl:
             self.end()
         pid = self._config.client_pid
         away = self._channel is None or not self._channel.connected

@@ -42,6 +42,8 @@ class AgentConfig(msgspec.Struct):
     forwarded: bool = False
     """Whether a node also listens on its loopback, with TLS, for connections that a provider
     forwards."""
+    ttl: float | None = None
+    """After how many seconds the node ends, whatever runs on it."""
     private: str = ""
     """An address on which the node's executors also listen, for executors of other nodes."""
 

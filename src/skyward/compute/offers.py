@@ -1,0 +1,125 @@
+"""Offers: the machines that providers sell, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from skyward import accelerators, checks
+from skyward.accelerators import Accelerator
+from skyward.console.plain import Quiet
+from skyward.errors import ConfigurationError, SkywardError, UnavailableError
+from skyward.market import Allocation, Offer, check_allocation, check_region
+from skyward.providers import Provider, Request, Seller, providers_with, sells
+from skyward.spec import Image
+
+_BOTH: tuple[Allocation, ...] = ("on-demand", "spot")
+
+
+def offers(
+    accelerator: Accelerator | str | None = None,
+    *,
+    vcpus: float | None = None,
+    memory_gb: float | None = None,
+    region: str | None = None,
+    allocation: Allocation | None = None,
+    max_hourly_cost: float | None = None,
+    providers: Iterable[Provider] | None = None,
+) -> list[Offer]:
+    """The machines that one can buy now, the cheapest first; those of unknown price come last.
+
+    Without `providers`, every provider that sells machines is asked. A provider that does not
+    answer is passed over, and a line on stderr says so; if it is the only one, its error is raised.
+    `allocation=None` means both on-demand and spot machines.
+
+    >>> for offer in sky.offers("H100", max_hourly_cost=10): print(offer)
+    """
+    if isinstance(accelerator, str):
+        accelerator = accelerators.parse(accelerator)
+    if accelerator is not None and not isinstance(accelerator, Accelerator):
+        raise ConfigurationError(
+            f"offers({accelerator!r}): give an accelerator, such as 'H100' or "
+            "sky.accelerators.H100(count=8)"
+        )
+    numbers = {"vcpus": vcpus, "memory_gb": memory_gb, "max_hourly_cost": max_hourly_cost}
+    for what, number in numbers.items():
+        checks.above_zero("offers", what, number)
+    check_region("offers", region)
+    kinds: Sequence[Allocation] = _BOTH
+    if allocation is not None:
+        check_allocation("offers", allocation)
+        kinds = (allocation,)
+    requests = [
+        Request(
+            accelerator,
+            vcpus,
+            memory_gb,
+            Image(),
+            (),
+            allocation=kind,
+            max_hourly_cost=max_hourly_cost,
+        )
+        for kind in kinds
+    ]
+    found: list[Offer] = []
+    failures: dict[str, SkywardError] = {}
+    sellers, unmade = _sellers(providers)
+    failures |= unmade
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        asked = [(each.name, threads.submit(_asked, each, region, requests)) for each in sellers]
+        for name, answer in asked:
+            try:
+                found += answer.result()
+            except (UnavailableError, ConfigurationError) as problem:
+                failures[name] = problem
+    if failures and len(failures) == len(sellers) + len(unmade) == 1:
+        raise next(iter(failures.values()))
+    for name, failure in failures.items():
+        Quiet().note(f"{name} is passed over: {failure}")
+    unique = dict.fromkeys(found)
+    return sorted(unique, key=lambda offer: _cost(offer.hourly_cost))
+
+
+def _asked(provider: Seller, region: str | None, requests: Iterable[Request]) -> list[Offer]:
+    there = provider if region is None else provider.in_region(region)
+    return [offer for request in requests for offer in there.offers(request)]
+
+
+def _cost(cost: float | None) -> float:
+    return math.inf if cost is None else cost
+
+
+def _sellers(
+    providers: Iterable[Provider] | None,
+) -> tuple[list[Seller], dict[str, SkywardError]]:
+    """The providers to ask, and why others cannot be made."""
+    if providers is not None:
+        given = list(providers)
+        for each in given:
+            if isinstance(each, type) or not sells(each):
+                raise ConfigurationError(
+                    f"offers(providers=[{each!r}]): it sells no machines; give instances of "
+                    f"{_named(providers_with('offers'))}"
+                )
+        return [each for each in given if sells(each)], {}
+    made: list[Seller] = []
+    unmade: dict[str, SkywardError] = {}
+    for name, kind in providers_with("offers").items():
+        try:
+            made.append(kind())
+        except TypeError:
+            unmade[name] = ConfigurationError(
+                f"it needs arguments; make one, and give it: offers(providers=[{kind.__name__}"
+                "(...)])"
+            )
+        except SkywardError as problem:
+            unmade[name] = problem
+    if not made and not unmade:
+        raise ConfigurationError("offers(): no provider that sells machines is installed")
+    return made, unmade
+
+
+def _named(kinds: dict[str, type[Any]]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds.values()) or "a provider that does"

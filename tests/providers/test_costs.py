@@ -1,0 +1,256 @@
+"""What machines cost: said before they are made, counted while they are there, told at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.market import Offer, money
+from skyward.nodes.host import Host
+from skyward.nodes.journal import Journal
+from skyward.nodes.ledger import Ledger
+from skyward.providers import Order
+from skyward.testing import plain_request
+
+from .shop import Shop, an_offer, opened
+
+LOUD = sky.Options(console=True)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    with opened(tmp_path) as shop:
+        yield shop
+
+
+class Clock:
+    """A clock that a test moves, in minutes."""
+
+    minutes = 0.0
+
+    def __call__(self) -> float:
+        return 60 * self.minutes
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(clock: Clock) -> Ledger:
+    return Ledger(lambda: None, clock)
+
+
+class TestOffers:
+    def test_an_offer_says_what_it_is_and_what_it_costs(self) -> None:
+        l4 = sky.accelerators.L4()
+        offer = Offer("aws", "us-east-1", None, "g6.xlarge", l4, 4, 16, "x86_64", "spot", 0.3291)
+        assert str(offer) == (
+            "g6.xlarge (L4-24GB, 4 vCPUs, 16 GB) in us-east-1, spot, $0.33 an hour"
+        )
+        assert offer.of(2).startswith("2 x g6.xlarge (L4-24GB, 4 vCPUs, 16 GB) in us-east-1, spot,")
+        assert offer.of(2).endswith("$0.33 an hour each, $0.66 an hour in all")
+        assert str(an_offer(cost=None)).endswith("on demand, price unknown")
+
+    @pytest.mark.parametrize(
+        ("dollars", "said"), [(0, "$0.00"), (0.0116, "$0.0116"), (0.5, "$0.50"), (40.9, "$40.90")]
+    )
+    def test_small_amounts_have_more_decimals(self, dollars: float, said: str) -> None:
+        assert money(dollars) == said
+
+
+class TestLedger:
+    def test_a_machine_costs_from_its_making_to_its_end(self, ledger: Ledger, clock: Clock) -> None:
+        first = ledger.begin(an_offer(cost=0.6))
+        clock.minutes = 30
+        second = ledger.begin(an_offer(cost=0.6))
+        assert ledger.hourly_cost == pytest.approx(1.2)
+        clock.minutes = 60
+        ledger.end(first)
+        ledger.end(first)
+        assert ledger.cost == pytest.approx(0.9)
+        assert ledger.hourly_cost == pytest.approx(0.6)
+        clock.minutes = 90
+        ledger.end(second)
+        clock.minutes = 900
+        assert ledger.cost == pytest.approx(1.2)
+        assert ledger.hourly_cost == 0
+
+    def test_the_receipt_says_what_was_bought_and_for_how_long(
+        self, ledger: Ledger, clock: Clock
+    ) -> None:
+        assert ledger.receipt() == ""
+        spot = [ledger.begin(an_offer("g6.xlarge", 0.5, "spot")) for _ in range(2)]
+        clock.minutes = 12
+        for entry in spot:
+            ledger.end(entry)
+        assert ledger.receipt() == "cost $0.20: 2 x g6.xlarge spot for 12 min"
+        last = ledger.begin(an_offer("g6.xlarge", 1))
+        clock.minutes = 12.5
+        ledger.end(last)
+        assert ledger.receipt().endswith("12 min, 1 x g6.xlarge on demand for 30 s")
+        ledger.end(ledger.begin(an_offer("g6.xlarge", 0.5, "spot")))
+        assert "3 x g6.xlarge spot for 0 s to 12 min" in ledger.receipt()
+
+    def test_an_unknown_price_is_not_taken_for_nothing(self, ledger: Ledger, clock: Clock) -> None:
+        ledger.begin(an_offer(cost=None))
+        clock.minutes = 60
+        assert (ledger.cost, ledger.hourly_cost) == (None, None)
+        assert ledger.receipt() == "cost unknown: 1 x m1.small on demand for 60 min"
+        ledger.begin(an_offer(cost=1))
+        assert ledger.receipt().startswith("cost at least $0.00: ")
+
+    def test_the_providers_price_holds_where_an_offer_has_none(self, clock: Clock) -> None:
+        ledger = Ledger(lambda: 2.0, clock)
+        ledger.begin(None)
+        ledger.begin(an_offer(cost=None))
+        assert ledger.hourly_cost == 4
+        clock.minutes = 2
+        assert ledger.receipt().startswith("cost $0.13: 1 machine for 2 min, 1 x m1.small")
+
+    def test_machines_that_cost_nothing_have_no_receipt(self, clock: Clock) -> None:
+        for price in (0.0, None):
+            ledger = Ledger(lambda price=price: price, clock)  # type: ignore[misc]
+            ledger.begin(None)
+            assert ledger.receipt() == ""
+            assert ledger.cost == price
+
+
+class TestPools:
+    def test_the_console_says_the_price_before_and_the_cost_after(
+        self, shop: Shop, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shop.stock.offers = [an_offer("m1.big", 3600.0)]
+        with sky.Compute(shop, nodes=2, options=LOUD, name="p") as compute:
+            stats = compute.stats()
+            assert stats.hourly_cost == 7200
+            assert stats.cost is not None
+            assert stats.cost > 0
+        said = capsys.readouterr().err
+        assert (
+            "skyward: p: starting 2 x m1.big (2 vCPUs, 4 GB) in here-1, on demand, "
+            "$3600.00 an hour each, $7200.00 an hour in all\n"
+        ) in said
+        assert said.index("starting 2 x m1.big") < said.index("node 0: starting")
+        assert ", $7200.00 an hour\n" in said, "when the nodes are ready"
+        last = said.splitlines()[-1]
+        assert "p: 0 of 0 calls succeeded in " in last
+        assert "; cost $" in last
+        assert ": 2 x m1.big on demand for " in last
+
+    def test_without_a_price_it_says_so(
+        self, shop: Shop, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shop.stock.offers = [an_offer(cost=None)]
+        with sky.Compute(shop, options=LOUD) as compute:
+            assert compute.stats().cost is None
+            shop.stock.offers = []
+        said = capsys.readouterr().err
+        assert "starting m1.small (2 vCPUs, 4 GB) in here-1, on demand, price unknown\n" in said
+        assert "; cost unknown: 1 x m1.small" in said
+
+    def test_a_provider_that_does_not_answer_ends_the_start(self, shop: Shop) -> None:
+        shop.stock.unpaid = [sky.UnavailableError("no credentials")]
+        with pytest.raises(sky.UnavailableError, match="no credentials"):
+            sky.Compute(shop, options=LOUD).__enter__()
+        assert not shop.stock.orders
+
+    def test_a_start_that_fails_has_cost_something(
+        self, shop: Shop, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shop.stock.offers = [an_offer("m1.big", 3600.0)]
+
+        def broken(compute: sky.Compute) -> Iterator[None]:
+            raise OSError("no licence")
+            yield
+
+        plugin = sky.Plugin.create("broken").with_around_client(broken)
+        with pytest.raises(sky.PluginError, match="no licence"):
+            sky.Compute(shop, plugins=[plugin], options=LOUD, name="p").__enter__()
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "p: did not start; cost $" in last
+        assert ": 1 x m1.big on demand for " in last
+
+    def test_this_machine_costs_nothing_and_nothing_is_said(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with sky.Compute(options=LOUD) as compute:
+            assert (compute.stats().cost, compute.stats().hourly_cost) == (0, 0)
+        assert "$" not in capsys.readouterr().err
+
+
+class TestJournal:
+    def test_machines_that_are_gone_still_count(
+        self, state: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 1000.0
+        monkeypatch.setattr("skyward.nodes.journal.time.time", lambda: now)
+        state.open_pool("p", "mine", "shop", {}, None)
+        for node, price in ((0, 1.0), (1, 2.0)):
+            state.intend("p", node)
+            state.made("p", node, f"m-{node}", "10.0.0.1", price)
+        state.intend("p", 2)
+        state.gone("p", 2)
+        now += 3600
+        state.gone("p", 0)
+        now += 3600
+
+        (record,) = state.pools()
+
+        assert record.cost == pytest.approx(1 + 4)
+        assert record.hourly_cost == 2
+        state.gone("p", 1)
+        assert state.pools()[0].cost == pytest.approx(5)
+        assert CliRunner().invoke(command, ["ps"]).output.splitlines()[1].split()[-1] == "$5.00"
+
+    def test_ps_shows_the_cost_so_far_and_by_the_hour(self, state: Journal) -> None:
+        state.open_pool("p", "mine", "shop", {}, None)
+        state.intend("p", 0)
+        state.made("p", 0, "m-0", "10.0.0.1", 1.25)
+
+        heads, row = CliRunner().invoke(command, ["ps"]).output.splitlines()
+
+        assert heads.split()[-2:] == ["COST", "$/HOUR"]
+        assert row.split()[-1] == "$1.25"
+
+    def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
+        state.open_pool("p", "mine", "shop", shop.describe(), None)
+        host = Host(shop, Order("p", 0, plain_request()), state, print, print)
+        host.prepare()
+        assert state.pools()[0].machines[0].price == 0.5
+        host.stop(0)
+        (record,) = state.pools()
+        assert record.machines == ()
+        assert record.spent > 0
+        assert not asyncio.run(shop.find("p"))
+
+    def test_a_journal_of_an_earlier_version_gets_the_new_columns(self, state: Journal) -> None:
+        state.path.parent.mkdir(parents=True)
+        with sqlite3.connect(state.path) as database:
+            database.executescript(
+                "create table pools (id text primary key, name text not null, provider text not "
+                "null, arguments text not null, host text not null, pid integer not null, began "
+                "real not null, created real not null, price real);"
+                "create table machines (pool text not null references pools (id) on delete "
+                "cascade, node integer not null, id text, address text, created real not null, "
+                "primary key (pool, node));"
+                "insert into pools values ('old', 'mine', 'shop', '{}', 'h', 1, 1.0, 1.0, 0.5);"
+                "insert into machines values ('old', 0, 'm-0', '10.0.0.1', 1.0);"
+            )
+        database.close()
+
+        (record,) = state.pools()
+
+        assert (record.spent, record.machines[0].price, record.hourly_cost) == (0, None, 0.5)
+        state.gone("old", 0)
+        assert state.pools()[0].spent > 0
+        state.open_pool("new", "mine", "shop", {}, None)
+        assert [each.id for each in state.pools()] == ["old", "new"]

@@ -1,0 +1,141 @@
+"""`sky.offers` and `sky offers`: what can be bought, the cheapest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward import providers
+from skyward.cli.main import sky as command
+
+from .shop import Shop, an_offer, opened
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    """The only shop there is, and the one that can be made without arguments."""
+    monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
+    with opened(tmp_path) as shop:
+        monkeypatch.setattr(Shop.__init__, "__defaults__", ("auto", shop.root, "here-1", "me"))
+        shop.stock.offers = [
+            an_offer("m1.unknown", None),
+            an_offer("m1.big", 2.0),
+            an_offer("m1.big", 0.7, "spot"),
+            an_offer("m1.small", 0.5),
+        ]
+        yield shop
+
+
+def told(offers: list[sky.Offer]) -> list[tuple[str, str, float | None]]:
+    return [(each.instance_type, each.allocation, each.hourly_cost) for each in offers]
+
+
+def test_all_offers_come_the_cheapest_first_and_unknown_prices_last(shop: Shop) -> None:
+    assert told(sky.offers()) == [
+        ("m1.small", "on-demand", 0.5),
+        ("m1.big", "spot", 0.7),
+        ("m1.big", "on-demand", 2.0),
+        ("m1.unknown", "on-demand", None),
+    ]
+
+
+def test_the_provider_is_asked_for_what_is_wanted(shop: Shop) -> None:
+    found = sky.offers(
+        "a100-40gb:2",
+        vcpus=8,
+        memory_gb=64,
+        region="there-2",
+        allocation="spot",
+        max_hourly_cost=0.9,
+        providers=[shop],
+    )
+    assert told(found) == [("m1.big", "spot", 0.7)]
+    assert found[0].region == "there-2"
+    (request,) = shop.stock.requests
+    assert request.accelerator == sky.accelerators.A100(2, memory="40GB")
+    assert (request.vcpus, request.memory_gb) == (8, 64)
+    assert (request.allocation, request.max_hourly_cost) == ("spot", 0.9)
+
+
+def test_an_offer_that_two_requests_find_is_listed_once(shop: Shop) -> None:
+    assert len(sky.offers(providers=[shop, shop])) == 4
+
+
+def test_a_provider_that_does_not_answer_is_passed_over(
+    shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Shop(root=str(tmp_path / "other"))
+    other.stock.unpaid = [sky.UnavailableError("the other shop is closed")]
+    assert len(sky.offers(providers=[other, shop])) == 4
+    assert "skyward: shop is passed over: the other shop is closed" in capsys.readouterr().err
+
+
+def test_the_only_provider_that_does_not_answer_is_an_error(shop: Shop) -> None:
+    shop.stock.unpaid = [sky.UnavailableError("no credentials; run `aws configure`")]
+    with pytest.raises(sky.UnavailableError, match="aws configure"):
+        sky.offers()
+
+
+def test_without_a_shop_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
+    with pytest.raises(sky.ConfigurationError, match="no provider that sells machines"):
+        sky.offers()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"accelerator": "Z9000"}, "no model called 'Z9000'"),
+        ({"accelerator": 3}, r"offers\(3\): give an accelerator"),
+        ({"vcpus": 0}, r"offers\(vcpus=0\): give a number above 0"),
+        ({"memory_gb": "2"}, r"offers\(memory_gb='2'\): give a number"),
+        ({"region": ""}, r"offers\(region=''\): give the provider's name"),
+        ({"allocation": "cheap"}, r"offers\(allocation='cheap'\): choose"),
+        ({"providers": [sky.Local()]}, r"it sells no machines; give instances of Shop"),
+        ({"providers": [Shop]}, r"it sells no machines; give instances of Shop"),
+    ],
+)
+def test_what_means_nothing_is_refused(shop: Shop, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=message):
+        sky.offers(**wanted)
+
+
+class TestCommand:
+    def test_shows_a_table(self, shop: Shop) -> None:
+        done = CliRunner().invoke(command, ["offers", "--spot"])
+        assert done.output.splitlines() == [
+            "PROVIDER  TYPE    ACCELERATOR  VCPUS  MEMORY  PLACE   ALLOCATION  $/HOUR",
+            "shop      m1.big                   2    4 GB  here-1  spot         $0.70",
+        ]
+
+    def test_says_how_many_it_does_not_show(self, shop: Shop) -> None:
+        done = CliRunner().invoke(command, ["offers", "--limit", "1"])
+        assert len(done.stdout.splitlines()) == 2
+        assert "3 more cost as much or more; see --limit" in done.stderr
+
+    def test_passes_its_options_on(self, shop: Shop) -> None:
+        options = ["--region", "there-2", "--vcpus", "2", "--memory", "8", "--max-cost", "1.5"]
+        done = CliRunner().invoke(command, ["offers", "L4", *options, "--on-demand", "--json"])
+        (document,) = json.loads(done.output)
+        assert document["region"] == "there-2"
+        assert document["hourly_cost"] == 0.5
+        assert document["accelerator"] is None
+        (request,) = shop.stock.requests
+        assert request.accelerator == sky.accelerators.L4()
+        assert (request.vcpus, request.memory_gb, request.max_hourly_cost) == (2, 8, 1.5)
+
+    def test_nothing_is_an_answer(self, shop: Shop) -> None:
+        done = CliRunner().invoke(command, ["offers", "--max-cost", "0.01", "--spot"])
+        assert (done.exit_code, done.output) == (0, "no provider sells such a machine\n")
+
+    def test_a_provider_that_does_not_answer_is_one_line(self, shop: Shop) -> None:
+        shop.stock.unpaid = [sky.UnavailableError("no credentials; run `aws configure`")]
+        done = CliRunner().invoke(command, ["offers"])
+        assert done.exit_code == 1
+        assert done.stderr == "Error: no credentials; run `aws configure`\n"
