@@ -126,7 +126,7 @@ TELLING = {
 }
 
 # These need other machines: tests/providers has them.
-ELSEWHERE = {"container_roundtrip", "kubernetes_ddp", "ssh_ddp"}
+ELSEWHERE = {"aws_ddp", "aws_training", "container_roundtrip", "kubernetes_ddp", "ssh_ddp"}
 
 # What an example needs that is not everywhere; without it the test is skipped, and says so.
 NEEDS = {
