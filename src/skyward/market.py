@@ -62,6 +62,8 @@ def money(dollars: float) -> str:
     >>> money(0.0116), money(40.9)
     ('$0.0116', '$40.90')
     """
+    if 0 < dollars < 0.00005:
+        return "less than $0.0001"
     return f"${dollars:.2f}" if dollars >= 0.1 or not dollars else f"${dollars:.4f}"
 
 

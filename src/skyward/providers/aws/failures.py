@@ -37,6 +37,13 @@ CAPACITY = frozenset(
     }
 )
 """Another zone or another type may work."""
+UNCERTAIN = frozenset(
+    {
+        *("InternalError", "InternalFailure", "InternalServerError", "Unavailable"),
+        *("ServiceUnavailable", "500", "502", "503", "504"),
+    }
+)
+"""Whether the request was fulfilled is not known."""
 PRICE = frozenset({"SpotMaxPriceTooLow", "BidPriceTooLow"})
 _WRONG_KEY = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException"}

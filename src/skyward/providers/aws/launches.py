@@ -6,12 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyward.errors import ConfigurationError, SkywardError, UnavailableError
+from skyward.errors import ConfigurationError, SkywardError, UnavailableError, UnreachableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
 from skyward.providers.aws import failures, images, network, tags
@@ -26,6 +27,7 @@ from skyward.providers.aws.reservations import Reservation, reserved
 from skyward.providers.aws.user_data import user_data
 
 STRATEGIES = ("cluster", "spread", "partition")
+RETRY_PAUSES = (1.0, 2.0, 4.0)
 USUAL_DISK_GB = 50
 GPU_DISK_GB = 120
 """The drivers and tools of the usual AMI alone take 60 GB."""
@@ -329,11 +331,7 @@ class Launches:
         kinds = ["instance", "volume", "network-interface"]
         if offer.allocation == "spot":
             kinds.append("spot-instances-request")
-        answer = self._account.call(
-            "ec2",
-            "run_instances",
-            # For want of capacity AWS answers as if it had failed, and again and again.
-            attempts=1,
+        answer = self._run_instances(
             MinCount=least,
             MaxCount=len(orders),
             ClientToken=uuid.uuid4().hex,
@@ -346,6 +344,21 @@ class Launches:
             order.node: Bought(str(each["InstanceId"]), offer, shared.keys)
             for order, each in zip(orders, made, strict=False)
         }
+
+    def _run_instances(self, **arguments: Any) -> Any:
+        """Launch; repeats a request that may have arrived, which its token makes harmless."""
+        pauses = iter(RETRY_PAUSES)
+        while True:
+            try:
+                # Once: for want of capacity AWS answers as if it had failed, again and again.
+                return self._account.call("ec2", "run_instances", attempts=1, **arguments)
+            except (RequestError, UnreachableError) as problem:
+                pause = next(pauses, None)
+                if pause is None or (
+                    isinstance(problem, RequestError) and problem.code not in failures.UNCERTAIN
+                ):
+                    raise
+            time.sleep(pause)
 
     def _arguments(
         self, request: Request, offer: Offer, subnet: Subnet, shared: _Shared, image: MachineImage

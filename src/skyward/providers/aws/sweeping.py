@@ -44,7 +44,11 @@ def sweep(
     deadline = clock() + END_SECONDS
     mine = [tags.of_pool(pool)]
     pause = 0.5
-    while _running(account, pool):
+    while left := _instances(account, pool):
+        lost = [each["InstanceId"] for each in left if state_of(each) not in ENDED]
+        if lost:
+            # Their launch was cut short: nobody else knows of them.
+            account.call("ec2", "terminate_instances", InstanceIds=lost)
         if clock() > deadline:
             raise PoolStartError(
                 f"AWS: instances of the pool {pool} have not ended after {END_SECONDS:.0f} s, and "
@@ -63,10 +67,12 @@ def sweep(
     forget_keys(pool)
 
 
-def _running(account: Account, pool: str) -> bool:
-    """Whether an instance of the pool ends; one that nobody ends is the caller's concern."""
+def _instances(account: Account, pool: str) -> list[dict[str, Any]]:
+    """The instances of a pool that have not ended."""
     found = account.pages("ec2", "describe_instances", "Reservations", Filters=[tags.of_pool(pool)])
-    return any(state_of(each) != "terminated" for group in found for each in group["Instances"])
+    return [
+        each for group in found for each in group["Instances"] if state_of(each) != "terminated"
+    ]
 
 
 def _removed(
