@@ -18,7 +18,7 @@ from skyward.providers.aws.instances import ENDED, state_of
 from skyward.providers.aws.keys import forget_keys
 
 _log = logging.getLogger("skyward")
-END_SECONDS = 300.0
+END_SECONDS = 150.0
 """How long the instances of a pool may take to end; until then, their security group stays."""
 _GONE = frozenset(
     {
