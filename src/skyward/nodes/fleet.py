@@ -23,6 +23,7 @@ from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
 from skyward.nodes.node import PING_SECONDS, Node, NodeView
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
@@ -43,6 +44,7 @@ from skyward.wire.messages import (
     Message,
     Ping,
     Prepared,
+    Reclaim,
     Shutdown,
     Usage,
     Written,
@@ -135,6 +137,9 @@ class Fleet:
             self._devices,
             self._preparer,
             self._startup,
+        )
+        self._reclaims = Reclaims(
+            self._roster, loop, dispatcher, console, self._devices, self._losses
         )
         self._membership = Membership(
             self._roster,
@@ -335,6 +340,8 @@ class Fleet:
                 self._devices.heard(message)
             case Usage():
                 self._usage.heard(message)
+            case Reclaim():
+                self._reclaims.heard(node, message)
             case Written():
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient
@@ -344,7 +351,7 @@ class Fleet:
 
     def _executor_ready(self, node: Node, lane: Lane) -> None:
         """Give an executor tasks from now on; after its last executor, the node is ready."""
-        self._dispatcher.add(lane, usable=not node.leaves and not lane.preparation.replaced)
+        self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
         worker = self._spec.worker
         processes = 1 if worker.executor == "thread" else worker.concurrency
         expected = self._briefing.workers_on(node) * processes

@@ -25,6 +25,7 @@ from skyward.providers import (
     equipment_of,
     forwards,
     is_here,
+    notice_of,
     offer_of,
 )
 from skyward.wire.connecting import direct
@@ -174,6 +175,7 @@ class Host:
     async def _launch(self, config: AgentConfig) -> None:
         machine = self._machine
         assert machine is not None
+        config.notice = notice_of(machine)
         if self._child is not None:
             config.address = machine.address if encrypted(self._provider) else "unix"
             self.endpoint = await self._child.start(config)
