@@ -23,7 +23,7 @@ from skyward.compute.arguments import new_name, resolve
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
-from skyward.compute.quoting import number_of_nodes, quoted
+from skyward.compute.quoting import quoted, readiness
 from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
@@ -37,7 +37,7 @@ from skyward.errors import (
 )
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
-from skyward.market import Allocation, money
+from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
@@ -264,14 +264,13 @@ class Compute:
             console.begin(f"{self.name}: starting {quoted(spec)}", count)
             self._pool.start()
             self._enter_plugins()
-            seconds = time.monotonic() - started
-            price = self._pool.ledger.hourly_cost
-            cost = f", {money(price)} an hour" if price else ""
-            there = self._pool.ready_nodes()
-            ready = number_of_nodes(count)
-            ready = ready if there == count else f"{there} of {ready}"
-            more = "" if there == count else "; it goes on with the others"
-            console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
+            ready = readiness(
+                self._pool.ready_nodes(),
+                spec.nodes,
+                time.monotonic() - started,
+                self._pool.ledger.hourly_cost,
+            )
+            console.ready(f"{self.name}: {ready}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
             console.drain()
             self._was_ready = True
@@ -456,7 +455,8 @@ class Compute:
             return None
         if on == "head":
             return 0
-        count = len(self._open_pool.nodes)
+        # Node 0 is the first that a pool without nodes starts.
+        count = max(1, len(self._open_pool.nodes))
         if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
             raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
         return on

@@ -177,8 +177,8 @@ class Fleet:
         self._journal.open_pool(
             self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
         )
-        self._need(nodes.floor)
-        self._membership.start(nodes.desired, nodes.floor)
+        self._need(nodes)
+        self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
         if not self._is_here or self._roster.coming:
             # The addresses of the nodes, and which nodes are there, are known only now.
             self._briefing.tell_all()
@@ -189,21 +189,32 @@ class Fleet:
         if isinstance(nodes, int):
             self._scaler.keep()
             self._membership.resize(nodes, nodes)
-            self._need(min(self._roster.needed, nodes))
+            self._roster.need(min(self._roster.needed, nodes))
+            self._prospects.need(self._roster.needed)
             return
         # First, so that the pool does not meanwhile shrink below its new bounds.
         before = self._scaler.bound(nodes)
+        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
         try:
             self._membership.resize(nodes.desired, nodes.floor)
         except BaseException:
             self._scaler.bound(before)
+            self._prospects.grow_up_to(0 if before.floor else before.ceiling)
             raise
-        self._need(nodes.floor)
+        self._need(nodes)
 
-    def _need(self, count: int) -> None:
-        """Say without how many nodes the pool is of no use."""
-        self._roster.need(count)
-        self._prospects.need(count)
+    def _need(self, nodes: Nodes) -> None:
+        """Say without how many nodes the pool is of no use, and how many it may have."""
+        needed = max(1, nodes.floor)
+        self._roster.need(needed)
+        self._prospects.need(needed)
+        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
+
+    def wake(self) -> None:
+        """Have at least one node, and wait until it is ready."""
+        if not any(node.joined for node in self.nodes):
+            self._scaler.keep()
+            self._membership.wake()
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
@@ -280,6 +291,11 @@ class Fleet:
         node = self._roster.get(index)
         if node is None or not node.serves:
             there = [each.index for each in self.nodes if each.serves]
+            if not self.nodes:
+                raise ConfigurationError(
+                    f"device(node={index}): the pool has no nodes now, because it shrinks to none "
+                    "when it is idle; call compute.resize(1) first, or give nodes=(1, n)"
+                )
             raise ConfigurationError(
                 f"device(node={index}): that node is not ready; ready are {there}"
                 if node is not None
@@ -376,7 +392,9 @@ class Fleet:
         self._dispatcher.recall_stuck()
         self._membership.retry_failed()
         count, coming = len(self.nodes), len(self._roster.coming)
-        self._scaler.look(count, coming=coming, slots=-(-self.slots() // max(1, count - coming)))
+        there = count - coming
+        slots = -(-self.slots() // there) if there else self._slots_of_a_node()
+        self._scaler.look(count, coming=coming, slots=slots)
 
     # Looking.
 
@@ -392,6 +410,14 @@ class Fleet:
     def slots(self) -> int:
         """How many tasks the pool can run at once."""
         return max(1, len(self.workers()) * self._spec.worker.concurrency)
+
+    def _slots_of_a_node(self) -> int:
+        """How many tasks a node will probably run at once, before there is one."""
+        worker, accelerator = self._spec.worker, self._spec.accelerator
+        per_node = worker.per_node
+        if per_node == "accelerator":
+            per_node = 1 if accelerator is None else accelerator.count
+        return per_node * worker.concurrency
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
