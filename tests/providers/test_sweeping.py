@@ -81,7 +81,7 @@ class TestPools:
         with sky.Compute(shop, options=QUIET, name="p"):
             (pool,) = rules(shop)
         said = capsys.readouterr().err
-        assert "p: what it had besides its machines could not be removed: in use; `sky" in said
+        assert "what the pool had besides its machines could not be removed: in use; `sky" in said
         assert [record.id for record in state.pools()] == [pool]
 
         failed = sky_command("down", "p", "--yes")

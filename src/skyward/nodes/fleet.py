@@ -11,7 +11,6 @@ from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
-from skyward.nodes import provider_loop
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
 from skyward.nodes.devices import DeviceDesk
@@ -28,8 +27,9 @@ from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.startup import Callbacks, Startup
+from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
-from skyward.providers import encrypted, is_here, sweeps
+from skyward.providers import encrypted, is_here
 from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -51,8 +51,6 @@ from skyward.wire.messages import (
 )
 from skyward.wire.versions import my_versions
 
-SWEEP_SECONDS = 180.0
-"""How long a provider may take to remove what a pool has besides machines."""
 LAUNCH_SECONDS = 5.0
 """How long the end of a node waits for the thread that starts it."""
 
@@ -227,27 +225,9 @@ class Fleet:
             ender.start()
         for ender in enders:
             ender.join()
-        if self._sweep():
+        provider, note = self._spec.provider, self._console.note
+        if not self._opened or swept(provider, self._id, self._journal, note):
             self._journal.close_pool(self._id)
-
-    def _sweep(self) -> bool:
-        """Remove what the pool has besides machines; False if something may be left."""
-        provider = self._spec.provider
-        if not self._opened or not sweeps(provider):
-            return True
-        if self._journal.has_machines(self._id):
-            return False
-        sweeping = provider_loop.submit(provider.sweep(self._id))
-        try:
-            sweeping.result(SWEEP_SECONDS)
-        except Exception as problem:
-            sweeping.cancel()
-            self._console.note(
-                f"{self._spec.name}: what it had besides its machines could not be removed: "
-                f"{str(problem) or type(problem).__name__}; `sky down` tries again"
-            )
-            return False
-        return True
 
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
