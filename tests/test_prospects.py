@@ -77,3 +77,17 @@ def test_a_node_added_again_under_the_same_number_is_expected_again() -> None:
     prospects.expect(0)
     assert prospects.can_run(Aim(on=0))
     assert prospects.why_not() == ""
+
+
+def test_in_a_pool_without_nodes_that_can_grow_tasks_wait() -> None:
+    prospects = expecting()
+    assert not prospects.can_run(Aim())
+    prospects.grow_up_to(2)
+    assert prospects.can_run(Aim())
+    assert prospects.can_run(Aim(on=0)), "the first node that there will be"
+    assert prospects.can_run(Aim(worker=(0, 0)))
+    assert not prospects.can_run(Aim(on=1))
+    for node in range(2):
+        prospects.expect(node)
+        prospects.fail(node, OSError("no route"))
+    assert not prospects.can_run(Aim()), "as many as it may have will never run it"

@@ -317,11 +317,20 @@ class TestNodes:
         with refused(r"Nodes\(min=8, max=2\): min exceeds max; write min=2, max=8"):
             Nodes.of((8, 2))
 
-    @pytest.mark.parametrize("name", ["desired", "min", "max"])
-    @pytest.mark.parametrize("number", [0, -1])
-    def test_fewer_than_one_node_is_refused(self, name, number):
-        with refused(rf"Nodes\({name}={number}\): {name} must be at least 1"):
+    @pytest.mark.parametrize(
+        ("name", "number", "least"),
+        [("desired", -1, 0), ("min", -1, 0), ("max", -1, 1), ("max", 0, 1)],
+    )
+    def test_fewer_nodes_than_a_pool_can_have_are_refused(self, name, number, least):
+        with refused(rf"Nodes\({name}={number}\): {name} must be at least {least}"):
             Nodes(**{"desired": 1, name: number})
+
+    def test_a_pool_may_have_no_nodes_if_it_can_grow(self):
+        assert Nodes.of((0, 4)) == Nodes(0, min=0, max=4)
+        assert (Nodes(2, min=0).floor, Nodes(0, max=3).ceiling) == (0, 3)
+        for nothing in (lambda: Nodes(0), lambda: Nodes.of(0), lambda: Nodes(0, min=0)):
+            with refused(r"Nodes\(desired=0\): .*cannot grow unless max is given.*max=4"):
+                nothing()
 
     @pytest.mark.parametrize("value", [True, 2.0, "2", None])
     def test_what_is_not_a_whole_number_is_refused(self, value):

@@ -215,6 +215,11 @@ class Pool:
         """Every (node, worker), in rank order."""
         return self._fleet.workers()
 
+    def wake(self) -> None:
+        """Have at least one node, and wait until it is ready."""
+        self._check_open()
+        self._fleet.wake()
+
     def ready_nodes(self) -> int:
         """How many nodes have been ready."""
         return sum(node.joined for node in self.nodes)

@@ -133,7 +133,8 @@ class Nodes:
     """How many nodes: the number to start with and, for an elastic pool, its bounds.
 
     The pool starts when `min` nodes are ready, and then starts the other nodes up to `desired`.
-    While tasks wait, the pool grows up to `max`; while it is idle, it shrinks to `min`.
+    While tasks wait, the pool grows up to `max`; while it is idle, it shrinks to `min`. With
+    `min=0` it shrinks to no nodes at all; then a task waits for the node that it makes start.
 
     >>> Nodes.of((2, 8))
     Nodes(desired=2, min=2, max=8)
@@ -144,8 +145,8 @@ class Nodes:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        desired = checks.whole(self, "desired", self.desired, at_least=1)
-        low = None if self.min is None else checks.whole(self, "min", self.min, at_least=1)
+        desired = checks.whole(self, "desired", self.desired, at_least=0)
+        low = None if self.min is None else checks.whole(self, "min", self.min, at_least=0)
         high = None if self.max is None else checks.whole(self, "max", self.max, at_least=1)
         if low is not None and high is not None and low > high:
             raise checks.refused(
@@ -162,6 +163,13 @@ class Nodes:
                 self,
                 {"desired": desired, "max": high},
                 f"desired exceeds max; start with at most {high} or raise max to {desired}",
+            )
+        if not desired and high is None:
+            raise checks.refused(
+                self,
+                {"desired": desired},
+                "a pool without nodes cannot grow unless max is given; start with at least 1, or "
+                "write Nodes(0, max=4)",
             )
         checks.store(self, desired=desired, min=low, max=high)
 

@@ -51,6 +51,7 @@ REACH: dict[State, Callable[[Node], Any]] = {
     "starting": lambda node: None,
     "ready": lambda node: node.become_ready(0),
     "reconnecting": lambda node: (node.become_ready(0), node.disconnect()),
+    "reclaimed": lambda node: (node.become_ready(0), node.reclaim("no more spot")),
     "draining": lambda node: node.drain(),
     "lost": lost,
     "failed": lambda node: node.fail(RuntimeError("broken"), retry=False),
@@ -64,15 +65,21 @@ METHODS: dict[str, tuple[Callable[[Node], Any], dict[State, State]]] = {
     "reconnect": (lambda node: node.reconnect(), {"reconnecting": "ready"}),
     "drain": (
         lambda node: node.drain(),
-        dict.fromkeys(("starting", "ready", "reconnecting", "lost", "failed"), "draining"),
+        dict.fromkeys(
+            ("starting", "ready", "reconnecting", "reclaimed", "lost", "failed"), "draining"
+        ),
     ),
     "lose": (
         lambda node: node.lose("gone"),
-        {"starting": "failed", "ready": "lost", "reconnecting": "lost"},
+        {"starting": "failed", "ready": "lost", "reconnecting": "lost", "reclaimed": "lost"},
     ),
     "fail": (
         lambda node: node.fail(RuntimeError("broken"), retry=True),
-        dict.fromkeys(("starting", "ready", "reconnecting", "lost"), "failed"),
+        dict.fromkeys(("starting", "ready", "reconnecting", "reclaimed", "lost"), "failed"),
+    ),
+    "reclaim": (
+        lambda node: node.reclaim("no more spot"),
+        dict.fromkeys(("ready", "reconnecting"), "reclaimed"),
     ),
     "start_again": (
         lambda node: node.start_again(lambda host: host),
@@ -127,6 +134,17 @@ def test_a_node_that_is_lost_again_and_again_fails_for_good(node: Node) -> None:
         node.start_again(lambda host: host) if attempt < START_ATTEMPTS else None
     assert node.retry_at is None
     assert not node.is_expected
+
+
+def test_a_machine_that_is_taken_back_is_no_fault_of_its_node(node: Node) -> None:
+    for _ in range(3 * START_ATTEMPTS):
+        node.begin_start()
+        node.become_ready(0)
+        node.reclaim("no more spot")
+        assert node.is_expected
+        assert node.lose("gone")
+        assert node.state == "lost"
+        node.start_again(lambda host: host)
 
 
 def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(

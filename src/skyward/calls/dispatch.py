@@ -76,6 +76,14 @@ class Dispatcher:
         """Give a lane no new tasks."""
         self.lanes.drain(lane)
 
+    def recall(self, lane: Lane) -> None:
+        """Call back the tasks that a lane has not begun; others may run them."""
+        with self.lanes.lock:
+            ahead = lane.load.overfull and not lane.load.recalling
+            lane.load.recalling = lane.load.recalling or ahead
+        if ahead:
+            lane.tell(Recall())
+
     def pause(self, lane: Lane) -> None:
         """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
         self.lanes.pause(lane)

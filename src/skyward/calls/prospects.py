@@ -28,6 +28,7 @@ class Prospects:
         """`grouped`: the workers are one group, which needs as many nodes as `need` says."""
         self._grouped = grouped
         self._needed = 1
+        self._ceiling = 0
         self._expected: set[int] = set()
         self._failures: dict[int, BaseException] = {}
         self._lock = threading.Lock()
@@ -36,6 +37,11 @@ class Prospects:
         """Say without how many nodes a group is of no use."""
         with self._lock:
             self._needed = count
+
+    def grow_up_to(self, count: int) -> None:
+        """Say how many nodes a pool without nodes may have when tasks wait; 0 if it has some."""
+        with self._lock:
+            self._ceiling = count
 
     def expect(self, node: int) -> None:
         """A node has been added to the pool."""
@@ -62,7 +68,11 @@ class Prospects:
             if self._grouped and self._failures and len(self._expected) < self._needed:
                 return False
             wanted = task.worker[0] if task.worker is not None else task.on
-            return bool(self._expected) if wanted is None else wanted in self._expected
+            # A pool without nodes starts with node 0 when a task waits.
+            grows = not self._expected and len(self._failures) < self._ceiling
+            if wanted is None:
+                return grows or bool(self._expected)
+            return wanted in self._expected or (grows and wanted == 0 and not self._failures)
 
     def why_not(self) -> str:
         """Why nodes failed, in words; empty if none did."""

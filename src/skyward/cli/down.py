@@ -12,6 +12,7 @@ from skyward.cli.commands import Command
 from skyward.errors import PoolError
 
 if TYPE_CHECKING:
+    from skyward.nodes.cleaning import Cleaned
     from skyward.nodes.journal import PoolRecord
 
 
@@ -47,33 +48,39 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     in_use = [pool for pool in chosen if pool.client != "gone"]
     if forget:
         _check_forgettable(chosen)
-        _ask(in_use, yes, "forget")
+        ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "forget")
         journal.forget(chosen[0].id)
         _tell_forgotten(chosen[0])
         return
-    _ask(in_use, yes, "remove")
+    ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "remove")
     outcomes = [clean(journal, pool) for pool in chosen]
     if output.wants_json():
         output.as_json(
             [
-                {"id": each.pool.id, "removed": each.removed, "failures": each.failures}
+                {"id": each.pool, "removed": each.removed, "failures": each.failures}
                 for each in outcomes
             ]
         )
     else:
         for each in outcomes:
-            count = max(len(each.removed) - len(each.failures), 0)
-            machines = "1 machine" if count == 1 else f"{count} machines"
-            click.echo(f"{each.pool.name} ({each.pool.id}): {machines} removed")
+            click.echo(said(each))
         if not outcomes:
             click.echo("nothing was left behind")
-    failures = [f"{each.pool.name}: {what}" for each in outcomes for what in each.failures]
-    failed = [each.pool.id for each in outcomes if each.failures]
+    failures = [f"{each.name}: {what}" for each in outcomes for what in each.failures]
+    failed = [each.pool for each in outcomes if each.failures]
     if failures:
         raise PoolError(
             f"not everything could be removed: {'; '.join(failures)}. The pool stays on record; if "
             f"its machines are gone, take it off the record: sky down {failed[0]} --forget"
         )
+
+
+def said(cleaned: Cleaned) -> str:
+    """What was removed, in words."""
+    count = len(cleaned.removed)
+    machines = "1 machine" if count == 1 else f"{count} machines"
+    name = f"{cleaned.name} ({cleaned.pool})" if cleaned.name else cleaned.pool
+    return f"{name}: {machines} removed"
 
 
 def _check_forgettable(pools: list[PoolRecord]) -> None:
@@ -96,10 +103,11 @@ def _tell_forgotten(pool: PoolRecord) -> None:
     click.echo(f"{pool.name} ({pool.id}): off the record, nothing removed; had: {machines}")
 
 
-def _ask(in_use: list[PoolRecord], yes: bool, verb: str) -> None:
+def ask(in_use: list[str], yes: bool, verb: str) -> None:
+    """Ask about pools that may be in use; without a terminal, insist on `--yes`."""
     if not in_use or yes:
         return
-    names = ", ".join(f"{pool.name} ({pool.id})" for pool in in_use)
+    names = ", ".join(in_use)
     if not sys.stdin.isatty():
         raise click.UsageError(f"{names}: may be in use; pass --yes to {verb} them all the same")
     click.confirm(f"{names}: may be in use. {verb.capitalize()}?", abort=True)

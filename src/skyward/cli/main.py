@@ -16,6 +16,7 @@ from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGro
 COMMANDS = {
     "ps": "List the pools that have machines.",
     "down": "Remove the machines of pools that were left behind.",
+    "gc": "Find and remove what providers still have of pools that are over.",
     "offers": "List the machines that providers sell, and their prices.",
     "models": "Keep models by name and version: push, pull, list, serve.",
 }

@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self
 
 from skyward import functions
 from skyward.accelerators import Accelerator
 from skyward.calls.counts import Counts
-from skyward.calls.flow import Crowd, Flow, not_the_end
-from skyward.calls.task import Task
 from skyward.compute.arguments import new_name, resolve
-from skyward.compute.broadcasting import broadcast
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
-from skyward.compute.quoting import number_of_nodes, quoted
+from skyward.compute.quoting import quoted, readiness
+from skyward.compute.running import Running
 from skyward.compute.stats import Stats
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
@@ -35,9 +32,7 @@ from skyward.errors import (
     UnavailableError,
     UnreachableError,
 )
-from skyward.functions import Function, Pending, checked
-from skyward.future import Future
-from skyward.market import Allocation, money
+from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
@@ -50,14 +45,11 @@ from skyward.spec import Image, Nodes, Options, Volume, Worker
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-On = int | Literal["head"] | None
-
 entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
 
 
-class Compute:
+class Compute(Running):
     """A set of machines to run functions on.
 
     `name` stands for the pool in messages and in `sky ps`. It is only a name: no configuration is
@@ -264,14 +256,13 @@ class Compute:
             console.begin(f"{self.name}: starting {quoted(spec)}", count)
             self._pool.start()
             self._enter_plugins()
-            seconds = time.monotonic() - started
-            price = self._pool.ledger.hourly_cost
-            cost = f", {money(price)} an hour" if price else ""
-            there = self._pool.ready_nodes()
-            ready = number_of_nodes(count)
-            ready = ready if there == count else f"{there} of {ready}"
-            more = "" if there == count else "; it goes on with the others"
-            console.ready(f"{self.name}: {ready} ready in {seconds:.1f} s{cost}{more}")
+            ready = readiness(
+                self._pool.ready_nodes(),
+                spec.nodes,
+                time.monotonic() - started,
+                self._pool.ledger.hourly_cost,
+            )
+            console.ready(f"{self.name}: {ready}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
             console.drain()
             self._was_ready = True
@@ -329,137 +320,6 @@ class Compute:
                 f"{self.name} has not been entered; write `with sky.Compute() as compute:` first"
             )
         return self._pool
-
-    # Running.
-
-    def run(self, pending: Pending[T], on: On = None) -> T:
-        """Run on one node and wait; the same as `pending >> compute`.
-
-        >>> compute.run(train(x), on="head")
-        """
-        pool = self._open_pool
-        task = pool.prepare(checked(pending), on=self._index(on), keep=False)
-        result: T = self._await(task)
-        return result
-
-    def submit(self, pending: Pending[T], on: On = None) -> Future[T]:
-        """Run on one node and don't wait; the same as `pending > compute`.
-
-        >>> future = compute.submit(train(x), on=1)
-        """
-        pool = self._open_pool
-        task = pool.prepare(checked(pending), on=self._index(on), keep=True)
-        future: Future[T] = Future()
-        future._bind(lambda: pool.cancel(task), lambda: task.assigned)
-        pool.after(task, functools.partial(_settle, pool, task, future))
-        try:
-            pool.submit(task)
-        except BaseException:
-            pool.cancel(task)
-            raise
-        return future
-
-    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]:
-        """Run on every worker at once; the same as `pending @ compute`.
-
-        >>> results = compute.broadcast(train())
-        """
-        pool = self._open_pool
-        if on is not None:
-            raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
-        return broadcast(pool, checked(pending))
-
-    def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
-        """Run different calls in parallel and wait for all; the first failure is raised.
-
-        >>> compute.run_all([a(), b()])
-        """
-        pool = self._open_pool
-        tasks: list[Task] = []
-        crowd = Crowd()
-        try:
-            for pending in pendings:
-                task = pool.prepare(checked(pending), keep=True)
-                task.when_done(crowd.left)
-                crowd.joined()
-                tasks.append(task)
-                pool.submit(task)
-            failed = crowd.wait()
-            if failed is not None:
-                self._result(failed)
-            return [self._result(task) for task in tasks]
-        except BaseException:
-            for task in tasks:
-                if task.cancellable:
-                    pool.cancel(task)
-            raise
-
-    def stream_all(self, pendings: Sequence[Pending[Any]], *, ordered: bool) -> Iterator[Any]:
-        """Run different calls in parallel, yielding results as they come or in order.
-
-        >>> for result in compute.stream_all([f(1), f(2)], ordered=False): ...
-        """
-        return self._flow(iter(pendings), ordered, ahead=None)
-
-    @overload
-    def map(
-        self, fn: Function[..., T], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[T]: ...
-    @overload
-    def map(
-        self, fn: Callable[..., T], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[T]: ...
-    def map(
-        self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[Any]:
-        """Make one call per item; only a limited number of calls run ahead of the consumer.
-
-        >>> for score in compute.map(evaluate, range(1000)): ...
-        """
-        if not iterables:
-            raise ConfigurationError("map: give at least one iterable")
-        for values in iterables:
-            if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
-                raise ConfigurationError(
-                    f"map({fn!r}, {values!r}): that is not iterable; give a "
-                    "list or another iterable for each argument"
-                )
-        call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
-        pool = self._open_pool
-        pendings = (call(*items) for items in zip(*iterables, strict=False))
-        return self._flow(pendings, ordered, ahead=4 * pool.slots() + 16)
-
-    def _flow(
-        self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
-    ) -> Iterator[Any]:
-        flow = Flow(self._open_pool, pendings, ordered, ahead)
-        flow.fill()
-        return flow
-
-    def _await(self, task: Task) -> Any:
-        pool = self._open_pool
-        try:
-            pool.submit(task)
-            return self._result(task)
-        except BaseException:
-            if task.cancellable:
-                pool.cancel(task)
-            raise
-
-    def _result(self, task: Task) -> Any:
-        outcome = task.wait()
-        self._open_pool.flush_output(task)
-        return outcome.get()
-
-    def _index(self, on: On) -> int | None:
-        if on is None:
-            return None
-        if on == "head":
-            return 0
-        count = len(self._open_pool.nodes)
-        if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
-            raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
-        return on
 
     # Torch devices.
 
@@ -558,21 +418,6 @@ def _done(counts: Counts) -> str:
         + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
         + f" in {time.monotonic() - counts.started:.1f} s"
     )
-
-
-def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
-    if future.cancelled():
-        return
-    pool.flush_output(task)
-    try:
-        value = task.wait().get()
-    except BaseException as problem:
-        problem = not_the_end(problem)
-        with contextlib.suppress(Exception):  # cancelled in the meantime
-            future.set_exception(problem)
-        return
-    with contextlib.suppress(Exception):  # likewise
-        future.set_result(value)
 
 
 @atexit.register

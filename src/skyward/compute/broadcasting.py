@@ -16,6 +16,7 @@ T = TypeVar("T")
 def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
     """Run a call on every worker and return the results; `BroadcastError` if any of them fails."""
     _refuse_one_shot_streams(pending)
+    pool.wake()
     workers = pool.workers()
     tasks: list[Task] = []
     for place in workers:

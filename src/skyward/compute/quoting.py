@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from skyward.market import money
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import sells
+from skyward.spec import Nodes
 
 
 def quoted(spec: PoolSpec) -> str:
@@ -13,13 +15,25 @@ def quoted(spec: PoolSpec) -> str:
     """
     count, provider = spec.nodes.desired, spec.provider
     if not sells(provider):
-        return f"{number_of_nodes(count)} ({type(provider).__name__.lower()})"
+        return f"{_nodes(count)} ({type(provider).__name__.lower()})"
     first = next(iter(provider.offers(spec.request)), None)
     if first is None:
-        return f"{number_of_nodes(count)} ({provider.name}), price unknown"
-    return first.of(count)
+        return f"{_nodes(count)} ({provider.name}), price unknown"
+    return first.of(count) if count else f"{_nodes(count)}; each is {first}"
 
 
-def number_of_nodes(count: int) -> str:
-    """So many nodes, in words."""
+def readiness(there: int, nodes: Nodes, seconds: float, price: float | None) -> str:
+    """How many of a pool's nodes are ready, after how long, and what they cost in an hour."""
+    if not nodes.desired:
+        return f"no nodes yet, up to {nodes.ceiling} when calls come"
+    ready, more = _nodes(nodes.desired), ""
+    if there != nodes.desired:
+        ready, more = f"{there} of {ready}", "; it goes on with the others"
+    cost = f", {money(price)} an hour" if price else ""
+    return f"{ready} ready in {seconds:.1f} s{cost}{more}"
+
+
+def _nodes(count: int) -> str:
+    if not count:
+        return "no nodes yet"
     return f"{count} node{'s' if count != 1 else ''}"

@@ -6,11 +6,21 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from skyward.bootstrap import preparation
 from skyward.errors import PoolError
 from skyward.nodes.journal import Journal, PoolRecord
-from skyward.providers import Machine, Provider, find_provider
+from skyward.providers import (
+    Collector,
+    Machine,
+    Provider,
+    Remains,
+    Sweeper,
+    find_provider,
+    owner,
+    sweeps,
+)
 
 _APPEARING_SECONDS = 10.0
 """How long after the request for a machine the provider may take to find it."""
@@ -19,32 +29,92 @@ _REMOVE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """The machines of one pool that were removed, and those that were not."""
+    """The machines of one pool that were removed, and what was not removed."""
 
-    pool: PoolRecord
+    pool: str
+    name: str
     removed: tuple[str, ...]
     failures: tuple[str, ...]
-    """Why machines are left; if any are, the pool stays in the journal."""
+    """Why something is left; if anything is, the pool stays in the journal."""
 
 
 def clean(journal: Journal, pool: PoolRecord) -> Cleaned:
-    """Remove every machine of a pool, also machines that the client did not finish making."""
-    return asyncio.run(_clean(journal, pool))
-
-
-async def _clean(journal: Journal, pool: PoolRecord) -> Cleaned:
+    """Remove everything of a pool in the journal, also what the client did not finish making."""
     provider: Provider = find_provider(pool.provider)(**pool.arguments)
+    return asyncio.run(_clean(journal, pool, provider))
+
+
+def clean_remains(journal: Journal, provider: Collector, remains: Remains) -> Cleaned:
+    """Remove everything of a pool that a provider has found, whether it is in the journal or not.
+
+    The journal may say how to make the provider that the pool had, of another region for example;
+    the provider that has found the pool can remove it, too.
+    """
+    record = next((pool for pool in journal.pools() if pool.id == remains.pool), None)
+    if record is None:
+        record = PoolRecord(
+            id=remains.pool,
+            name=remains.name,
+            provider=provider.name,
+            arguments={},
+            host="",
+            pid=remains.pid,
+            began=0.0,
+            created=0.0,
+            price=None,
+            machines=(),
+        )
+    return asyncio.run(_clean(journal, record, provider))
+
+
+Whose = Literal["gone", "running", "other"]
+"""Whose remains are: of a client of this user that is gone, or that may run, or of another user."""
+
+
+def whose(journal: Journal, remains: Remains) -> Whose:
+    """Say whether the client of a pool that a provider has found is gone, runs, or is another's.
+
+    Without a line in the journal, a client counts as running if a process has its number.
+    """
+    record = next((pool for pool in journal.pools() if pool.id == remains.pool), None)
+    if record is not None and record.client != "elsewhere":
+        return record.client
+    if remains.owner != owner():
+        return "other"
+    return "running" if remains.pid and _is_process(remains.pid) else "gone"
+
+
+def _is_process(pid: int) -> bool:
+    import psutil
+
+    return bool(psutil.pid_exists(pid))
+
+
+async def _clean(journal: Journal, pool: PoolRecord, provider: Provider) -> Cleaned:
     try:
         found = await _found(provider, pool)
     except Exception as problem:
-        return Cleaned(pool, (), (f"its machines cannot be looked up: {problem}",))
+        return Cleaned(
+            pool.id, pool.name, (), (f"its machines cannot be looked up: {_said(problem)}",)
+        )
     outcomes = await asyncio.gather(*(_destroyed(machine, pool.id) for machine in found))
-    failures = tuple(outcome for outcome in outcomes if outcome is not None)
+    failures = [outcome for outcome in outcomes if outcome is not None]
+    if not failures and sweeps(provider):
+        failures += await _swept(provider, pool.id)
     if not failures:
         for record in pool.machines:
             journal.gone(pool.id, record.node)
         journal.close_pool(pool.id)
-    return Cleaned(pool, tuple(machine.id for machine in found), failures)
+    removed = [each.id for each, problem in zip(found, outcomes, strict=True) if problem is None]
+    return Cleaned(pool.id, pool.name, tuple(removed), tuple(failures))
+
+
+async def _swept(provider: Sweeper, pool: str) -> list[str]:
+    try:
+        await provider.sweep(pool)
+    except Exception as problem:
+        return [f"what it had besides its machines: {_said(problem)}"]
+    return []
 
 
 async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
@@ -64,6 +134,10 @@ async def _destroyed(machine: Machine, pool: str) -> str | None:
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"
     return None
+
+
+def _said(problem: Exception) -> str:
+    return str(problem) or type(problem).__name__
 
 
 def matching(pools: list[PoolRecord], name: str) -> list[PoolRecord]:

@@ -48,6 +48,10 @@ class DeviceDesk:
                 return node, kinds
         return None
 
+    def has_open(self, node: int) -> bool:
+        """Whether a device of that node is open."""
+        return any(at == node for at, _, _ in list(self._open.values()))
+
     def _find(self, node: int, kind: str, *, asked: str = "") -> int | None:
         for at, kinds, device in list(self._open.values()):
             if at == node and kind in kinds:

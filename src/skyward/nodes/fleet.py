@@ -22,10 +22,12 @@ from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
 from skyward.nodes.node import PING_SECONDS, Node, NodeView
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.startup import Callbacks, Startup
+from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import encrypted, is_here
 from skyward.spec import Nodes
@@ -42,6 +44,7 @@ from skyward.wire.messages import (
     Message,
     Ping,
     Prepared,
+    Reclaim,
     Shutdown,
     Usage,
     Written,
@@ -68,6 +71,8 @@ class Fleet:
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
         self._is_here = is_here(spec.provider)
+        self._opened = False
+        """Whether the provider may have been asked for machines."""
         self._journal = NoJournal() if self._is_here else Journal()
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
@@ -131,6 +136,9 @@ class Fleet:
             self._preparer,
             self._startup,
         )
+        self._reclaims = Reclaims(
+            self._roster, loop, dispatcher, console, self._devices, self._losses
+        )
         self._membership = Membership(
             self._roster,
             self._startup,
@@ -163,11 +171,12 @@ class Fleet:
     def start(self) -> None:
         """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
         provider, nodes = self._spec.provider, self._spec.nodes
+        self._opened = True
         self._journal.open_pool(
             self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
         )
-        self._need(nodes.floor)
-        self._membership.start(nodes.desired, nodes.floor)
+        self._need(nodes)
+        self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
         if not self._is_here or self._roster.coming:
             # The addresses of the nodes, and which nodes are there, are known only now.
             self._briefing.tell_all()
@@ -178,21 +187,32 @@ class Fleet:
         if isinstance(nodes, int):
             self._scaler.keep()
             self._membership.resize(nodes, nodes)
-            self._need(min(self._roster.needed, nodes))
+            self._roster.need(min(self._roster.needed, nodes))
+            self._prospects.need(self._roster.needed)
             return
         # First, so that the pool does not meanwhile shrink below its new bounds.
         before = self._scaler.bound(nodes)
+        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
         try:
             self._membership.resize(nodes.desired, nodes.floor)
         except BaseException:
             self._scaler.bound(before)
+            self._prospects.grow_up_to(0 if before.floor else before.ceiling)
             raise
-        self._need(nodes.floor)
+        self._need(nodes)
 
-    def _need(self, count: int) -> None:
-        """Say without how many nodes the pool is of no use."""
-        self._roster.need(count)
-        self._prospects.need(count)
+    def _need(self, nodes: Nodes) -> None:
+        """Say without how many nodes the pool is of no use, and how many it may have."""
+        needed = max(1, nodes.floor)
+        self._roster.need(needed)
+        self._prospects.need(needed)
+        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
+
+    def wake(self) -> None:
+        """Have at least one node, and wait until it is ready."""
+        if not any(node.joined for node in self.nodes):
+            self._scaler.keep()
+            self._membership.wake()
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
@@ -205,7 +225,9 @@ class Fleet:
             ender.start()
         for ender in enders:
             ender.join()
-        self._journal.close_pool(self._id)
+        provider, note = self._spec.provider, self._console.note
+        if not self._opened or swept(provider, self._id, self._journal, note):
+            self._journal.close_pool(self._id)
 
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
@@ -249,6 +271,11 @@ class Fleet:
         node = self._roster.get(index)
         if node is None or not node.serves:
             there = [each.index for each in self.nodes if each.serves]
+            if not self.nodes:
+                raise ConfigurationError(
+                    f"device(node={index}): the pool has no nodes now, because it shrinks to none "
+                    "when it is idle; call compute.resize(1) first, or give nodes=(1, n)"
+                )
             raise ConfigurationError(
                 f"device(node={index}): that node is not ready; ready are {there}"
                 if node is not None
@@ -309,6 +336,8 @@ class Fleet:
                 self._devices.heard(message)
             case Usage():
                 self._usage.heard(message)
+            case Reclaim():
+                self._reclaims.heard(node, message)
             case Written():
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient
@@ -318,7 +347,7 @@ class Fleet:
 
     def _executor_ready(self, node: Node, lane: Lane) -> None:
         """Give an executor tasks from now on; after its last executor, the node is ready."""
-        self._dispatcher.add(lane, usable=not node.leaves and not lane.preparation.replaced)
+        self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
         worker = self._spec.worker
         processes = 1 if worker.executor == "thread" else worker.concurrency
         expected = self._briefing.workers_on(node) * processes
@@ -343,7 +372,9 @@ class Fleet:
         self._dispatcher.recall_stuck()
         self._membership.retry_failed()
         count, coming = len(self.nodes), len(self._roster.coming)
-        self._scaler.look(count, coming=coming, slots=-(-self.slots() // max(1, count - coming)))
+        there = count - coming
+        slots = -(-self.slots() // there) if there else self._slots_of_a_node()
+        self._scaler.look(count, coming=coming, slots=slots)
 
     # Looking.
 
@@ -359,6 +390,14 @@ class Fleet:
     def slots(self) -> int:
         """How many tasks the pool can run at once."""
         return max(1, len(self.workers()) * self._spec.worker.concurrency)
+
+    def _slots_of_a_node(self) -> int:
+        """How many tasks a node will probably run at once, before there is one."""
+        worker, accelerator = self._spec.worker, self._spec.accelerator
+        per_node = worker.per_node
+        if per_node == "accelerator":
+            per_node = 1 if accelerator is None else accelerator.count
+        return per_node * worker.concurrency
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""

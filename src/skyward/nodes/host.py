@@ -26,6 +26,7 @@ from skyward.providers import (
     forwards,
     is_here,
     listening_address,
+    notice_of,
     offer_of,
 )
 from skyward.wire.connecting import direct
@@ -175,6 +176,7 @@ class Host:
     async def _launch(self, config: AgentConfig) -> None:
         machine = self._machine
         assert machine is not None
+        config.notice = notice_of(machine)
         if self._child is not None:
             config.address = machine.address if encrypted(self._provider) else "unix"
             self.endpoint = await self._child.start(config)

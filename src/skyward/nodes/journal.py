@@ -159,6 +159,12 @@ class Journal:
                 (pool,),
             )
 
+    def has_machines(self, pool: str) -> bool:
+        """Whether a machine of a pool may still be there."""
+        with self._connected() as database:
+            found = database.execute("select 1 from machines where pool = ?", (pool,)).fetchone()
+            return found is not None
+
     def forget(self, pool: str) -> None:
         """Remove a pool and its machines from the journal, whatever is left of them."""
         with self._connected() as database:
@@ -250,6 +256,10 @@ class NoJournal(Journal):
 
     def close_pool(self, pool: str) -> None:
         """Write nothing."""
+
+    def has_machines(self, pool: str) -> bool:
+        """False: machines end with the client."""
+        return False
 
 
 def _began(pid: int) -> float:

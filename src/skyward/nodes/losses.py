@@ -53,6 +53,8 @@ class Losses:
             if self._roster.closed:
                 return
             served = node.joined
+            if node.state == "reclaimed":
+                reason = f"its machine was taken back ({node.taken_back})"
             loss = node.lose(reason)
         if loss is None:
             return

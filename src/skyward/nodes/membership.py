@@ -89,6 +89,12 @@ class Membership:
         finally:
             self._resizing.release()
 
+    def wake(self) -> None:
+        """Have at least one node, and wait until it is ready."""
+        with self._resizing:
+            nodes = self._roster.nodes or self._add(1)
+            self._await_ready(nodes, 1)
+
     def retry_failed(self) -> None:
         """Start failed nodes again that have waited long enough."""
         if self._roster.serves:

@@ -19,12 +19,15 @@ from skyward.nodes.host import Host
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Kill, Message, Ping
 
-State = Literal["starting", "ready", "reconnecting", "draining", "lost", "failed", "stopped"]
+State = Literal[
+    "starting", "ready", "reconnecting", "reclaimed", "draining", "lost", "failed", "stopped"
+]
 """The state of a node.
 
 - starting: its machine, agent or workers are not there yet
 - ready: it runs tasks
 - reconnecting: the client cannot reach its agent at the moment
+- reclaimed: the provider takes its machine back; its tasks may finish, and it gets no others
 - draining: it leaves the pool when its tasks are done
 - lost: it will be started again soon
 - failed: it did not start, or was lost too often
@@ -33,8 +36,9 @@ State = Literal["starting", "ready", "reconnecting", "draining", "lost", "failed
 
 MOVES: dict[State, frozenset[State]] = {
     "starting": frozenset({"ready", "draining", "lost", "failed", "stopped"}),
-    "ready": frozenset({"reconnecting", "draining", "lost", "failed", "stopped"}),
-    "reconnecting": frozenset({"ready", "draining", "lost", "failed", "stopped"}),
+    "ready": frozenset({"reconnecting", "reclaimed", "draining", "lost", "failed", "stopped"}),
+    "reconnecting": frozenset({"ready", "reclaimed", "draining", "lost", "failed", "stopped"}),
+    "reclaimed": frozenset({"draining", "lost", "failed", "stopped"}),
     "draining": frozenset({"stopped"}),
     "lost": frozenset({"starting", "draining", "failed", "stopped"}),
     "failed": frozenset({"starting", "draining", "stopped"}),
@@ -92,6 +96,8 @@ class Node:
         """Whether the node's agent has entered the plugins' hooks."""
         self.lost_since: float | None = None
         """When the node was lost; None while it serves, and before it has served."""
+        self.taken_back = ""
+        """Why the provider takes the machine back, once it has said so."""
         self.retry_at: float | None = None
         """When a failed node is started again; None if it is not."""
         self.failed_starts = 0
@@ -125,11 +131,17 @@ class Node:
         return self._state in ("draining", "stopped")
 
     @property
+    def may_get_tasks(self) -> bool:
+        """Whether the node's executors may get tasks as soon as they are ready."""
+        return not self.leaves and self._state != "reclaimed"
+
+    @property
     def is_expected(self) -> bool:
         """Whether the node serves, or will serve without a call of the user's."""
         with self._lock:
             waits = self._state == "failed" and self.retry_at is not None
-            return waits or self._state in ("starting", "ready", "reconnecting", "lost")
+            others = ("failed", "draining", "stopped")
+            return waits or self._state not in others
 
     def _move(self, to: State, *origins: State) -> bool:
         """Change the state if it is one of `origins`; without them, if `MOVES` allows it."""
@@ -185,6 +197,14 @@ class Node:
             self.hear()
             return self._move("ready", "reconnecting")
 
+    def reclaim(self, reason: str) -> bool:
+        """Give the node no more tasks: the provider takes its machine back."""
+        with self._lock:
+            if not self._move("reclaimed", "ready", "reconnecting"):
+                return False
+            self.taken_back = reason
+            return True
+
     def drain(self) -> bool:
         """Give the node no more tasks: it leaves the pool."""
         with self._lock:
@@ -201,8 +221,11 @@ class Node:
             if before == "draining":
                 if self.control is None and not self.lanes:
                     return None
-            elif not self._move("lost", "starting", "ready", "reconnecting"):
+            elif not self._move("lost", "starting", "ready", "reconnecting", "reclaimed"):
                 return None
+            if before == "reclaimed":
+                # This is no fault of the node's.
+                self._starts -= 1
             loss = Loss(tuple(self.lanes.values()), self.control)
             self.lanes.clear()
             self.control = None

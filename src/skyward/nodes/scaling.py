@@ -73,7 +73,7 @@ class Scaler:
             self._last_busy = now
         if self._shrinking:
             return
-        if backlog and now - self._no_backlog > BACKLOG_SECONDS:
+        if backlog and (not count or now - self._no_backlog > BACKLOG_SECONDS):
             wanted = min(self._nodes.ceiling, count - coming + -(-backlog // slots))
             if wanted > count:
                 self._grow(wanted)

@@ -9,7 +9,9 @@ every provider passes.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import importlib
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +196,15 @@ class Remains:
     """The number of the client's process; 0 if unknown."""
     resources: tuple[str, ...]
     """What there is, such as "instance i-0abc" and "security group sg-0abc"."""
+
+
+def owner() -> str:
+    """The user and the host of this client, by which `sky gc` knows the pools of this user."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:256]
 
 
 class Collector(Provider, Protocol):

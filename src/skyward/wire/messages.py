@@ -381,6 +381,14 @@ class Usage(Message):
     """The name, the load in percent if it is known, and memory used and there, of each."""
 
 
+class Reclaim(Message):
+    """The provider takes a node's machine back in so many seconds."""
+
+    KIND = 36
+    seconds: float
+    reason: str
+
+
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}
 
 _encoder = msgspec.msgpack.Encoder()

@@ -41,6 +41,7 @@ from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
+from skyward.worker.notices import Notices
 from skyward.worker.supervision import ExecutorProcesses
 from skyward.worker.usage import Gauge
 
@@ -63,6 +64,7 @@ class Agent:
         self._hooks = hooks.Entered()
         self._devices = DeviceProcesses(config, self._tell)
         self._gauge = Gauge()
+        self._notices = Notices(config.notice, self._tell)
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock")
         self._listener = Listener(
@@ -78,6 +80,7 @@ class Agent:
         """Start the executors, and watch over them until the node ends."""
         if not self._config.hooks_first:
             self._executors.start_all()
+        self._notices.start()
         while not self._ending:
             with contextlib.suppress(queue.Empty):
                 start = self._starts.get(timeout=LOOK_SECONDS)
@@ -189,6 +192,7 @@ class Agent:
 
     def _close(self) -> None:
         self._listener.close()
+        self._notices.close()
         self._devices.close_all()
         self._executors.close()
         try:

@@ -44,6 +44,8 @@ class AgentConfig(msgspec.Struct):
     forwards."""
     ttl: float | None = None
     """After how many seconds the node ends, whatever runs on it."""
+    notice: str = ""
+    """A module that says when the provider takes the machine back; empty if there is none."""
     private: str = ""
     """An address on which the node's executors also listen, for executors of other nodes."""
 

@@ -1,0 +1,187 @@
+"""`sky gc`: find and remove what providers still have of pools that are over."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from skyward.cli import output
+from skyward.cli.commands import Command
+from skyward.cli.down import ask, said
+from skyward.errors import PoolError, SkywardError
+
+if TYPE_CHECKING:
+    from skyward.nodes.cleaning import Cleaned, Whose
+    from skyward.nodes.journal import Journal
+    from skyward.providers import Collector, Remains
+
+    Found = tuple[Collector, Remains, Whose]
+
+_STATES = {"gone": "left behind", "running": "may be in use", "other": "of another user"}
+_HEADS = ("pool", "name", "provider", "owner", "state", "resources")
+
+
+@click.command(cls=Command)
+@click.option("--provider", help="Only this one, such as aws.")
+@click.option("--region", help="Only there; a name of the provider's, such as us-east-1.")
+@click.option("--profile", help="With the credentials of that name.")
+@click.option("--all", "everything", is_flag=True, help="Also pools in use and of other users.")
+@click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
+@click.option("--dry-run", is_flag=True, help="Only list what there is.")
+def gc(
+    provider: str | None,
+    region: str | None,
+    profile: str | None,
+    everything: bool,
+    yes: bool,
+    dry_run: bool,
+) -> None:
+    """Ask providers what they still have of any pool, and remove what was left behind.
+
+    Unlike `sky down`, this needs no record of the pools: it finds machines, and what belongs to
+    them, by their marks. A pool is left behind if this user made it on this host and its process
+    has ended. Pools of other users are only listed, unless --all is given.
+    """
+    from skyward.nodes.journal import Journal
+
+    journal = Journal()
+    found = _found(journal, _collectors(journal, provider, region, profile))
+    chosen = [each for each in found if everything or each[2] == "gone"]
+    outcomes: dict[str, Cleaned] = {}
+    if not dry_run:
+        outcomes = _remove(journal, chosen, yes)
+    if output.wants_json():
+        output.as_json([_document(each, outcomes) for each in found])
+    else:
+        _tell(found, outcomes, dry_run=dry_run)
+    failed = [each for each in outcomes.values() if each.failures]
+    failures = [f"{said(each)}; {'; '.join(each.failures)}" for each in failed]
+    if failures:
+        raise PoolError(f"not everything could be removed: {'. '.join(failures)}. Try again later")
+
+
+def _collectors(
+    journal: Journal, name: str | None, region: str | None, profile: str | None
+) -> list[Collector]:
+    from skyward.providers import collects, find_provider, providers_with
+
+    given = {"region": region, "profile": profile}
+    options = {option: value for option, value in given.items() if value is not None}
+    if name is not None:
+        kind = find_provider(name)
+        taken = _taken(kind, options)
+        for option in options:
+            if option not in taken:
+                raise click.UsageError(f"--{option}: {name} has none")
+        made = kind(**options)
+        if not collects(made):
+            raise click.UsageError(
+                f"--provider {name}: it does not know the pools of other processes; ask one of "
+                f"{', '.join(providers_with('remains')) or 'none'}, or use `sky down`"
+            )
+        return [made]
+    recorded = {(pool.provider, repr(pool.arguments)): pool for pool in journal.pools()}
+    wanted: list[Any] = []
+    if not options:
+        for pool in recorded.values():
+            try:
+                recreated = find_provider(pool.provider)(**pool.arguments)
+            except (TypeError, SkywardError) as problem:
+                click.echo(f"{pool.provider} is passed over: {problem}", err=True)
+                continue
+            wanted += [recreated] if collects(recreated) else []
+    for each, kind in providers_with("remains").items():
+        try:
+            wanted.append(kind(**_taken(kind, options)))
+        except (TypeError, SkywardError) as problem:
+            click.echo(f"{each} is passed over: {problem}", err=True)
+    return list(dict.fromkeys(wanted))
+
+
+def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
+    """Those of the options that a provider's class takes."""
+    parameters = inspect.signature(kind).parameters
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def _found(journal: Journal, collectors: list[Collector]) -> list[Found]:
+    """What the providers have, each pool once."""
+    from skyward.nodes.cleaning import whose
+
+    found: dict[str, Found] = {}
+    failures: list[SkywardError] = []
+    for collector in collectors:
+        try:
+            remains = asyncio.run(_remains(collector))
+        except SkywardError as problem:
+            failures.append(problem)
+            if len(collectors) > 1:
+                click.echo(f"{collector.name} is passed over: {problem}", err=True)
+            continue
+        for each in remains:
+            found.setdefault(each.pool, (collector, each, whose(journal, each)))
+    if failures and len(failures) == len(collectors):
+        raise failures[0]
+    return list(found.values())
+
+
+async def _remains(collector: Collector) -> list[Remains]:
+    return list(await collector.remains())
+
+
+def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Cleaned]:
+    from skyward.nodes.cleaning import clean_remains
+
+    in_use = [
+        f"{remains.name or 'a pool'} ({remains.pool}) of {remains.owner or 'an unknown user'}"
+        for _, remains, whose in chosen
+        if whose != "gone"
+    ]
+    ask(in_use, yes, "remove")
+    return {
+        remains.pool: clean_remains(journal, collector, remains) for collector, remains, _ in chosen
+    }
+
+
+def _tell(found: list[Found], outcomes: dict[str, Cleaned], *, dry_run: bool) -> None:
+    for each in outcomes.values():
+        click.echo(said(each))
+    left = [each for each in found if each[1].pool not in outcomes]
+    if left:
+        rows = [
+            (
+                remains.pool,
+                remains.name,
+                collector.name,
+                remains.owner,
+                _STATES[whose],
+                ", ".join(remains.resources),
+            )
+            for collector, remains, whose in left
+        ]
+        output.table(_HEADS, rows, right=())
+        if not dry_run:
+            click.echo("--all removes these, too", err=True)
+    if not found:
+        click.echo("no provider has anything of a pool")
+    elif not left and not outcomes:
+        click.echo("nothing was left behind")
+
+
+def _document(found: Found, outcomes: dict[str, Cleaned]) -> dict[str, object]:
+    collector, remains, whose = found
+    cleaned = outcomes.get(remains.pool)
+    return {
+        "id": remains.pool,
+        "name": remains.name,
+        "provider": collector.name,
+        "owner": remains.owner,
+        "pid": remains.pid,
+        "state": whose,
+        "resources": remains.resources,
+        "removed": cleaned is not None and not cleaned.failures,
+        "failures": () if cleaned is None else cleaned.failures,
+    }

@@ -1,0 +1,174 @@
+"""Running: every way to make calls on the pool of a `Compute`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+from skyward.calls.flow import Crowd, Flow, not_the_end
+from skyward.calls.task import Task
+from skyward.compute.broadcasting import broadcast
+from skyward.errors import ConfigurationError
+from skyward.functions import Function, Pending, checked
+from skyward.future import Future
+from skyward.pool import Pool
+
+T = TypeVar("T")
+On = int | Literal["head"] | None
+
+
+class Running(ABC):
+    """The methods of a `Compute` that run functions."""
+
+    @property
+    @abstractmethod
+    def _open_pool(self) -> Pool:
+        """The pool; raises `PoolClosedError` if there is none yet."""
+
+    def run(self, pending: Pending[T], on: On = None) -> T:
+        """Run on one node and wait; the same as `pending >> compute`.
+
+        >>> compute.run(train(x), on="head")
+        """
+        pool = self._open_pool
+        task = pool.prepare(checked(pending), on=self._index(on), keep=False)
+        result: T = self._await(task)
+        return result
+
+    def submit(self, pending: Pending[T], on: On = None) -> Future[T]:
+        """Run on one node and don't wait; the same as `pending > compute`.
+
+        >>> future = compute.submit(train(x), on=1)
+        """
+        pool = self._open_pool
+        task = pool.prepare(checked(pending), on=self._index(on), keep=True)
+        future: Future[T] = Future()
+        future._bind(lambda: pool.cancel(task), lambda: task.assigned)
+        pool.after(task, functools.partial(_settle, pool, task, future))
+        try:
+            pool.submit(task)
+        except BaseException:
+            pool.cancel(task)
+            raise
+        return future
+
+    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]:
+        """Run on every worker at once; the same as `pending @ compute`.
+
+        >>> results = compute.broadcast(train())
+        """
+        pool = self._open_pool
+        if on is not None:
+            raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        return broadcast(pool, checked(pending))
+
+    def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
+        """Run different calls in parallel and wait for all; the first failure is raised.
+
+        >>> compute.run_all([a(), b()])
+        """
+        pool = self._open_pool
+        tasks: list[Task] = []
+        crowd = Crowd()
+        try:
+            for pending in pendings:
+                task = pool.prepare(checked(pending), keep=True)
+                task.when_done(crowd.left)
+                crowd.joined()
+                tasks.append(task)
+                pool.submit(task)
+            failed = crowd.wait()
+            if failed is not None:
+                self._result(failed)
+            return [self._result(task) for task in tasks]
+        except BaseException:
+            for task in tasks:
+                if task.cancellable:
+                    pool.cancel(task)
+            raise
+
+    def stream_all(self, pendings: Sequence[Pending[Any]], *, ordered: bool) -> Iterator[Any]:
+        """Run different calls in parallel, yielding results as they come or in order.
+
+        >>> for result in compute.stream_all([f(1), f(2)], ordered=False): ...
+        """
+        return self._flow(iter(pendings), ordered, ahead=None)
+
+    @overload
+    def map(
+        self, fn: Function[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[T]: ...
+    @overload
+    def map(
+        self, fn: Callable[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[T]: ...
+    def map(
+        self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Iterator[Any]:
+        """Make one call per item; only a limited number of calls run ahead of the consumer.
+
+        >>> for score in compute.map(evaluate, range(1000)): ...
+        """
+        if not iterables:
+            raise ConfigurationError("map: give at least one iterable")
+        for values in iterables:
+            if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
+                raise ConfigurationError(
+                    f"map({fn!r}, {values!r}): that is not iterable; give a "
+                    "list or another iterable for each argument"
+                )
+        call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
+        pool = self._open_pool
+        pendings = (call(*items) for items in zip(*iterables, strict=False))
+        return self._flow(pendings, ordered, ahead=4 * pool.slots() + 16)
+
+    def _flow(
+        self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
+    ) -> Iterator[Any]:
+        flow = Flow(self._open_pool, pendings, ordered, ahead)
+        flow.fill()
+        return flow
+
+    def _await(self, task: Task) -> Any:
+        pool = self._open_pool
+        try:
+            pool.submit(task)
+            return self._result(task)
+        except BaseException:
+            if task.cancellable:
+                pool.cancel(task)
+            raise
+
+    def _result(self, task: Task) -> Any:
+        outcome = task.wait()
+        self._open_pool.flush_output(task)
+        return outcome.get()
+
+    def _index(self, on: On) -> int | None:
+        if on is None:
+            return None
+        if on == "head":
+            return 0
+        # Node 0 is the first that a pool without nodes starts.
+        count = max(1, len(self._open_pool.nodes))
+        if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
+            raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
+        return on
+
+
+def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
+    if future.cancelled():
+        return
+    pool.flush_output(task)
+    try:
+        value = task.wait().get()
+    except BaseException as problem:
+        problem = not_the_end(problem)
+        with contextlib.suppress(Exception):  # cancelled in the meantime
+            future.set_exception(problem)
+        return
+    with contextlib.suppress(Exception):  # likewise
+        future.set_result(value)

@@ -1,0 +1,130 @@
+"""Pools that shrink to no nodes: a call makes one start, and waits for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.providers import Order
+
+from ..conftest import Eventually
+
+QUIET = sky.Options(console=False)
+HASTY = sky.Options(console=False, idle_timeout=0.3)
+
+
+@dataclass(frozen=True)
+class SoldOut(sky.Local):
+    """A provider that has no machines until a test says so."""
+
+    missing: set[int] = field(default_factory=set, compare=False)
+    asked: list[int] = field(default_factory=list, compare=False)
+
+    async def create(self, order: Order) -> Any:
+        """Make a machine, if there is one for the node."""
+        self.asked.append(order.node)
+        if order.node in self.missing:
+            raise sky.UnavailableError(f"there is no machine for node {order.node}")
+        return await super().create(order)
+
+
+@sky.function
+def rank() -> tuple[int, int]:
+    return sky.instance_info().node, sky.instance_info().total_nodes
+
+
+def test_a_pool_starts_without_nodes_and_a_call_starts_one(
+    capsys: pytest.CaptureFixture[str], nothing_left: None
+) -> None:
+    provider = SoldOut()
+    options = sky.Options(console=True)
+    with sky.Compute(provider, nodes=(0, 2), options=options, name="p") as pool:
+        assert (pool.nodes, provider.asked, pool.devices("cpu")) == ([], [], [])
+        assert rank() >> pool == (0, 1)
+        assert provider.asked == [0]
+    said = capsys.readouterr().err
+    assert "p: starting no nodes yet (soldout)" in said
+    assert "p: no nodes yet, up to 2 when calls come\n" in said
+
+
+def test_it_shrinks_to_none_and_grows_again(eventually: Eventually, nothing_left: None) -> None:
+    with sky.Compute(nodes=sky.Nodes(2, min=0), options=HASTY) as pool:
+        first = sky.function(os.getpid)() >> pool
+        eventually(lambda: pool.nodes == [])
+        assert sky.function(os.getpid)() >> pool != first
+        eventually(lambda: pool.nodes == [])
+        assert pool.run(rank(), on="head")[0] == 0
+        eventually(lambda: pool.nodes == [])
+        assert pool.run(rank(), on=0)[0] == 0
+
+
+def test_many_calls_start_as_many_nodes_as_they_need(eventually: Eventually) -> None:
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sky.Compute(nodes=(0, 4), worker=worker, options=QUIET) as pool:
+        futures = [rank() > pool for _ in range(4)]
+        eventually(lambda: len(pool.nodes) == 2)
+        assert {future.result(30)[0] for future in futures} <= {0, 1}
+
+
+def test_a_broadcast_starts_a_node_and_runs_on_those_that_are_there() -> None:
+    with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
+        assert rank() @ pool == [(0, 1)]
+
+
+def test_a_broadcast_that_gets_no_node_says_why() -> None:
+    with sky.Compute(SoldOut(missing={0}), nodes=(0, 1), options=QUIET) as pool:
+        with pytest.raises(sky.UnavailableError, match="there is no machine for node 0"):
+            rank() @ pool
+
+
+def test_a_call_waits_for_a_machine_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
+    provider = SoldOut(missing={0})
+    with sky.Compute(provider, nodes=(0, 1), options=QUIET) as pool:
+        future = rank() > pool
+        eventually(lambda: provider.asked.count(0) >= 3)
+        assert not future.done()
+        provider.missing.clear()
+        assert future.result(30) == (0, 1)
+
+
+def test_a_device_needs_a_node() -> None:
+    with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
+        with pytest.raises(sky.ConfigurationError) as refused:
+            pool._open_pool._fleet._tell_node(0, None)  # type: ignore[arg-type]
+        assert "device(node=0): the pool has no nodes now" in str(refused.value)
+        assert "compute.resize(1)" in str(refused.value)
+        pool.resize(1)
+        assert rank() @ pool == [(0, 1)]
+
+
+def test_it_can_be_resized_to_none(eventually: Eventually) -> None:
+    with sky.Compute(options=QUIET) as pool:
+        pool.resize((0, 1))
+        assert pool.nodes == []
+        assert rank() >> pool == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["closing", "ttl"])
+def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None:
+    with sky.Compute(SoldOut(missing={0}), nodes=(0, 1), options=QUIET) as pool:
+        future = rank() > pool
+        if how == "ttl":
+            pool._open_pool._expire(60)
+            with pytest.raises(sky.PoolClosedError, match="time to live of 60 s is over"):
+                future.result(30)
+    with pytest.raises(sky.PoolClosedError):
+        future.result(1)
+
+
+def test_without_calls_nothing_is_started_and_nothing_costs() -> None:
+    with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
+        assert (pool.stats().cost, pool.stats().hourly_cost) == (0, 0)
+        with pytest.raises(sky.ConfigurationError, match="from 0 to 0"):
+            pool.run(rank(), on=1)

@@ -1,0 +1,200 @@
+"""What a pool has besides machines: removed with it, or later by `sky down` and `sky gc`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import skyward as sky
+from skyward import providers
+from skyward.cli.main import sky as command
+from skyward.nodes.journal import Journal
+from skyward.providers import Order, owner
+from skyward.testing import plain_request
+
+from .shop import Shop, opened
+
+QUIET = sky.Options(console=False)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    """The only provider but this machine, and it can be made without arguments."""
+    monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
+    with opened(tmp_path) as shop:
+        defaults = ("auto", shop.root, "here-1", owner())
+        monkeypatch.setattr(Shop.__init__, "__defaults__", defaults)
+        yield Shop()
+
+
+def rules(shop: Shop) -> list[str]:
+    return sorted(path.name for path in Path(shop.root, "rules").glob("*"))
+
+
+def leave(shop: Shop, pool: str, **about: Any) -> Path:
+    """Leave a pool behind, with one machine; returns the machine's folder."""
+    machine = asyncio.run(shop.create(Order(pool, 0, plain_request(), name="old")))
+    rule = Path(shop.root, "rules", pool)
+    rule.write_text(json.dumps({"owner": owner(), "pid": ended(), "name": "old"} | about))
+    return Path(machine.id)
+
+
+def ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def sky_command(*args: str) -> Result:
+    return CliRunner().invoke(command, args)
+
+
+class TestPools:
+    def test_a_pool_sweeps_up_after_its_last_machine(self, shop: Shop, state: Journal) -> None:
+        with sky.Compute(shop, options=QUIET) as compute:
+            (pool,) = rules(shop)
+            assert compute._open_pool.id == pool
+            assert shop.stock.swept == []
+        assert (shop.stock.swept, rules(shop), state.pools()) == ([pool], [], [])
+
+    def test_also_when_it_does_not_start(self, shop: Shop, state: Journal) -> None:
+        shop.stock.failures = [sky.UnavailableError("sold out")]
+        with pytest.raises(sky.UnavailableError):
+            sky.Compute(shop, options=QUIET).__enter__()
+        assert (len(shop.stock.swept), rules(shop), state.pools()) == (1, [], [])
+
+    def test_what_cannot_be_swept_stays_on_record_for_sky_down(
+        self, shop: Shop, state: Journal, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shop.stock.unswept = [OSError("in use"), OSError("still in use")]
+        with sky.Compute(shop, options=QUIET, name="p"):
+            (pool,) = rules(shop)
+        said = capsys.readouterr().err
+        assert "what the pool had besides its machines could not be removed: in use; `sky" in said
+        assert [record.id for record in state.pools()] == [pool]
+
+        failed = sky_command("down", "p", "--yes")
+        assert failed.exit_code == 1
+        assert "p: what it had besides its machines: still in use" in failed.output
+
+        assert "0 machines removed" in sky_command("down", "p", "--yes").output
+        assert (rules(shop), state.pools()) == ([], [])
+
+    def test_a_client_killed_before_its_first_machine_is_swept_up_after(
+        self, shop: Shop, state: Journal
+    ) -> None:
+        script = (
+            "from skyward.nodes.journal import Journal; import os, signal\n"
+            f"Journal().open_pool('p1', 'n', 'shop', {shop.describe()!r}, None)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+        Path(shop.root, "rules").mkdir()
+        Path(shop.root, "rules", "p1").write_text("{}")
+
+        assert "n (p1): 0 machines removed" in sky_command("down").output
+
+        assert (rules(shop), state.pools()) == ([], [])
+
+
+class TestGc:
+    def test_removes_what_the_journal_does_not_know(
+        self, shop: Shop, state: Journal, nothing_left: None
+    ) -> None:
+        folder = leave(shop, "p1")
+
+        shown = sky_command("gc", "--dry-run").output.splitlines()
+        assert shown[0].split() == ["POOL", "NAME", "PROVIDER", "OWNER", "STATE", "RESOURCES"]
+        assert shown[1].startswith(f"p1    old   shop      {owner()}  left behind  machine ")
+        assert folder.exists()
+
+        done = sky_command("gc")
+        assert done.output == "old (p1): 1 machine removed\n"
+        assert (folder.exists(), rules(shop)) == (False, [])
+        assert sky_command("gc").output == "no provider has anything of a pool\n"
+
+    def test_leaves_pools_of_others_and_pools_in_use_alone(
+        self, shop: Shop, state: Journal, nothing_left: None
+    ) -> None:
+        leave(shop, "p1", owner="you@there")
+        leave(shop, "p2", pid=os.getpid())
+
+        done = sky_command("gc")
+        assert "you@there  of another user" in done.output
+        assert "may be in use" in done.output
+        assert "--all removes these, too" in done.stderr
+        assert rules(shop) == ["p1", "p2"]
+
+        refused = sky_command("gc", "--all")
+        assert refused.exit_code == 2
+        assert "old (p1) of you@there, " in refused.output
+        assert "pass --yes to remove" in refused.output
+
+        documents = json.loads(sky_command("gc", "--all", "--yes", "--json").output)
+        assert [(each["id"], each["state"], each["removed"]) for each in documents] == [
+            ("p1", "other", True),
+            ("p2", "running", True),
+        ]
+        assert rules(shop) == []
+
+    def test_the_journal_says_who_is_in_use(self, shop: Shop, state: Journal) -> None:
+        with sky.Compute(shop, options=QUIET):
+            Path(shop.root, "rules", rules(shop)[0]).write_text(
+                json.dumps({"owner": owner(), "pid": 0, "name": ""})
+            )
+            (document,) = json.loads(sky_command("gc", "--json").output)
+            assert (document["state"], document["removed"]) == ("running", False)
+
+    def test_what_cannot_be_removed_is_told(self, shop: Shop, nothing_left: None) -> None:
+        leave(shop, "p1")
+        shop.stock.unswept = [OSError("in use")]
+
+        failed = sky_command("gc")
+
+        assert failed.exit_code == 1
+        assert "not everything could be removed: old (p1): 1 machine removed; what" in failed.stderr
+        assert "in use. Try again later" in failed.stderr
+        assert sky_command("gc").exit_code == 0
+
+    def test_one_provider_may_be_named_with_its_options(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        async def remains(self: Shop) -> list[Any]:
+            asked.append(self.region)
+            return []
+
+        monkeypatch.setattr(Shop, "remains", remains)
+        assert sky_command("gc", "--provider", "shop", "--region", "there-2").exit_code == 0
+        assert sky_command("gc", "--region", "there-3").exit_code == 0
+        assert asked == ["there-2", "there-3"]
+        for args, message in (
+            (["--provider", "shop", "--profile", "me"], "--profile: shop has none"),
+            (["--provider", "local"], "it does not know the pools of other processes"),
+        ):
+            refused = sky_command("gc", *args)
+            assert refused.exit_code == 2
+            assert message in refused.output
+
+    def test_a_provider_that_does_not_answer_is_an_error(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def remains(self: Shop) -> list[Any]:
+            raise sky.UnavailableError("no credentials")
+
+        monkeypatch.setattr(Shop, "remains", remains)
+        failed = sky_command("gc")
+        assert failed.exit_code == 1
+        assert failed.stderr == "Error: no credentials\n"
