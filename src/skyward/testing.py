@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any, ClassVar
 
 from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import Machine, Order, Provider, Request, find_provider
+from skyward.providers import Machine, Order, Provider, Request, find_provider, sweeps
 from skyward.spec import Image
 
 PATIENCE = 30.0
@@ -81,7 +81,7 @@ class ProviderSuite:
         """
         yield False
 
-    _shared: ClassVar[tuple[asyncio.Runner, Machine] | None] = None
+    _shared: ClassVar[tuple[asyncio.Runner, Provider, Order, Machine] | None] = None
 
     def _on_a_machine(
         self,
@@ -92,19 +92,20 @@ class ProviderSuite:
         """Run a scenario that leaves the machine unchanged, on a machine that all tests share."""
         kind = type(self)
         if kind._shared is None:
-            runner = asyncio.Runner()
-            kind._shared = runner, runner.run(provider.create(_order(machine_request)))
-        runner, machine = kind._shared
+            runner, order = asyncio.Runner(), _order(machine_request)
+            kind._shared = runner, provider, order, runner.run(provider.create(order))
+        runner, _, _, machine = kind._shared
         runner.run(scenario(machine))
 
     @classmethod
     def teardown_class(cls) -> None:
         """Destroy the machine that the tests shared, if there is one."""
         if cls._shared is not None:
-            runner, machine = cls._shared
+            runner, provider, order, machine = cls._shared
             cls._shared = None
             with runner:
                 runner.run(machine.destroy())
+                runner.run(_swept(provider, order.pool))
 
     def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
         """`sky down` makes the provider again from its arguments."""
@@ -285,6 +286,8 @@ class ProviderSuite:
             assert not await machine.alive()
             assert list(await provider.find(order.pool)) == []
             await machine.destroy()
+            for _ in range(2):
+                await _swept(provider, order.pool)
 
         asyncio.run(scenario())
 
@@ -322,6 +325,7 @@ class ProviderSuite:
                 assert list(await provider.find(pool[:-1])) == []
             finally:
                 await asyncio.gather(*(machine.destroy() for machine in made))
+                await _swept(provider, pool)
             assert list(await provider.find(pool)) == []
 
         asyncio.run(scenario())
@@ -347,6 +351,7 @@ class ProviderSuite:
             assert await found[0].run(["true"]) == 0
             await asyncio.gather(*(machine.destroy() for machine in found))
             assert list(await again.find(pool)) == []
+            await _swept(again, pool)
 
         asyncio.run(scenario())
 
@@ -367,6 +372,7 @@ class ProviderSuite:
                 if not task.cancelled():
                     await task.result().destroy()
                 assert list(await provider.find(order.pool)) == []
+                await _swept(provider, order.pool)
 
         asyncio.run(scenario())
 
@@ -402,6 +408,13 @@ async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
         yield machine
     finally:
         await machine.destroy()
+        await _swept(provider, order.pool)
+
+
+async def _swept(provider: Provider, pool: str) -> None:
+    """Remove what a pool had besides machines, as the pool does at its end."""
+    if sweeps(provider):
+        await provider.sweep(pool)
 
 
 def _create_and_die(provider: Provider, orders: Sequence[Order]) -> None:

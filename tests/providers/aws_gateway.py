@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,8 @@ class Gateway:
         """If there is one, it is enforced."""
         self.delay = 0.0
         """How many seconds every answer takes."""
+        self.room: dict[str, int] = {}
+        """How many instances more there is room for, by zone; any other has room for all."""
         self._faults: list[Fault] = []
         self._holds: list[Hold] = []
         self._boot_seconds = 0.0
@@ -102,6 +105,7 @@ class Gateway:
             self._faults, self._holds, self._timers = [], [], []
             self.calls, self.denied, self.policy = [], [], None
             self.delay = self._boot_seconds = 0.0
+            self.room = {}
         self.metadata.reset()
         self.account.clean()
         self.stand_ins = StandIns()
@@ -267,8 +271,12 @@ class Gateway:
         if call.action == "DescribeInstances":
             self._settle()
         if call.action == "RunInstances":
-            # moto launches as few as are asked for, and AWS as many.
-            body = rewritten(call, {"MinCount": str(call.count)})
+            count = self._taken(call)
+            if count < int(call.parameters.get("MinCount", 1)):
+                status, message = MESSAGES["InsufficientInstanceCapacity"]
+                return self._refuse(call, "InsufficientInstanceCapacity", message, status)
+            # moto launches as few as are asked for, and AWS as many as it has.
+            body = rewritten(call, {"MinCount": str(count), "MaxCount": str(count)})
         answer = self._forward(method, path, headers, body)
         if call.action == "RunInstances" and answer.status == 200:
             if token := call.parameters.get("ClientToken"):
@@ -282,6 +290,17 @@ class Gateway:
             elif call.action == "GetConsoleOutput" and call.parameters["InstanceId"] in booting:
                 return accepted(call, {"InstanceId": call.parameters["InstanceId"]})
         return answer
+
+    def _taken(self, call: Call) -> int:
+        """How many of the instances that a call asks for its zone has; they are taken."""
+        with self._lock:
+            free = self.room.get(call.zone)
+            if free is None:
+                return call.count
+            count = min(call.count, free)
+            if count >= int(call.parameters.get("MinCount", 1)):
+                self.room[call.zone] = free - count
+            return count
 
     def _forward(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         connection = http.client.HTTPConnection(
@@ -317,7 +336,8 @@ class Gateway:
 
     def _settle(self) -> None:
         """Terminate instances whose machine has ended itself, as AWS does if launched so."""
-        if not self._upstream.netloc or time.monotonic() - self._settled < 1:
+        has_machines = self._upstream.netloc and shutil.which("podman")
+        if not has_machines or time.monotonic() - self._settled < 1:
             return
         self._settled = time.monotonic()
         command = ["podman", "ps", "-a", "--filter", "status=exited", "--format", "{{.Names}}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,10 @@ class Keys:
             .decode("ascii")
         )
 
-    def trust(self, address: str, keys: list[str]) -> None:
-        """Let an address have other keys, which the API has told."""
+    def trust(self, addresses: Sequence[str], keys: Sequence[str]) -> None:
+        """Let the addresses of an instance have other keys, which the API has told."""
         with self.known_hosts.open("a", encoding="ascii") as file:
-            file.writelines(f"{address} {key}\n" for key in keys)
+            file.writelines(f"{','.join(addresses)} {key}\n" for key in keys)
 
 
 def keys_of(pool: str, own: str | None) -> Keys:

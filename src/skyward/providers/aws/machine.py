@@ -139,10 +139,16 @@ class AWSMachine:
                 except HostKeyError as failure:
                     problem = failure
                     if not learned:
-                        learned = await self._learn_host_keys(address)
+                        learned = await self._learn_host_keys(addresses)
                     elif address != self._public and self._public:
                         # Another machine has this private address where the client is.
                         addresses = [self._public]
+                    else:
+                        raise HostKeyError(
+                            f"AWS: the instance {self.id} was refused at {address}: its host key "
+                            "is neither the one that it was given nor one that its console shows. "
+                            f"Nothing was sent. {str(failure).splitlines()[0]}"
+                        ) from failure
                 except PoolStartError as failure:
                     problem = failure
                     await machine.leave()
@@ -181,7 +187,7 @@ class AWSMachine:
         direct = None if through_ssm else address
         return SSHMachine(self._instances.pool, self.node, destination, self.address, direct)
 
-    async def _learn_host_keys(self, address: str) -> bool:
+    async def _learn_host_keys(self, addresses: Sequence[str]) -> bool:
         """Trust the keys that the instance printed on its console, which only AWS can show.
 
         An AMI without cloud-init does not take the key that the client made for it.
@@ -196,7 +202,7 @@ class AWSMachine:
             )
             keys = _host_keys(answer)
             if keys:
-                await asyncio.to_thread(self._keys.trust, address, keys)
+                await asyncio.to_thread(self._keys.trust, addresses, keys)
                 return True
         return False
 

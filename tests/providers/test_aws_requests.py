@@ -1,0 +1,921 @@
+"""What the provider asks of AWS, and what it says when AWS refuses: without any machine."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import botocore
+import botocore.session
+import pytest
+
+import skyward as sky
+from skyward import accelerators
+from skyward.providers import aws as aws_module
+from skyward.providers.aws import failures, interruption
+from skyward.providers.aws.account import Account
+from skyward.providers.aws.machine import AWSMachine
+
+from . import ec2 as testbed_ec2
+from .aws_gateway import Gateway
+from .aws_orders import Outcome, a_request, attempt, left, making
+from .aws_stand_ins import IMAGES, reservation
+
+ZONES = [f"us-east-1{letter}" for letter in "abcdf"]
+"""Those that have the usual types."""
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """A server of AWS's API whose instances are records, and no machines."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(moto: str) -> Iterator[Gateway]:
+    made = Gateway(moto)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def settings(gateway: Gateway, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same for all tests: with them, clients of the SDK and the catalogue are kept."""
+    folder = tmp_path_factory.mktemp("aws")
+    cache = {"SKYWARD_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    return testbed_ec2.variables(gateway, folder) | cache
+
+
+@pytest.fixture
+def aws(
+    gateway: Gateway, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Gateway]:
+    """An account in which nothing is, and in which nothing may be left."""
+    for name in testbed_ec2.OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    gateway.reset()
+    yield gateway
+    assert left(gateway) == []
+
+
+@pytest.fixture
+def profiles(aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file with profiles of one test, whose logins nobody has made."""
+    file = tmp_path / "config"
+    file.write_text(_SSO)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every instance for one that has booted."""
+
+    async def make(self: AWSMachine, tell: Any) -> None:
+        tell("waiting for the machine to boot")
+
+    monkeypatch.setattr(AWSMachine, "make", make)
+
+
+def run_instances(aws: Gateway) -> dict[str, str]:
+    """What the only request for instances says."""
+    (call,) = aws.made("RunInstances")
+    return dict(call.parameters)
+
+
+def tags(parameters: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The tags of a request, by the kind of what gets them."""
+    found: dict[str, dict[str, str]] = {}
+    for key, kind in parameters.items():
+        if key.endswith(".ResourceType"):
+            prefix = key.removesuffix("ResourceType") + "Tag."
+            names = {k: v for k, v in parameters.items() if k.startswith(prefix)}
+            found[kind] = {
+                value: parameters[name.removesuffix("Key") + "Value"]
+                for name, value in names.items()
+                if name.endswith(".Key")
+            }
+    return found
+
+
+# What is asked for.
+
+
+def test_an_instance_is_asked_for_with_all_that_keeps_it_safe_and_short_lived(
+    aws: Gateway,
+) -> None:
+    outcome = attempt(sky.AWS(), a_request(disk_gb=70, ttl=3600, idle_timeout=200), nodes=2)
+
+    asked = run_instances(aws)
+    assert asked["MinCount"] == asked["MaxCount"] == "2"
+    assert asked["InstanceType"] == outcome.offer.instance_type == "c7i.xlarge"
+    assert asked["KeyName"] == f"skyward-{outcome.pool}"
+    assert asked["MetadataOptions.HttpTokens"] == "required"
+    assert asked["InstanceInitiatedShutdownBehavior"] == "terminate"
+    volume = {k.split(".")[-1]: v for k, v in asked.items() if k.startswith("BlockDevice")}
+    assert volume == {
+        "DeviceName": "/dev/sda1",
+        "VolumeSize": "70",
+        "VolumeType": "gp3",
+        "Encrypted": "true",
+        "DeleteOnTermination": "true",
+    }
+    assert asked["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
+    assert asked["NetworkInterface.1.DeleteOnTermination"] == "true"
+    assert not any(key.startswith(("IamInstanceProfile", "InstanceMarket")) for key in asked)
+    given = tags(asked)
+    assert list(given) == ["instance", "volume", "network-interface"]
+    for each in given.values():
+        assert each["skyward:pool"] == outcome.pool
+        assert each["skyward:name"] == "mine"
+        assert each["skyward:nodes"] == "0 1"
+        assert each["skyward:pid"] == str(os.getpid())
+
+
+def test_the_security_group_admits_the_client_and_the_pool_itself(aws: Gateway) -> None:
+    outcome = attempt(sky.AWS())
+
+    (made,) = aws.made("CreateSecurityGroup")
+    assert made.tags()["skyward:pool"] == outcome.pool
+    asked = run_instances(aws)
+    (rules,) = aws.made("AuthorizeSecurityGroupIngress")
+    group = rules.parameters["GroupId"]
+    assert asked["NetworkInterface.1.SecurityGroupId.1"] == group
+    admitted = {k: v for k, v in rules.parameters.items() if k.endswith("CidrIp")}
+    assert admitted
+    assert all(value.endswith("/32") for value in admitted.values())
+    ports = [v for k, v in rules.parameters.items() if k.endswith("FromPort")]
+    assert ports == ["22", "1024"]
+    itself = [v for k, v in rules.parameters.items() if ".Groups." in k and k.endswith("GroupId")]
+    assert itself == [group]
+    assert aws.made("AuthorizeSecurityGroupEgress") == []
+
+
+def test_networks_that_are_named_are_admitted_and_no_others(aws: Gateway) -> None:
+    attempt(sky.AWS(admit=["203.0.113.0/24"]))
+
+    (rules,) = aws.made("AuthorizeSecurityGroupIngress")
+    admitted = {v for k, v in rules.parameters.items() if k.endswith("CidrIp")}
+    assert admitted == {"203.0.113.0/24"}
+
+
+def test_with_systems_manager_the_group_admits_no_network(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.providers.aws.session.is_installed", lambda: True)
+    attempt(sky.AWS(access="ssm", instance_profile="managed"))
+
+    (rules,) = aws.made("AuthorizeSecurityGroupIngress")
+    assert not any("CidrIp" in key for key in rules.parameters)
+    assert run_instances(aws)["IamInstanceProfile.Name"] == "managed"
+
+
+def test_access_through_systems_manager_needs_its_plugin(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(sky.ConfigurationError, match="session-manager-plugin, which is not on"):
+        sky.Compute(sky.AWS(access="ssm"))
+    assert aws.calls == []
+
+
+def test_a_key_of_the_users_is_imported_and_stays_where_it_is(aws: Gateway, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own)]
+    subprocess.run(command, check=True, timeout=30)
+
+    attempt(sky.AWS(key=str(own)))
+
+    (imported,) = aws.made("ImportKeyPair")
+    public = base64.b64decode(imported.parameters["PublicKeyMaterial"]).decode()
+    assert public.split()[:2] == Path(f"{own}.pub").read_text().split()[:2]
+    assert own.exists()
+
+
+def test_a_key_that_is_not_there_is_refused_before_anything_is_made(aws: Gateway) -> None:
+    problem = attempt(sky.AWS(key="/nowhere/key")).problem
+    assert "AWS(key='/nowhere/key'): No such file or directory" in problem
+    assert making(aws) == []
+
+
+def test_a_spot_instance_is_asked_for_at_no_more_than_the_limit(aws: Gateway) -> None:
+    request = a_request(accelerators.L4(), allocation="spot", max_hourly_cost=0.3)
+    outcome = attempt(sky.AWS(), request)
+
+    asked = run_instances(aws)
+    options = {k.split(".")[-1]: v for k, v in asked.items() if k.startswith("InstanceMarket")}
+    assert options == {
+        "MarketType": "spot",
+        "SpotInstanceType": "one-time",
+        "InstanceInterruptionBehavior": "terminate",
+        "MaxPrice": "0.3",
+    }
+    assert "spot-instances-request" in tags(asked)
+    (machine,) = outcome.machines
+    assert (outcome.offer.zone, outcome.offer.hourly_cost) == ("us-east-1d", 0.257536)
+    assert machine.notice == "skyward.providers.aws.interruption"
+
+
+def test_a_placement_group_is_made_used_and_removed(aws: Gateway) -> None:
+    async def then(outcome: Outcome) -> None:
+        (group,) = aws.stand_ins.groups.values()
+        assert (group["GroupName"], group["Strategy"]) == (f"skyward-{outcome.pool}", "cluster")
+        (remains,) = await provider.remains()
+        assert f"placement group skyward-{outcome.pool}" in remains.resources
+
+    provider = sky.AWS(placement_group="cluster")
+    outcome = attempt(provider, nodes=2, then=then)
+
+    assert run_instances(aws)["Placement.GroupName"] == f"skyward-{outcome.pool}"
+    assert aws.stand_ins.groups == {}
+
+
+def test_a_placement_group_that_exists_is_used_and_stays(aws: Gateway) -> None:
+    Account().call("ec2", "create_placement_group", GroupName="ours", Strategy="cluster")
+
+    attempt(sky.AWS(placement_group="ours"))
+
+    assert run_instances(aws)["Placement.GroupName"] == "ours"
+    assert len(aws.made("CreatePlacementGroup")) == 1
+    assert list(aws.stand_ins.groups) == [("us-east-1", "ours")]
+    aws.stand_ins.groups.clear()
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_reservation_names_the_type_and_the_zone(aws: Gateway, block: bool) -> None:
+    held = reservation("p5.48xlarge", "us-east-1c", block=block)
+    name = held["CapacityReservationId"]
+    aws.stand_ins.reservations[name] = held
+
+    outcome = attempt(sky.AWS(reservation=name), a_request(accelerators.H100(8)))
+
+    asked = run_instances(aws)
+    target = "CapacityReservationSpecification.CapacityReservationTarget.CapacityReservationId"
+    assert asked[target] == name
+    assert asked["InstanceType"] == "p5.48xlarge"
+    assert outcome.offer.zone == "us-east-1c"
+    market = asked.get("InstanceMarketOptions.MarketType")
+    assert market == ("capacity-block" if block else None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"State": "pending", "StartDate": "2027-01-01"}, "it is pending, not active, and begins"),
+        ({"State": "expired"}, "it is expired, not active"),
+        ({"AvailableInstanceCount": 0}, "all its c7i.xlarge are in use"),
+        ({"InstanceType": "m7i.large"}, "it is for m7i.large, which is not what this pool asks"),
+    ],
+)
+def test_a_reservation_that_cannot_be_used_says_why(
+    aws: Gateway, changed: dict[str, Any], says: str
+) -> None:
+    held = reservation("c7i.xlarge", "us-east-1a", **changed)
+    name = held["CapacityReservationId"]
+    aws.stand_ins.reservations[name] = held
+
+    problem = attempt(sky.AWS(reservation=name), a_request(vcpus=4)).problem
+
+    assert f"AWS(reservation='{name}')" in problem
+    assert says in problem
+    assert making(aws) == []
+
+
+def test_reserved_capacity_is_no_spot_capacity(aws: Gateway) -> None:
+    with pytest.raises(sky.ConfigurationError, match="reserved capacity is no spot capacity"):
+        sky.AWS(reservation="cr-1").check(a_request(allocation="spot"))
+
+
+# Networks.
+
+
+def network(aws: Gateway, way: str) -> str:
+    """A subnet with a way out, or without one."""
+    ec2 = aws.account.ec2()
+    vpc = ec2.create_vpc(CidrBlock="10.77.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.77.1.0/24", AvailabilityZone="us-east-1b")[
+        "Subnet"
+    ]["SubnetId"]
+    table = ec2.create_route_table(VpcId=vpc)["RouteTable"]["RouteTableId"]
+    ec2.associate_route_table(RouteTableId=table, SubnetId=subnet)
+    where = {"RouteTableId": table, "DestinationCidrBlock": "0.0.0.0/0"}
+    if way == "internet":
+        gateway = ec2.create_internet_gateway()["InternetGateway"]["InternetGatewayId"]
+        ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc)
+        ec2.create_route(**where, GatewayId=gateway)
+    elif way == "nat":
+        transit = ec2.create_transit_gateway()["TransitGateway"]["TransitGatewayId"]
+        ec2.create_route(**where, TransitGatewayId=transit)
+    return str(subnet)
+
+
+def test_a_subnet_without_a_route_out_is_refused_before_anything_is_made(aws: Gateway) -> None:
+    subnet = network(aws, "none")
+    problem = attempt(sky.AWS(subnet=subnet)).problem
+    assert f"{subnet} has no route out" in problem
+    assert "name another subnet with subnet=" in problem
+    assert making(aws) == []
+
+
+def test_a_subnet_behind_a_nat_has_no_public_addresses(aws: Gateway) -> None:
+    subnet = network(aws, "nat")
+    problem = attempt(sky.AWS(subnet=subnet, public_ip=True)).problem
+    assert f"{subnet} is private" in problem
+    assert "leave public_ip out" in problem
+    assert making(aws) == []
+
+    outcome = attempt(sky.AWS(subnet=subnet))
+    assert outcome.offer.zone == "us-east-1b"
+    assert run_instances(aws)["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+
+
+def test_a_subnet_with_an_internet_gateway_takes_public_addresses(aws: Gateway) -> None:
+    subnet = network(aws, "internet")
+    problem = attempt(sky.AWS(subnet=subnet, public_ip=False)).problem
+    assert f"{subnet} has a route out through an internet gateway only" in problem
+    assert making(aws) == []
+
+    attempt(sky.AWS(subnet=subnet, public_ip=True))
+    assert run_instances(aws)["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
+
+
+def test_efa_takes_one_interface_with_a_public_address(aws: Gateway) -> None:
+    outcome = attempt(sky.AWS(), a_request(accelerators.A100(8), most_nodes=2), nodes=2)
+
+    assert outcome.offer.instance_type == "p4de.24xlarge"
+    asked = run_instances(aws)
+    assert asked["NetworkInterface.1.InterfaceType"] == "efa"
+    assert asked["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
+    assert "NetworkInterface.2.SubnetId" not in asked
+    assert len(aws.made("AuthorizeSecurityGroupEgress")) == 1
+
+
+def test_efa_takes_an_interface_on_each_card_of_a_private_instance(aws: Gateway) -> None:
+    aws.fail("RunInstances", "Stop")
+    subnet = network(aws, "nat")
+    attempt(sky.AWS(subnet=subnet, efa=True, instance_type="p4d.24xlarge"))
+    asked = run_instances(aws)
+    kinds = [v for k, v in asked.items() if k.endswith("InterfaceType")]
+    assert kinds == ["efa"] * 4
+    cards = [v for k, v in asked.items() if k.endswith("NetworkCardIndex")]
+    assert cards == ["1", "2", "3"]
+    assert not any("AssociatePublicIpAddress" in key for key in asked)
+
+
+def test_efa_is_refused_for_a_type_that_has_none(aws: Gateway) -> None:
+    problem = attempt(sky.AWS(efa=True)).problem
+    assert "AWS(efa=True): c7i.xlarge has no Elastic Fabric Adapter" in problem
+    assert aws.made("RunInstances") == []
+
+
+# Who asks.
+
+
+def test_without_credentials_it_says_what_to_run(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(sky.UnavailableError) as caught:
+        Account().call("ec2", "describe_subnets")
+    assert "no AWS credentials were found for the default profile" in str(caught.value)
+    assert "`aws configure` or `aws sso login`" in str(caught.value)
+    assert aws.calls == []
+
+
+_SSO = """
+[profile corp]
+region = us-east-1
+sso_session = ours
+sso_account_id = 123456789012
+sso_role_name = dev
+[sso-session ours]
+sso_region = us-east-1
+sso_start_url = https://example.awsapps.com/start
+sso_registration_scopes = sso:account:access
+[profile old]
+region = us-east-1
+sso_start_url = https://example.awsapps.com/start
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = dev
+"""
+
+
+@pytest.mark.parametrize("profile", ["corp", "old"])
+def test_a_login_that_has_expired_says_how_to_log_in_again(profiles: Path, profile: str) -> None:
+    with pytest.raises(sky.UnavailableError) as caught:
+        Account(profile=profile).call("ec2", "describe_subnets")
+    assert f"the AWS login of the profile '{profile}' has expired" in str(caught.value)
+    assert f"`aws sso login --profile {profile}`" in str(caught.value)
+    assert "`sky ps` works without one" in str(caught.value)
+
+
+def test_credentials_that_have_expired_end_a_launch_with_advice(aws: Gateway) -> None:
+    aws.fail("*", "RequestExpired", when=lambda call: call.service == "ec2", times=2)
+    with pytest.raises(sky.UnavailableError) as caught:
+        Account().call("ec2", "describe_subnets")
+    assert "credentials of the default profile have expired" in str(caught.value)
+    assert "a running pool goes on with the new ones by itself" in str(caught.value)
+    assert len(aws.calls) == 2
+
+
+def test_new_credentials_are_read_when_the_old_ones_have_expired(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def give(name: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {name}\naws_secret_access_key = x\n")
+
+    give("OLD")
+    account = Account()
+    account.call("ec2", "describe_subnets")
+    aws.fail("*", "ExpiredToken", when=lambda call: call.key == "OLD")
+    with pytest.raises(sky.UnavailableError, match="have expired: run `aws sso login`"):
+        account.call("ec2", "describe_subnets")
+    give("NEW")
+    assert account.call("ec2", "describe_subnets")["Subnets"]
+    assert [call.key for call in aws.calls] == ["OLD", "OLD", "OLD", "OLD", "NEW"]
+
+
+def test_credentials_that_aws_does_not_know_are_told_from_expired_ones(aws: Gateway) -> None:
+    aws.fail("DescribeSubnets", "AuthFailure")
+    problem = attempt(sky.AWS()).problem
+    assert "AWS does not accept the credentials of the default profile (AuthFailure)" in problem
+    assert making(aws) == []
+
+
+def test_a_right_that_is_missing_is_named(aws: Gateway) -> None:
+    aws.fail("RunInstances", "UnauthorizedOperation")
+    problem = attempt(sky.AWS()).problem
+    assert "the default profile may not do ec2:RunInstances: ask for that permission" in problem
+    assert "docs/aws.md has the whole policy" in problem
+
+
+def test_a_right_that_is_missing_before_anything_is_made_is_named(aws: Gateway) -> None:
+    aws.fail("DescribeSubnets", "UnauthorizedOperation")
+    assert "may not do ec2:DescribeSubnets" in attempt(sky.AWS()).problem
+    assert making(aws) == []
+
+
+def test_a_message_that_hides_the_action_still_names_it(aws: Gateway) -> None:
+    aws.fail("DescribeSubnets", "UnauthorizedOperation", "Encoded message: abc")
+    assert "may not do ec2:DescribeSubnets" in attempt(sky.AWS()).problem
+
+
+def test_a_profile_that_does_not_exist_names_those_that_do(profiles: Path) -> None:
+    with pytest.raises(sky.ConfigurationError) as caught:
+        sky.Compute(sky.AWS(profile="mine"))
+    assert "(mine) could not be found; there are: corp, old" in str(caught.value)
+
+
+def test_an_endpoint_that_does_not_answer_says_so(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(sky.UnreachableError) as caught:
+        Account("us-moon-1").call("ec2", "describe_subnets", attempts=1)
+    assert "AWS does not answer" in str(caught.value)
+    assert "that the region's name is right" in str(caught.value)
+
+
+def test_too_many_requests_are_repeated(aws: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    faults = [
+        aws.fail(action, "RequestLimitExceeded", times=3)
+        for action in ("DescribeSubnets", "RunInstances", "CreateSecurityGroup")
+    ]
+    assert attempt(sky.AWS()).offer.instance_type == "c7i.xlarge"
+    assert [fault.hits for fault in faults] == [3, 3, 3]
+
+
+# What is named and is not there.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"subnet": "subnet-0123456789abcdef0"}, "name a subnet of this region with subnet="),
+        ({"ami": "ami-0123456789abcdef0"}, "name one of this region with ami="),
+        ({"reservation": "cr-0123456789abcdef0"}, "'cr-0123456789abcdef0' does not exist"),
+        ({"instance_type": "g6.xlrge"}, "EC2 sells no such type in us-east-1; there is g6.xlarge"),
+    ],
+)
+def test_what_is_named_and_is_not_there_is_refused_before_anything_is_made(
+    aws: Gateway, arguments: dict[str, Any], says: str
+) -> None:
+    problem = attempt(sky.AWS(**arguments)).problem
+    assert says in problem
+    assert next(iter(arguments.values())) in problem
+    assert making(aws) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"region": "moon"}, "not a region; write one such as 'us-east-1'"),
+        ({"subnet": "mine"}, "not an id of AWS; write one like 'subnet-0abc'"),
+        ({"ami": "ubuntu"}, "not an id of AWS; write one like 'ami-0abc'"),
+        ({"access": "telnet"}, "choose 'ssh' or 'ssm'"),
+        ({"architecture": "sparc"}, "choose 'x86_64' or 'arm64'"),
+        ({"admit": ["203.0.113.1/24"]}, "write one such as '203.0.113.0/24'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_at_once(
+    arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(sky.ConfigurationError) as caught:
+        sky.AWS(**arguments)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"instance_type": "c7i.xlarge"}])
+def test_an_ami_for_another_processor_is_refused_before_anything_is_made(
+    aws: Gateway, arguments: dict[str, str]
+) -> None:
+    """Without a type, one is chosen that can boot it."""
+    outcome = attempt(sky.AWS(ami=IMAGES["arm64"], **arguments))
+    if not arguments:
+        assert outcome.offer.instance_type == "c7g.xlarge"
+        return
+    assert f"AWS(ami='{IMAGES['arm64']}'): that AMI is for arm64" in outcome.problem
+    assert "c7i.xlarge is x86_64; name an AMI for it, or leave ami out" in outcome.problem
+    assert making(aws) == []
+
+
+# What cannot be had.
+
+
+def no_capacity(aws: Gateway, *types: str, zone: str = "", code: str = "") -> None:
+    aws.fail(
+        "RunInstances",
+        code or "InsufficientInstanceCapacity",
+        when=lambda call: (
+            (not types or call.instance_type in types) and (not zone or call.zone == zone)
+        ),
+    )
+
+
+def test_a_zone_without_capacity_is_passed_over(aws: Gateway) -> None:
+    no_capacity(aws, zone="us-east-1a")
+    outcome = attempt(sky.AWS(), nodes=2)
+    assert (outcome.offer.instance_type, outcome.offer.zone) == ("c7i.xlarge", "us-east-1b")
+    assert outcome.notes == []
+
+
+def test_a_type_without_capacity_in_any_zone_is_replaced_by_the_next_with_a_note(
+    aws: Gateway,
+) -> None:
+    no_capacity(aws, "c7i.xlarge")
+    outcome = attempt(sky.AWS())
+    assert outcome.offer.instance_type == "m7i.xlarge"
+    (note,) = outcome.notes
+    assert note.startswith("bought m7i.xlarge on demand, $0.20 an hour instead: ")
+    for zone in ZONES:
+        assert f"c7i.xlarge in {zone}: no capacity" in note
+
+
+def test_capacity_nowhere_lists_every_offer_that_was_tried(aws: Gateway) -> None:
+    no_capacity(aws)
+    problem = attempt(sky.AWS(), a_request(max_hourly_cost=0.3)).problem
+    assert "AWS has no such machine now: c7i.xlarge in us-east-1a: no capacity" in problem
+    for kind in ("c7i.xlarge", "m7i.xlarge"):
+        for zone in ZONES:
+            assert f"{kind} in {zone}: no capacity" in problem
+    assert "c7i.2xlarge" not in problem
+    assert "try again later, in another region" in problem
+
+
+def test_a_type_that_is_not_sold_in_a_zone_says_so(aws: Gateway) -> None:
+    no_capacity(aws, code="Unsupported")
+    problem = attempt(sky.AWS(instance_type="g6.xlarge")).problem
+    assert "g6.xlarge in us-east-1d: not sold there" in problem
+
+
+def test_nodes_are_spread_over_zones_if_no_zone_has_them_all(aws: Gateway) -> None:
+    aws.room = dict.fromkeys(ZONES, 0) | {"us-east-1b": 2, "us-east-1d": 1}
+    outcome = attempt(sky.AWS(instance_type="c7i.xlarge"), nodes=3)
+    assert outcome.problems == []
+    where = [machine.offer.zone for machine in outcome.machines if machine.offer]
+    assert where == ["us-east-1b", "us-east-1b", "us-east-1d"]
+    assert [machine.node for machine in outcome.machines] == [0, 1, 2]
+
+
+def test_part_of_the_nodes_is_no_pool(aws: Gateway) -> None:
+    """Those that could be had are there, for the pool to keep or to end."""
+    aws.room = dict.fromkeys(ZONES, 0) | {"us-east-1b": 2}
+    outcome = attempt(sky.AWS(instance_type="c7i.xlarge"), nodes=3)
+    assert len(outcome.machines) == 2
+    (problem,) = outcome.problems
+    assert "AWS has no such machine now" in str(problem)
+
+
+def test_a_quota_is_named_with_its_code_and_the_command_that_asks_for_more(aws: Gateway) -> None:
+    aws.fail("RunInstances", "VcpuLimitExceeded")
+    aws.stand_ins.quotas["L-417A185B"] = 0.0
+    problem = attempt(sky.AWS(), a_request(accelerators.H100(8))).problem
+    assert (
+        "p5.48xlarge in us-east-1a: above the quota 'Running On-Demand P instances' (L-417A185B), "
+        "which is 0 vCPUs: ask for more with `aws service-quotas request-service-quota-increase"
+    ) in problem
+    assert "--quota-code L-417A185B" in problem
+    assert len(aws.made("RunInstances")) == 1, "a quota is the same in every zone"
+
+
+def test_a_quota_whose_value_may_not_be_read_is_named_all_the_same(aws: Gateway) -> None:
+    aws.fail("RunInstances", "MaxSpotInstanceCountExceeded")
+    aws.fail("GetServiceQuota", "AccessDeniedException")
+    problem = attempt(sky.AWS(), a_request(accelerators.L4(), allocation="spot")).problem
+    assert "above the quota 'All G and VT Spot Instance Requests' (L-3819A6DF): ask" in problem
+
+
+def test_a_price_above_the_limit_is_refused_before_anything_is_made(aws: Gateway) -> None:
+    problem = attempt(sky.AWS(), a_request(max_hourly_cost=0.05)).problem
+    assert "the cheapest is c7i.xlarge at $0.18 an hour, above max_hourly_cost=$0.05" in problem
+    assert making(aws) == []
+
+
+def test_a_spot_price_that_has_risen_above_the_limit_is_passed_over(aws: Gateway) -> None:
+    aws.fail("RunInstances", "SpotMaxPriceTooLow")
+    request = a_request(accelerators.L4(), allocation="spot", max_hourly_cost=0.28)
+    problem = attempt(sky.AWS(), request).problem
+    assert "g6.xlarge in us-east-1d: its spot price is above max_hourly_cost" in problem
+    assert "allocation='spot-if-available' also buys on demand" in problem
+
+
+# Spot capacity.
+
+
+def test_spot_if_available_falls_back_to_on_demand_with_a_note(aws: Gateway) -> None:
+    aws.fail("RunInstances", "InsufficientInstanceCapacity", when=lambda call: call.spot)
+    outcome = attempt(sky.AWS(), a_request(accelerators.L4(), allocation="spot-if-available"))
+    assert (outcome.offer.instance_type, outcome.offer.allocation) == ("g6.xlarge", "on-demand")
+    (note,) = outcome.notes
+    assert note.startswith("bought g6.xlarge on demand, $0.80 an hour instead: ")
+    assert outcome.machines[0].notice == ""
+
+
+def test_spot_alone_does_not_fall_back(aws: Gateway) -> None:
+    aws.fail("RunInstances", "InsufficientInstanceCapacity", when=lambda call: call.spot)
+    problem = attempt(sky.AWS(), a_request(accelerators.L4(), allocation="spot")).problem
+    assert "g6.xlarge in us-east-1a: no capacity" in problem
+    assert all(call.spot for call in aws.made("RunInstances"))
+
+
+def test_an_instance_learns_from_its_metadata_that_it_is_taken_back(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", aws.metadata.local_url)
+    assert interruption.notice() is None
+    aws.metadata.announce(120)
+    found = interruption.notice()
+    assert found is not None
+    assert 100 < found[0] <= 120
+    assert found[1] == "AWS will terminate the spot instance"
+
+
+def test_the_module_that_waits_for_the_notice_prints_one_line_and_ends(aws: Gateway) -> None:
+    aws.metadata.announce(-5)
+    done = subprocess.run(
+        [sys.executable, "-m", interruption.__name__],
+        env=os.environ | {"AWS_EC2_METADATA_SERVICE_ENDPOINT": aws.metadata.local_url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "0 AWS will terminate the spot instance\n")
+
+
+def test_without_a_metadata_service_there_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")
+    paused: list[float] = []
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", pause)
+    with contextlib.suppress(KeyboardInterrupt):
+        interruption.main()
+    assert paused == [interruption.PAUSE_SECONDS]
+
+
+# How often AWS is asked.
+
+
+def test_sixteen_nodes_take_at_most_twenty_calls(aws: Gateway) -> None:
+    sky.AWS().offers(a_request())
+    aws.calls.clear()
+    counted: list[int] = []
+
+    async def then(outcome: Outcome) -> None:
+        counted.append(aws.counted().total())
+        assert len({machine.id for machine in outcome.machines}) == 16
+
+    attempt(sky.AWS(), a_request(most_nodes=16), nodes=16, then=then)
+
+    assert counted[0] <= 10
+    assert aws.counted().total() <= 20, "with all that ends them"
+
+
+def test_a_launch_with_an_empty_catalogue_takes_few_calls_more(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its pages are as long as the gateway makes them, which is shorter than AWS's."""
+    monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path / "cold"))
+    attempt(sky.AWS(), a_request(most_nodes=16), nodes=16)
+    catalogue = {"DescribeInstanceTypes", "DescribeInstanceTypeOfferings", "GetProducts"}
+    pages = sum(len(aws.made(action)) for action in catalogue)
+    assert aws.counted().total() - pages <= 20
+    assert all(aws.made(action) for action in catalogue)
+
+
+def test_the_catalogue_is_asked_for_once_by_all_processes(aws: Gateway) -> None:
+    found = sky.AWS().offers(a_request())
+    assert [offer.instance_type for offer in found[:2]] == ["c7i.xlarge", "m7i.xlarge"]
+    costs = [offer.hourly_cost or 0.0 for offer in found]
+    assert costs == sorted(costs)
+    aws.calls.clear()
+
+    code = (
+        "import skyward as sky; from tests.providers.aws_orders import a_request; "
+        "print(sky.AWS().offers(a_request())[0].instance_type)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "c7i.xlarge\n", done.stderr
+    assert aws.calls == []
+
+
+def test_a_price_for_the_console_is_that_of_the_first_offer(aws: Gateway) -> None:
+    assert sky.AWS().price(a_request()) == 0.1785
+    assert sky.AWS().price(a_request(accelerators.L4(), allocation="spot")) == 0.257536
+
+
+# What it may do.
+
+
+@pytest.fixture(scope="module")
+def policy() -> dict[str, Any]:
+    """The one in the documentation."""
+    page = Path(__file__).parents[2] / "docs" / "aws.md"
+    (found,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+    read: dict[str, Any] = json.loads(found)
+    return read
+
+
+def test_the_policy_in_the_documentation_is_enough(
+    aws: Gateway, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For all that a pool may have: first plain, then with everything, then beyond a quota."""
+    monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path / "cold"))
+    held = reservation("p5.48xlarge", "us-east-1c", count=2)
+    aws.stand_ins.reservations[held["CapacityReservationId"]] = held
+    reserved = sky.AWS(
+        reservation=held["CapacityReservationId"], placement_group="cluster", efa=True
+    )
+    aws.policy = policy
+
+    async def then(outcome: Outcome) -> None:
+        machine = outcome.machines[0]
+        call = machine._instances.account.call
+        assert await reserved.remains()
+        assert len(await sky.AWS().find(outcome.pool)) == 2
+        call("ec2", "get_console_output", InstanceId=machine.id)
+        call("ssm", "start_session", Target=machine.id, DocumentName="AWS-StartSSHSession")
+
+    assert sky.AWS().offers(a_request(accelerators.L4(), allocation="spot-if-available"))
+    assert attempt(sky.AWS(), nodes=2, then=then).problems == []
+    assert attempt(reserved, a_request(accelerators.H100(8)), nodes=2, then=then).problems == []
+    aws.fail("RunInstances", "VcpuLimitExceeded")
+    assert "which is 1000 vCPUs" in attempt(sky.AWS()).problem
+    assert aws.denied == []
+    used = set(aws.counted()) | IMPLIED
+    assert used == allowed(policy)
+
+
+def allowed(policy: dict[str, Any]) -> set[str]:
+    """The actions of a policy."""
+    found: set[str] = set()
+    for statement in policy["Statement"]:
+        actions = statement["Action"]
+        found |= {actions} if isinstance(actions, str) else set(actions)
+    return found
+
+
+IMPLIED = {"ec2:CreateTags", "iam:CreateServiceLinkedRole"}
+"""What AWS asks for besides the operations: tags of what is made, and the first spot instance."""
+
+
+def test_the_policy_in_the_documentation_allows_what_the_code_does_and_no_more(
+    policy: dict[str, Any],
+) -> None:
+    assert allowed(policy) == operations() | IMPLIED
+
+
+def operations() -> set[str]:
+    """Every operation of AWS that the code of the provider names."""
+    names = {"ec2": "ec2", "ssm": "ssm", "pricing": "pricing", "service-quotas": "servicequotas"}
+    loader = botocore.session.Session()
+    known = {
+        botocore.xform_name(operation): f"{prefix}:{operation}"
+        for service, prefix in names.items()
+        for operation in loader.get_service_model(service).operation_names
+    }
+    words = {
+        node.value
+        for path in Path(aws_module.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {known[word] for word in words & known.keys()}
+
+
+def test_what_others_have_made_is_out_of_its_reach(aws: Gateway, policy: dict[str, Any]) -> None:
+    ec2 = aws.account.ec2()
+    (other,) = ec2.run_instances(ImageId=IMAGES["x86_64"], MinCount=1, MaxCount=1)["Instances"]
+    aws.policy = policy
+    with pytest.raises(sky.UnavailableError, match="may not do ec2:TerminateInstances"):
+        Account().call("ec2", "terminate_instances", InstanceIds=[other["InstanceId"]])
+    ec2.terminate_instances(InstanceIds=[other["InstanceId"]])
+
+
+# What is left.
+
+
+def test_remains_are_found_by_their_tags(aws: Gateway) -> None:
+    async def then(outcome: Outcome) -> None:
+        (remains,) = await sky.AWS().remains()
+        assert (remains.pool, remains.name) == (outcome.pool, "mine")
+        assert remains.pid == os.getpid()
+        assert "@" in remains.owner
+        kinds = [each.rpartition(" ")[0] for each in remains.resources]
+        assert kinds == ["instance", "instance", "key pair", "security group"]
+
+    attempt(sky.AWS(), nodes=2, then=then)
+    assert list(asyncio.run(sky.AWS().remains())) == []
+
+
+def test_remains_leave_out_what_may_not_be_listed(
+    aws: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    aws.fail("DescribePlacementGroups", "UnauthorizedOperation")
+    assert list(asyncio.run(sky.AWS().remains())) == []
+    assert "may not do ec2:DescribePlacementGroups" in caplog.text
+
+
+def test_sweeping_waits_while_the_group_is_in_use(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    busy = aws.fail("DeleteSecurityGroup", "DependencyViolation", times=3)
+    attempt(sky.AWS())
+    assert busy.hits == 3
+
+
+def test_a_second_region_has_machines_of_its_own(aws: Gateway) -> None:
+    outcome = attempt(sky.AWS().in_region("eu-north-1"))
+    assert (outcome.offer.region, outcome.offer.zone) == ("eu-north-1", "eu-north-1a")
+    with pytest.raises(sky.ConfigurationError, match="two regions; give only one"):
+        sky.AWS(region="us-east-1").in_region("eu-north-1")
+
+
+def test_every_error_survives_a_pickle() -> None:
+    problem = failures.RequestError("AWS: no", "Code")
+    again = pickle.loads(pickle.dumps(problem))
+    assert (str(again), again.code) == ("AWS: no", "Code")
