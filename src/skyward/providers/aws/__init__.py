@@ -224,7 +224,7 @@ class AWS:
 
     async def sweep(self, pool: str) -> None:
         """Remove the pool's security group, key pair, placement group and keys."""
-        from skyward.providers.aws.launches import STRATEGIES
+        from skyward.providers.aws.site import STRATEGIES
         from skyward.providers.aws.sweeping import sweep
 
         grouped = self.placement_group in STRATEGIES
@@ -244,7 +244,8 @@ class AWS:
     async def _pool(self, pool: str) -> _PoolOnAWS:
         """What this process knows of a pool; made once on each event loop."""
         from skyward.providers.aws.instances import Instances
-        from skyward.providers.aws.launches import Launches, Settings
+        from skyward.providers.aws.launches import Launches
+        from skyward.providers.aws.site import Settings
 
         here = _pools.setdefault(asyncio.get_running_loop(), {})
         key = self, pool

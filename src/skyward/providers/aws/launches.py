@@ -3,72 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
-import time
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from skyward.errors import ConfigurationError, SkywardError, UnavailableError, UnreachableError
+from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
-from skyward.providers.aws import failures, images, network, tags
+from skyward.providers.aws import failures, images
 from skyward.providers.aws.account import Account
 from skyward.providers.aws.catalogue import Catalogue
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.images import MachineImage
 from skyward.providers.aws.instances import TOGETHER_SECONDS
-from skyward.providers.aws.keys import Keys, make_keys
 from skyward.providers.aws.network import Subnet
+from skyward.providers.aws.purchases import Bought, Purchase
 from skyward.providers.aws.reservations import Reservation, reserved
-from skyward.providers.aws.user_data import user_data
-
-STRATEGIES = ("cluster", "spread", "partition")
-RETRY_PAUSES = (1.0, 2.0, 4.0)
-USUAL_DISK_GB = 50
-GPU_DISK_GB = 120
-"""The drivers and tools of the usual AMI alone take 60 GB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user asked of AWS, besides machines."""
-
-    subnet: str | None
-    ami: str | None
-    key: str | None
-    reservation: str | None
-    placement_group: str | None
-    efa: bool | None
-    public_ip: bool | None
-    access: str
-    instance_type: str | None
-    architecture: str | None
-    instance_profile: str | None
-    admit: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Bought:
-    """An instance, with what is needed to log in."""
-
-    id: str
-    offer: Offer
-    keys: Keys
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What all instances of a pool share."""
-
-    subnets: tuple[Subnet, ...]
-    keys: Keys
-    key_pair: str
-    group: str
-    placement_group: str | None
+from skyward.providers.aws.site import Settings, Site, make_site
 
 
 class Launches:
@@ -80,7 +32,7 @@ class Launches:
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
-        self._shared: _Shared | None = None
+        self._site: Site | None = None
         self._images: dict[tuple[str, bool], MachineImage] = {}
         self._reservation: Reservation | None = None
         self._zone = ""
@@ -139,7 +91,9 @@ class Launches:
         image = self._given_image()
         offers = self._offers(request, image)
         with self._lock:
-            shared = self._shared = self._shared or self._make_shared(orders[0], offers)
+            site = self._site = self._site or make_site(
+                self._account, self._settings, orders[0], lambda: self._image(offers[0])
+            )
         for order in orders:
             order.tell("asking AWS for the machine")
         done: dict[int, Bought] = {}
@@ -147,7 +101,7 @@ class Launches:
         exhausted: set[str] = set()
         # First all in one place: nodes that are far apart are slow together.
         for least in (len(orders), 1) if len(orders) > 1 else (1,):
-            for offer, subnet in self._places(offers, shared):
+            for offer, subnet in self._places(offers, site):
                 quota, code = failures.quota_of(
                     offer.instance_type, spot=offer.allocation == "spot"
                 )
@@ -157,7 +111,9 @@ class Launches:
                 if not left:
                     return done, None
                 try:
-                    made = self._buy(left, min(least, len(left)), offer, subnet, shared)
+                    made = self._purchase(offer, subnet, site).make(
+                        self._account, left, min(least, len(left))
+                    )
                 except RequestError as problem:
                     where = f"{offer.instance_type} in {subnet.zone}"
                     if problem.code in failures.QUOTA:
@@ -239,72 +195,33 @@ class Launches:
                     request, architecture=architecture, instance_type=settings.instance_type
                 )
             )
+        return self._with_efa(found) if settings.efa else found
+
+    def _with_efa(self, offers: list[Offer]) -> list[Offer]:
+        found = [each for each in offers if self._catalogue.type(each.instance_type).efa_interfaces]
+        if not found:
+            raise ConfigurationError(
+                f"AWS(efa=True): {offers[0].instance_type} has no Elastic Fabric Adapter; ask for "
+                "a machine that has one, such as accelerator=sky.accelerators.H100(8), or leave "
+                "efa out"
+            )
         return found
 
     def _reserved(self) -> Reservation | None:
         named = self._settings.reservation
         return reserved(self._account, named) if named else None
 
-    def _make_shared(self, order: Order, offers: Sequence[Offer]) -> _Shared:
-        """Make what the instances share; every piece has a name and tags that lead back to it."""
-        account, settings = self._account, self._settings
-        name = tags.resource_name(order.pool)
-        with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            # What is refused is refused before anything is made.
-            imaging = threads.submit(self._image, offers[0])
-            subnets = network.subnets(account, settings.subnet, settings.public_ip)
-            networks = (
-                network.client_networks(account, subnets[0], settings.admit)
-                if settings.access == "ssh"
-                else []
-            )
-            imaging.result()
-            keys = make_keys(order.pool, settings.key)
-            importing = threads.submit(self._import_key, order, name, keys)
-            grouping = threads.submit(self._make_placement_group, order, name)
-            group = network.make_security_group(
-                account, order, subnets[0].vpc, networks, efa=self._wants_efa(order.request)
-            )
-            importing.result()
-            placement_group = grouping.result()
-        return _Shared(subnets, keys, name, group, placement_group)
-
-    def _import_key(self, order: Order, name: str, keys: Keys) -> None:
-        try:
-            self._account.call(
-                "ec2",
-                "import_key_pair",
-                KeyName=name,
-                PublicKeyMaterial=keys.public().encode("ascii"),
-                TagSpecifications=[tags.specification("key-pair", order)],
-            )
-        except RequestError as problem:
-            if problem.code != "InvalidKeyPair.Duplicate":
-                raise
-
-    def _make_placement_group(self, order: Order, name: str) -> str | None:
-        asked = self._settings.placement_group
-        if asked not in STRATEGIES:
-            return asked
-        try:
-            self._account.call(
-                "ec2",
-                "create_placement_group",
-                GroupName=name,
-                Strategy=asked,
-                TagSpecifications=[tags.specification("placement-group", order)],
-            )
-        except RequestError as problem:
-            if problem.code != "InvalidPlacementGroup.Duplicate":
-                raise
-        return name
-
-    def _places(self, offers: Sequence[Offer], shared: _Shared) -> Iterator[tuple[Offer, Subnet]]:
+    def _places(self, offers: Sequence[Offer], site: Site) -> Iterator[tuple[Offer, Subnet]]:
         """Every offer in every zone that has it, in the order in which they are tried."""
-        near_first = sorted(shared.subnets, key=lambda subnet: subnet.zone != self._zone)
+        near_first = sorted(site.subnets, key=lambda subnet: subnet.zone != self._zone)
         for offer in offers:
             zones = [offer.zone] if offer.zone else self._catalogue.zones_of(offer.instance_type)
             yield from ((offer, subnet) for subnet in near_first if subnet.zone in zones)
+
+    def _purchase(self, offer: Offer, subnet: Subnet, site: Site) -> Purchase:
+        kind = self._catalogue.type(offer.instance_type)
+        image = self._image(offer)
+        return Purchase(self._settings, site, offer, kind, subnet, image, self._reservation)
 
     def _over_quota(self, quota: str, code: str) -> str:
         """Which quota is used up, and how to ask for more."""
@@ -319,119 +236,6 @@ class Launches:
             f"request-service-quota-increase --service-code ec2 --quota-code {code} "
             f"--desired-value N --region {self._account.region}`"
         )
-
-    def _buy(
-        self, orders: Sequence[Order], least: int, offer: Offer, subnet: Subnet, shared: _Shared
-    ) -> dict[int, Bought]:
-        image = self._image(offer)
-        first = orders[0]
-        arguments = self._arguments(first.request, offer, subnet, shared, image)
-        nodes = " ".join(str(order.node) for order in orders)
-        named = {tags.NODES: nodes, tags.USER: image.user}
-        kinds = ["instance", "volume", "network-interface"]
-        if offer.allocation == "spot":
-            kinds.append("spot-instances-request")
-        answer = self._run_instances(
-            MinCount=least,
-            MaxCount=len(orders),
-            ClientToken=uuid.uuid4().hex,
-            TagSpecifications=[tags.specification(kind, first, **named) for kind in kinds],
-            **arguments,
-        )
-        made = sorted(answer["Instances"], key=lambda each: int(each.get("AmiLaunchIndex", 0)))
-        offer = replace(offer, zone=subnet.zone)
-        return {
-            order.node: Bought(str(each["InstanceId"]), offer, shared.keys)
-            for order, each in zip(orders, made, strict=False)
-        }
-
-    def _run_instances(self, **arguments: Any) -> Any:
-        """Launch; repeats a request that may have arrived, which its token makes harmless."""
-        pauses = iter(RETRY_PAUSES)
-        while True:
-            try:
-                # Once: for want of capacity AWS answers as if it had failed, again and again.
-                return self._account.call("ec2", "run_instances", attempts=1, **arguments)
-            except (RequestError, UnreachableError) as problem:
-                pause = next(pauses, None)
-                if pause is None or (
-                    isinstance(problem, RequestError) and problem.code not in failures.UNCERTAIN
-                ):
-                    raise
-            time.sleep(pause)
-
-    def _arguments(
-        self, request: Request, offer: Offer, subnet: Subnet, shared: _Shared, image: MachineImage
-    ) -> dict[str, Any]:
-        usual = USUAL_DISK_GB if offer.accelerator is None else GPU_DISK_GB
-        disk = max(int(request.disk_gb or usual), image.disk_gb)
-        arguments: dict[str, Any] = {
-            "ImageId": image.id,
-            "InstanceType": offer.instance_type,
-            "KeyName": shared.key_pair,
-            "UserData": user_data(shared.keys.host_key, idle=request.idle_timeout, ttl=request.ttl),
-            # So that an instance that shuts itself down is gone, with its volume.
-            "InstanceInitiatedShutdownBehavior": "terminate",
-            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
-            "BlockDeviceMappings": [
-                {
-                    "DeviceName": image.root_device,
-                    "Ebs": {
-                        "VolumeSize": disk,
-                        "VolumeType": "gp3",
-                        "Encrypted": True,
-                        "DeleteOnTermination": True,
-                    },
-                }
-            ],
-            "NetworkInterfaces": self._interfaces(request, offer, subnet, shared),
-        }
-        if self._settings.instance_profile:
-            arguments["IamInstanceProfile"] = {"Name": self._settings.instance_profile}
-        if shared.placement_group:
-            arguments["Placement"] = {"GroupName": shared.placement_group}
-        if offer.allocation == "spot":
-            spot: dict[str, Any] = {
-                "SpotInstanceType": "one-time",
-                "InstanceInterruptionBehavior": "terminate",
-            }
-            if request.max_hourly_cost is not None:
-                spot["MaxPrice"] = f"{request.max_hourly_cost:g}"
-            arguments["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": spot}
-        if self._reservation is not None:
-            arguments |= self._reservation.arguments()
-        return arguments
-
-    def _interfaces(
-        self, request: Request, offer: Offer, subnet: Subnet, shared: _Shared
-    ) -> list[dict[str, Any]]:
-        plain = {"SubnetId": subnet.id, "Groups": [shared.group], "DeleteOnTermination": True}
-        first: dict[str, Any] = {**plain, "DeviceIndex": 0}
-        cards = 1
-        if self._wants_efa(request):
-            kind = self._catalogue.type(offer.instance_type)
-            if kind.efa_interfaces:
-                first["InterfaceType"] = "efa"
-                # An instance with several interfaces gets no public address.
-                cards = 1 if subnet.public else min(kind.efa_interfaces, kind.network_cards)
-            elif self._settings.efa:
-                raise ConfigurationError(
-                    f"AWS(efa=True): {kind.name} has no Elastic Fabric Adapter; ask for a machine "
-                    "that has one, such as accelerator=sky.accelerators.H100(8), or leave efa out"
-                )
-        if cards == 1:
-            first["AssociatePublicIpAddress"] = subnet.public
-        return [first] + [
-            {**plain, "DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa"}
-            for card in range(1, cards)
-        ]
-
-    def _wants_efa(self, request: Request) -> bool:
-        """Whether to use EFA: as the user says, or for several nodes with our own AMI's driver."""
-        if self._settings.efa is not None:
-            return self._settings.efa
-        several = request.most_nodes > 1 and request.accelerator is not None
-        return several and self._settings.ami is None
 
     def _tell(
         self, orders: Sequence[Order], bought: Offer, offers: Sequence[Offer], reasons: list[str]
