@@ -152,6 +152,23 @@ def test_a_task_without_time_left_fails_or_is_retried(
         assert retried.result(30) > 0
 
 
+def test_a_node_with_an_open_device_is_kept_while_there_is_time(
+    tmp_path: Path, tell: Tell, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors live there, which the user may want to copy."""
+    is_open = True
+    monkeypatch.setattr("skyward.nodes.devices.DeviceDesk.has_open", lambda *_: is_open)
+    with a_pool(tmp_path) as pool:
+        tell(0, "120 spot interruption")
+        eventually(lambda: pool.nodes[0].state == "reclaimed")
+        waiting = wait_for("/") > pool
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        assert pool.nodes[0].state == "reclaimed"
+        is_open = False
+        waiting.result(30)
+
+
 def test_closing_does_not_wait_for_the_replacement(
     tmp_path: Path, tell: Tell, eventually: Eventually, nothing_left: None
 ) -> None:

@@ -111,6 +111,14 @@ def test_if_none_can_be_had_the_error_has_every_reason(
     assert not state.pools()
 
 
+def test_a_single_spec_is_told_in_the_same_way(dear: Shop) -> None:
+    dear.stock.failures = [sky.UnreachableError("no answer")]
+    with pytest.raises(
+        sky.UnavailableError, match=r"none of its 1 specs.*\n- shop on demand: no a"
+    ):
+        sky.Compute.any(specs(dear), options=QUIET).__enter__()
+
+
 def test_another_failure_is_raised_at_once(dear: Shop, cheap: Shop) -> None:
     cheap.stock.failures = [sky.ImageError("no such package")]
     with pytest.raises(sky.ImageError, match="no such package"):

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.market import Offer, money
+from skyward.nodes.briefing import TTL_GRACE_SECONDS
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
+from skyward.nodes.reclaims import SPARE_SECONDS
 from skyward.providers import Order
 from skyward.testing import plain_request
 
@@ -254,3 +256,11 @@ class TestJournal:
         assert state.pools()[0].spent > 0
         state.open_pool("new", "mine", "shop", {}, None)
         assert [each.id for each in state.pools()] == ["old", "new"]
+
+
+def test_the_page_has_the_times_of_the_code() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "costs.md").read_text("utf-8")
+    assert f"{SPARE_SECONDS:g} seconds before the end" in page
+    assert f"{TTL_GRACE_SECONDS:g} s later each agent ends" in page
+    assert f"idle_timeout={sky.Options().idle_timeout:g}" in page
+    assert f"orphan_timeout={sky.Options().orphan_timeout:g}" in page

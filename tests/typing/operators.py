@@ -130,6 +130,18 @@ def a_with_block_gives_the_pool() -> None:
         assert_type(compute, sky.Compute)
 
 
+def machines_are_bought_by_type(provider: sky.Local) -> None:
+    offers = sky.offers("H100", max_hourly_cost=10)
+    assert_type(offers, list[sky.Offer])
+    assert_type(offers[0].hourly_cost, float | None)
+    with sky.Compute.any([sky.Spec(provider)], choose="first", ttl=60) as compute:
+        assert_type(compute, sky.Compute)
+        assert_type(compute.stats().cost, float | None)
+    sky.Compute(allocation="cheap")  # type: ignore[arg-type]
+    sky.Compute.any([provider])  # type: ignore[list-item]
+    sky.Compute.any([sky.Spec(provider)], choose="best")  # type: ignore[arg-type]
+
+
 def wrong_arguments_are_errors(model: Model) -> None:
     train(model, "three")  # type: ignore[arg-type]
     train(model)  # type: ignore[call-arg]

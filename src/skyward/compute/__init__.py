@@ -104,7 +104,8 @@ class Compute(Running):
         )
         self.name = self._spec.name
         self._candidates = [Candidate(self._spec.provider.name, self._spec)]
-        self._choose: Choose = "first"
+        self._choose: Choose | None = None
+        """How to choose among the candidates; None if there is nothing to choose."""
         self._pool: Pool | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
@@ -224,15 +225,15 @@ class Compute(Running):
     def _open(self) -> None:
         if self._pool is not None:
             raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
-        if len(self._candidates) == 1:
+        if self._choose is None:
             self._start(self._spec)
         else:
-            self._start_any()
+            self._start_any(self._choose)
 
-    def _start_any(self) -> None:
+    def _start_any(self, choose: Choose) -> None:
         """Start the first of the candidates that can be had."""
         failures = Failures(self.name)
-        for candidate, problem in ordered(self._candidates, self._choose):
+        for candidate, problem in ordered(self._candidates, choose):
             if problem is None:
                 try:
                     self._start(candidate.pool)

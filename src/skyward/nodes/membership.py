@@ -103,9 +103,13 @@ class Membership:
                     self._startup.start_again(node)
 
     def _add(self, count: int) -> list[Node]:
-        first = len(self._roster.nodes)
-        added = [self._startup.new_node(index) for index in range(first, first + count)]
-        self._roster.add(added)
+        # Under the lock: whoever closes the pool ends these nodes, or none is added.
+        with self._roster.lock:
+            if self._roster.closed:
+                return []
+            first = len(self._roster.nodes)
+            added = [self._startup.new_node(index) for index in range(first, first + count)]
+            self._roster.add(added)
         for node in added:
             self._startup.start(node)
         return added
@@ -114,11 +118,11 @@ class Membership:
         """Wait until so many of these nodes are ready; raises when too many have failed."""
         deadline = time.monotonic() + self._seconds
         while sum(node.serves for node in nodes) < needed:
+            if self._roster.closed:
+                raise PoolClosedError("this pool was closed while it started")
             failures = [node.failure for node in nodes if node.failure is not None]
             if len(nodes) - len(failures) < needed:
                 raise failures[0]
-            if self._roster.closed:
-                raise PoolClosedError("this pool was closed while it started")
             waiting = [node for node in nodes if not node.settled.is_set()]
             if time.monotonic() > deadline:
                 late = next(node.index for node in nodes if not node.serves)
