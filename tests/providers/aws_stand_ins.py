@@ -46,6 +46,8 @@ class StandIns:
         """Placement groups, by region and name."""
         self.reservations: dict[str, dict[str, Any]] = {}
         """Capacity reservations and blocks, by id, as AWS describes them."""
+        self.sessions: dict[str, dict[str, str]] = {}
+        """Answers that began sessions of Systems Manager, by id."""
 
     def answer(self, call: Call) -> Answer | None:
         """The answer to a call; None if moto has one."""
@@ -121,6 +123,7 @@ class StandIns:
         session = f"tester-{uuid.uuid4().hex[:17]}"
         url = f"wss://ssmmessages.{call.region}.amazonaws.com/v1/data-channel/{session}"
         result = {"SessionId": session, "StreamUrl": url, "TokenValue": uuid.uuid4().hex}
+        self.sessions[session] = result
         return accepted(call, result)
 
     def _ssm_TerminateSession(self, call: Call) -> Answer:  # noqa: N802
