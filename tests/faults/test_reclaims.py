@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,13 @@ print(notice.with_suffix(".taken").read_text())
 class Spot(sky.Local):
     """This machine, which somebody takes back when a test says so."""
 
+    missing: list[str] = field(default_factory=list, compare=False)
+    """Why the next machines cannot be had."""
+
     async def create(self, order: Order) -> Any:
         """Make a machine that names the module for its node."""
+        if self.missing:
+            raise sky.UnavailableError(self.missing.pop())
         machine: Any = await super().create(order)
         machine.notice = f"notice_{order.node}"
         return machine
@@ -57,9 +62,10 @@ def tell(tmp_path: Path) -> Tell:
     return tell
 
 
-def a_pool(tmp_path: Path, nodes: int = 1) -> sky.Compute:
+def a_pool(tmp_path: Path, nodes: int = 1, provider: Spot | None = None) -> sky.Compute:
     image = sky.Image(env={"PYTHONPATH": str(tmp_path)})
-    return sky.Compute(Spot(), nodes=nodes, image=image, options=sky.Options(console=False))
+    provider = provider or Spot()
+    return sky.Compute(provider, nodes=nodes, image=image, options=sky.Options(console=False))
 
 
 @sky.function
@@ -167,6 +173,26 @@ def test_a_node_with_an_open_device_is_kept_while_there_is_time(
         assert pool.nodes[0].state == "reclaimed"
         is_open = False
         waiting.result(30)
+
+
+def test_a_replacement_that_cannot_be_had_yet_is_tried_again(
+    tmp_path: Path,
+    tell: Tell,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Machines are taken back when there are too few of them."""
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
+    provider = Spot()
+    with a_pool(tmp_path, provider=provider) as pool:
+        provider.missing.extend(["there is none"] * 2)
+        tell(0, "120 spot interruption")
+        eventually(lambda: pool.stats().nodes_lost == 1)
+        assert wait_for("/") >> pool
+        assert provider.missing == []
+    said = capsys.readouterr().err
+    assert said.count("did not come back: there is none; it is tried again") == 1
 
 
 def test_closing_does_not_wait_for_the_replacement(

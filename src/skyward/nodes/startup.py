@@ -10,7 +10,7 @@ from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
-from skyward.errors import NodeLostError, PoolStartError, SkywardError
+from skyward.errors import NodeLostError, PoolStartError, SkywardError, UnavailableError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
 from skyward.nodes.host import Host
@@ -177,7 +177,11 @@ class Startup:
         return True
 
     def give_up(self, node: Node, failure: BaseException) -> None:
-        """Give a start up; a node that has never been ready is started again later."""
+        """Give a start up; a node that has never been ready is started again later.
+
+        So is a node whose machine the provider does not have at the moment.
+        """
+        may_come = isinstance(failure, UnavailableError)
         with self._roster.lock:
             is_missed = not self._roster.closed and not node.leaves
             served = node.lost_since is not None
@@ -186,7 +190,7 @@ class Startup:
                     f"node {node.index} was lost and did not come back: {failure}"
                 )
             first = node.failed_starts == 0
-            failed = node.fail(failure, retry=not node.joined)
+            failed = node.fail(failure, retry=may_come or not node.joined)
             control, lanes = node.release()
         if control is not None:
             self._loop.forget(control)
