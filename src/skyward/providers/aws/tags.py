@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyward.providers import Order
+from skyward.providers import Order, owner
 
 POOL = "skyward:pool"
 NAME = "skyward:name"
@@ -26,22 +24,13 @@ def resource_name(pool: str) -> str:
     return f"skyward-{pool}"
 
 
-def owner() -> str:
-    """The user and the host of this client."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:256]
-
-
 def specification(kind: str, order: Order, **more: str) -> dict[str, Any]:
     """The tags of a new resource, in the form that requests take."""
     tags = {
         "Name": f"skyward {order.name or order.pool}"[:256],
         POOL: order.pool,
         NAME: order.name[:256],
-        OWNER: owner(),
+        OWNER: owner()[:256],
         PID: str(os.getpid()),
         **more,
     }
