@@ -282,7 +282,7 @@ async def says_its_name(outcome: Outcome) -> None:
     assert said.decode().strip() == outcome.machines[0].id
 
 
-def ignoring_user_data(host_key: str, **_: Any) -> str:
+def ignoring_user_data(*_: str, **__: Any) -> str:
     return "#cloud-config\n{}"
 
 

@@ -44,6 +44,13 @@ UNCERTAIN = frozenset(
     }
 )
 """Whether the request was fulfilled is not known."""
+NOT_YET = frozenset(
+    {
+        *("InvalidGroup.NotFound", "InvalidGroupId.NotFound", "InvalidKeyPair.NotFound"),
+        *("InvalidPlacementGroup.Unknown", "InvalidPermission.NotFound"),
+    }
+)
+"""What was just made: AWS tells its parts of it one by one."""
 PRICE = frozenset({"SpotMaxPriceTooLow", "BidPriceTooLow"})
 _WRONG_KEY = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException"}

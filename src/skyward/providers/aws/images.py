@@ -32,6 +32,12 @@ _NVIDIA: _Names = (
         "Deep Learning*Ubuntu*",
     ),
 )
+_NVIDIA_OLD: _Names = (
+    "amazon",
+    ("Deep Learning Base Proprietary Nvidia Driver GPU AMI (Ubuntu*", "Deep Learning*Ubuntu*"),
+)
+"""NVIDIA's open kernel modules begin with Turing."""
+_TURING = (7, 5)
 _NEURON: _Names = (
     "amazon",
     ("Deep Learning Base Neuron AMI (Ubuntu 22.04)*", "Deep Learning*Neuron*Ubuntu*"),
@@ -79,7 +85,9 @@ def usual_image(
     """The newest AMI that has what the accelerator needs: a driver, if any."""
     owner, names = _PLAIN
     if accelerator is not None:
-        owner, names = _NVIDIA if accelerator.is_nvidia else _NEURON
+        old = accelerator.cuda is not None and accelerator.cuda.compute_capability < _TURING
+        nvidia = _NVIDIA_OLD if old else _NVIDIA
+        owner, names = nvidia if accelerator.is_nvidia else _NEURON
     patterns = [name.format(arch=_DEBIAN_ARCH.get(architecture, architecture)) for name in names]
     found = account.pages(
         "ec2",

@@ -36,9 +36,10 @@ class Keys:
         return self.folder / "known_hosts"
 
     @property
-    def host_key(self) -> str:
-        """The private key of the instances."""
-        return (self.folder / "host_key").read_text("ascii")
+    def host_key(self) -> tuple[str, str]:
+        """The key of the instances: its private half, and its public half."""
+        public = self.known_hosts.read_text("ascii").splitlines()[0].partition(" ")[2]
+        return (self.folder / "host_key").read_text("ascii"), public
 
     def public(self) -> str:
         """The public half of the key to log in with, in OpenSSH's form."""

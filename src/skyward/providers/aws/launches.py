@@ -33,7 +33,7 @@ class Launches:
         self._work: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         self._site: Site | None = None
-        self._images: dict[tuple[str, bool], MachineImage] = {}
+        self._images: dict[tuple[str, str], MachineImage] = {}
         self._reservation: Reservation | None = None
         self._zone = ""
         """The zone of the last instances; nodes that are near each other talk faster."""
@@ -137,7 +137,7 @@ class Launches:
         ami = self._settings.ami
         if ami is None:
             return None
-        key = ami, True
+        key = ami, ""
         if key not in self._images:
             self._images[key] = images.given_image(self._account, ami)
         return self._images[key]
@@ -152,7 +152,7 @@ class Launches:
                     "ami out"
                 )
             return given
-        key = offer.architecture, offer.accelerator is not None
+        key = offer.architecture, offer.accelerator.name if offer.accelerator else ""
         if key not in self._images:
             self._images[key] = images.usual_image(self._account, key[0], offer.accelerator)
         return self._images[key]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from typing import Any
 
 from skyward.errors import ConfigurationError
 from skyward.providers import Order
-from skyward.providers.aws import tags
+from skyward.providers.aws import failures, tags
 from skyward.providers.aws.account import Account
 from skyward.providers.aws.failures import RequestError
 
 WHO_AM_I = "https://checkip.amazonaws.com"
 """Tells from which address requests of this machine come to AWS."""
-_log = logging.getLogger("skyward")
+AGAIN_PAUSES = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +178,18 @@ def make_security_group(
 def _authorize(
     account: Account, operation: str, group: str, rules: Sequence[Mapping[str, Any]]
 ) -> None:
-    try:
-        account.call("ec2", operation, GroupId=group, IpPermissions=rules)
-    except RequestError as problem:
-        if problem.code != "InvalidPermission.Duplicate":
-            raise
+    pauses = iter(AGAIN_PAUSES)
+    while True:
+        try:
+            account.call("ec2", operation, GroupId=group, IpPermissions=rules)
+            return
+        except RequestError as problem:
+            if problem.code == "InvalidPermission.Duplicate":
+                return
+            pause = next(pauses, None) if problem.code in failures.NOT_YET else None
+            if pause is None:
+                raise
+        time.sleep(pause)
 
 
 def security_groups(account: Account, pool: str) -> list[str]:

@@ -77,12 +77,13 @@ class Purchase:
     def _arguments(self, request: Request) -> dict[str, Any]:
         usual = USUAL_DISK_GB if self.offer.accelerator is None else GPU_DISK_GB
         disk = max(int(request.disk_gb or usual), self.image.disk_gb)
-        host_key = self.site.keys.host_key
         arguments: dict[str, Any] = {
             "ImageId": self.image.id,
             "InstanceType": self.offer.instance_type,
             "KeyName": self.site.key_pair,
-            "UserData": user_data(host_key, idle=request.idle_timeout, ttl=request.ttl),
+            "UserData": user_data(
+                *self.site.keys.host_key, idle=request.idle_timeout, ttl=request.ttl
+            ),
             # So that an instance that shuts itself down is gone, with its volume.
             "InstanceInitiatedShutdownBehavior": "terminate",
             "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
@@ -145,8 +146,8 @@ def _run_instances(account: Account, **arguments: Any) -> Any:
             return account.call("ec2", "run_instances", attempts=1, **arguments)
         except (RequestError, UnreachableError) as problem:
             pause = next(pauses, None)
-            if pause is None or (
-                isinstance(problem, RequestError) and problem.code not in failures.UNCERTAIN
-            ):
+            again = failures.UNCERTAIN | failures.NOT_YET
+            refused = isinstance(problem, RequestError) and problem.code not in again
+            if pause is None or refused:
                 raise
         time.sleep(pause)

@@ -33,17 +33,17 @@ keep the script from finding itself. A container has no `shutdown`; the last res
 FOREVER = 10 * 365 * 24 * 3600
 
 
-def user_data(host_key: str, *, idle: float, ttl: float | None) -> str:
+def user_data(private: str, public: str, *, idle: float, ttl: float | None) -> str:
     """The configuration for cloud-init: the host's key, and the script that ends the instance.
 
-    The client made the host's key, so it knows the instance before the first login.
+    The client made the host's key, of both halves, so it knows the instance before the first login.
     """
     watch = _WATCH.replace("IDLE", str(max(LEAST_IDLE_SECONDS, int(idle)))).replace(
         "TTL", str(FOREVER if ttl is None else max(1, int(ttl)))
     )
     # YAML reads JSON, and cloud-init reads YAML.
     document = {
-        "ssh_keys": {"ed25519_private": host_key},
+        "ssh_keys": {"ed25519_private": private, "ed25519_public": public},
         "runcmd": [["sh", "-c", f"setsid sh -c {_quoted(watch)} >/dev/null 2>&1 </dev/null &"]],
     }
     return "#cloud-config\n" + json.dumps(document)
