@@ -22,7 +22,7 @@ from skyward.cli.main import sky as command
 from skyward.device import build
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
-from skyward.providers.aws import keys, launches, machine, user_data
+from skyward.providers.aws import keys, purchases, machine, user_data
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all, wait_until
@@ -289,7 +289,7 @@ def ignoring_user_data(*_: str, **__: Any) -> str:
 def test_an_instance_that_takes_no_key_is_known_by_its_console(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "user_data", ignoring_user_data)
+    monkeypatch.setattr(purchases, "user_data", ignoring_user_data)
 
     async def then(outcome: Outcome) -> None:
         await says_its_name(outcome)
@@ -307,7 +307,7 @@ def test_an_instance_that_takes_no_key_is_known_by_its_console(
 def test_an_instance_with_any_other_key_is_refused_and_ended(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "user_data", ignoring_user_data)
+    monkeypatch.setattr(purchases, "user_data", ignoring_user_data)
     monkeypatch.setattr(machine, "_host_keys", lambda answer: [keys._new_key()[1]])
 
     problem = attempt(provider()).problem
