@@ -74,6 +74,7 @@ class Gateway:
         """How many instances more there is room for, by zone; any other has room for all."""
         self._faults: list[Fault] = []
         self._holds: list[Hold] = []
+        self._lost: Counter[str] = Counter()
         self._boot_seconds = 0.0
         self._launched: dict[str, float] = {}
         self._tokens: dict[str, tuple[Mapping[str, Any], Answer]] = {}
@@ -103,6 +104,7 @@ class Gateway:
             for timer in self._timers:
                 timer.cancel()
             self._faults, self._holds, self._timers = [], [], []
+            self._lost.clear()
             self.calls, self.denied, self.policy = [], [], None
             self.delay = self._boot_seconds = 0.0
             self.room = {}
@@ -144,6 +146,11 @@ class Gateway:
             yield hold
         finally:
             hold.released.set()
+
+    def lose(self, action: str, times: int = 1) -> None:
+        """Do what is asked, and end the connection before the answer."""
+        with self._lock:
+            self._lost[action] += times
 
     def slow_boot(self, seconds: float) -> None:
         """Let instances be "pending" for so long, though the testbed's are up at once."""
@@ -209,6 +216,10 @@ class Gateway:
         if hold is not None and hold.done_first:
             hold.reached.set()
             hold.released.wait()
+        with self._lock:
+            if self._lost[call.action]:
+                self._lost[call.action] -= 1
+                raise ConnectionAbortedError(f"the answer to {call.name} is lost")
         return found
 
     def _refuse(self, call: Call, code: str, message: str, status: int, action: str = "") -> Answer:
@@ -366,7 +377,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
-        answer = self.server.gateway.answer(self.command, self.path, self.headers, body)
+        try:
+            answer = self.server.gateway.answer(self.command, self.path, self.headers, body)
+        except ConnectionAbortedError:
+            self.close_connection = True
+            return
         self.send_response(answer.status)
         for name, value in answer.headers:
             self.send_header(name, value)

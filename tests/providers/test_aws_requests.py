@@ -23,6 +23,7 @@ import pytest
 
 import skyward as sky
 from skyward import accelerators
+from skyward.nodes.journal import Journal
 from skyward.providers import aws as aws_module
 from skyward.providers.aws import failures, interruption
 from skyward.providers.aws.account import Account
@@ -33,6 +34,7 @@ from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, left, making
 from .aws_stand_ins import IMAGES, reservation
 
+QUIET = sky.Options(console=False)
 ZONES = [f"us-east-1{letter}" for letter in "abcdf"]
 """Those that have the usual types."""
 
@@ -403,10 +405,12 @@ def test_without_credentials_it_says_what_to_run(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(sky.UnavailableError) as caught:
-        Account().call("ec2", "describe_subnets")
+        with sky.Compute(sky.AWS(), nodes=2, options=QUIET):
+            pass
     assert "no AWS credentials were found for the default profile" in str(caught.value)
     assert "`aws configure` or `aws sso login`" in str(caught.value)
     assert aws.calls == []
+    assert Journal().pools() == []
 
 
 _SSO = """
@@ -519,6 +523,21 @@ def test_too_many_requests_are_repeated(aws: Gateway, monkeypatch: pytest.Monkey
     assert [fault.hits for fault in faults] == [3, 3, 3]
 
 
+def test_a_purchase_whose_answer_is_lost_is_not_made_twice(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    aws.lose("RunInstances")
+    aws.fail("RunInstances", "InternalError", status=500, times=1)
+
+    async def then(outcome: Outcome) -> None:
+        assert len(aws.account.instances()) == 2
+
+    attempt(sky.AWS(), nodes=2, then=then)
+    assert len({call.parameters["ClientToken"] for call in aws.made("RunInstances")}) == 1
+    assert len(aws.made("RunInstances")) == 3
+
+
 # What is named and is not there.
 
 
@@ -570,6 +589,15 @@ def test_an_ami_for_another_processor_is_refused_before_anything_is_made(
         return
     assert f"AWS(ami='{IMAGES['arm64']}'): that AMI is for arm64" in outcome.problem
     assert "c7i.xlarge is x86_64; name an AMI for it, or leave ami out" in outcome.problem
+    assert making(aws) == []
+
+
+def test_an_ami_for_another_processor_than_the_reserved_one_is_refused(aws: Gateway) -> None:
+    held = reservation("c7i.xlarge", "us-east-1a")
+    aws.stand_ins.reservations[held["CapacityReservationId"]] = held
+    provider = sky.AWS(reservation=held["CapacityReservationId"], ami=IMAGES["arm64"])
+    problem = attempt(provider).problem
+    assert "that AMI is for arm64, and c7i.xlarge is x86_64" in problem
     assert making(aws) == []
 
 
@@ -911,8 +939,10 @@ def test_sweeping_waits_while_the_group_is_in_use(
 def test_a_second_region_has_machines_of_its_own(aws: Gateway) -> None:
     outcome = attempt(sky.AWS().in_region("eu-north-1"))
     assert (outcome.offer.region, outcome.offer.zone) == ("eu-north-1", "eu-north-1a")
-    with pytest.raises(sky.ConfigurationError, match="two regions; give only one"):
+    with pytest.raises(sky.ConfigurationError, match="two regions; give only one") as caught:
         sky.AWS(region="us-east-1").in_region("eu-north-1")
+    assert "AWS(region='us-east-1', " in str(caught.value)
+    assert "name=" not in str(caught.value)
 
 
 def test_every_error_survives_a_pickle() -> None:

@@ -6,12 +6,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyward.errors import ConfigurationError, SkywardError, UnavailableError
+from skyward.errors import (
+    ConfigurationError,
+    SkywardError,
+    UnavailableError,
+    UnreachableError,
+)
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
 from skyward.providers.aws import failures, images, network, tags
@@ -29,6 +35,8 @@ STRATEGIES = ("cluster", "spread", "partition")
 USUAL_DISK_GB = 50
 GPU_DISK_GB = 120
 """The drivers and tools of the usual AMI alone take 60 GB."""
+_UNKNOWN = frozenset({"InternalError", "InternalFailure", "ServiceUnavailable", "Unavailable"})
+"""Errors that leave open whether AWS did what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +337,9 @@ class Launches:
         kinds = ["instance", "volume", "network-interface"]
         if offer.allocation == "spot":
             kinds.append("spot-instances-request")
-        answer = self._account.call(
-            "ec2",
-            "run_instances",
-            # For want of capacity AWS answers as if it had failed, and again and again.
-            attempts=1,
+        answer = self._run_instances(
             MinCount=least,
             MaxCount=len(orders),
-            ClientToken=uuid.uuid4().hex,
             TagSpecifications=[tags.specification(kind, first, **named) for kind in kinds],
             **arguments,
         )
@@ -346,6 +349,24 @@ class Launches:
             order.node: Bought(str(each["InstanceId"]), offer, shared.keys)
             for order, each in zip(orders, made, strict=False)
         }
+
+    def _run_instances(self, **arguments: Any) -> Any:
+        """Launch instances; asks again if the answer is lost, since there may be instances.
+
+        With the same token, AWS launches no more than once.
+        """
+        arguments["ClientToken"] = uuid.uuid4().hex
+        pauses = iter((1.0, 3.0))
+        while True:
+            try:
+                # For want of capacity AWS answers as if it had failed, and again and again.
+                return self._account.call("ec2", "run_instances", attempts=1, **arguments)
+            except (UnreachableError, RequestError) as problem:
+                lost = not isinstance(problem, RequestError) or problem.code in _UNKNOWN
+                pause = next(pauses, None)
+                if not lost or pause is None:
+                    raise
+            time.sleep(pause)
 
     def _arguments(
         self, request: Request, offer: Offer, subnet: Subnet, shared: _Shared, image: MachineImage
