@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .aws_account import Account
-from .aws_booting import as_booting, rewritten, widened
+from .aws_booting import as_booting, rewritten, widened, without
 from .aws_faults import MESSAGES, Fault
 from .aws_messages import Answer, Call, accepted, read_call, refusal
 from .aws_metadata import Metadata
@@ -75,7 +75,7 @@ class Gateway:
         self._faults: list[Fault] = []
         self._holds: list[Hold] = []
         self._lost: Counter[str] = Counter()
-        self._boot_seconds = 0.0
+        self._boot_seconds = self._appear_seconds = 0.0
         self._launched: dict[str, float] = {}
         self._tokens: dict[str, tuple[Mapping[str, Any], Answer]] = {}
         self._timers: list[threading.Timer] = []
@@ -106,7 +106,7 @@ class Gateway:
             self._faults, self._holds, self._timers = [], [], []
             self._lost.clear()
             self.calls, self.denied, self.policy = [], [], None
-            self.delay = self._boot_seconds = 0.0
+            self.delay = self._boot_seconds = self._appear_seconds = 0.0
             self.room = {}
         self.metadata.reset()
         self.account.clean()
@@ -155,6 +155,10 @@ class Gateway:
     def slow_boot(self, seconds: float) -> None:
         """Let instances be "pending" for so long, though the testbed's are up at once."""
         self._boot_seconds = seconds
+
+    def slow_to_appear(self, seconds: float) -> None:
+        """Let new instances be missing from lists for so long, as AWS says that they may be."""
+        self._appear_seconds = seconds
 
     def interrupt(self, seconds: float = 120.0, *instances: str) -> None:
         """Tell instances, or all, that they end so many seconds from now; and end them then."""
@@ -294,7 +298,10 @@ class Gateway:
                 self._tokens[token] = (call.parameters, answer)
             for instance in re.findall(rb"<instanceId>(i-\w+)", answer.body):
                 self._launched[instance.decode()] = time.monotonic()
-        booting = self._booting()
+        hidden = self._launched_within(self._appear_seconds)
+        if hidden and call.action == "DescribeInstances" and answer.status == 200:
+            answer.body = without(answer.body, hidden)
+        booting = self._launched_within(self._boot_seconds)
         if booting and answer.status == 200:
             if call.action == "DescribeInstances":
                 answer.body = as_booting(answer.body, booting, shown)
@@ -333,12 +340,12 @@ class Gateway:
 
     def _wanted_states(self, call: Call) -> list[str] | None:
         """The states that a client asks for, if instances may be in others than moto says."""
-        if call.action != "DescribeInstances" or not self._booting():
+        if call.action != "DescribeInstances" or not self._launched_within(self._boot_seconds):
             return None
         return call.filters().get("instance-state-name")
 
-    def _booting(self) -> set[str]:
-        since = time.monotonic() - self._boot_seconds
+    def _launched_within(self, seconds: float) -> set[str]:
+        since = time.monotonic() - seconds
         return {name for name, at in list(self._launched.items()) if at > since}
 
     def _instance_of(self, address: str) -> Mapping[str, Any] | None:

@@ -24,6 +24,7 @@ import pytest
 import skyward as sky
 from skyward import accelerators
 from skyward.nodes.journal import Journal
+from skyward.providers import Order
 from skyward.providers import aws as aws_module
 from skyward.providers.aws import failures, interruption
 from skyward.providers.aws.account import Account
@@ -925,6 +926,41 @@ def test_remains_leave_out_what_may_not_be_listed(
     aws.fail("DescribePlacementGroups", "UnauthorizedOperation")
     assert list(asyncio.run(sky.AWS().remains())) == []
     assert "may not do ec2:DescribePlacementGroups" in caplog.text
+
+
+def test_an_instance_that_aws_does_not_list_yet_is_waited_for(aws: Gateway) -> None:
+    aws.slow_to_appear(1.0)
+    assert attempt(sky.AWS()).offer.instance_type == "c7i.xlarge"
+    assert len(aws.made("DescribeInstances")) > 3
+
+
+def test_an_instance_that_aws_does_not_list_yet_is_found_after_a_cancellation(
+    aws: Gateway,
+) -> None:
+    async def scenario() -> None:
+        provider, order = sky.AWS(), Order("t-cancelled", 0, a_request())
+        with aws.holding("RunInstances") as hold:
+            task = asyncio.create_task(provider.create(order))
+            assert await asyncio.to_thread(hold.reached.wait, 30)
+            task.cancel()
+            aws.slow_to_appear(1.0)
+        await asyncio.wait({task})
+        assert task.cancelled()
+        (found,) = await provider.find(order.pool)
+        await found.destroy()
+        await provider.sweep(order.pool)
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_cannot_be_ended_yet_is_ended_in_the_end(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS may not know a new instance everywhere, and says that there is none."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    unknown = aws.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=3)
+    attempt(sky.AWS(), nodes=2)
+    assert unknown.hits == 3
 
 
 def test_sweeping_waits_while_the_group_is_in_use(
