@@ -292,6 +292,8 @@ class Gateway:
                 return self._refuse(call, "InsufficientInstanceCapacity", message, status)
             # moto launches as few as are asked for, and AWS as many as it has.
             body = rewritten(call, {"MinCount": str(count), "MaxCount": str(count)})
+        if call.action == "TerminateInstances" and (ended := self._ended(call)):
+            return ended
         answer = self._forward(method, path, headers, body)
         if call.action == "RunInstances" and answer.status == 200:
             if token := call.parameters.get("ClientToken"):
@@ -308,6 +310,15 @@ class Gateway:
             elif call.action == "GetConsoleOutput" and call.parameters["InstanceId"] in booting:
                 return accepted(call, {"InstanceId": call.parameters["InstanceId"]})
         return answer
+
+    def _ended(self, call: Call) -> Answer | None:
+        """The answer for instances that have all ended already, which moto cannot end again."""
+        gone = {each["InstanceId"] for each in self.account.instances("terminated")}
+        if not gone.issuperset(names := call.listed("InstanceId")):
+            return None
+        state = {"Code": 48, "Name": "terminated"}
+        ended = [{"InstanceId": each, "CurrentState": state} for each in names]
+        return accepted(call, {"TerminatingInstances": ended})
 
     def _taken(self, call: Call) -> int:
         """How many of the instances that a call asks for its zone has; they are taken."""
