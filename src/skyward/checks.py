@@ -53,7 +53,8 @@ def store(value: object, **normalised: object) -> None:
 
 def shown(value: Any) -> str:
     """Render a value as the call that makes it, with any credentials in its URLs hidden."""
-    return _call(value, {each.name: getattr(value, each.name) for each in fields(value)})
+    given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+    return _call(value, given)
 
 
 def _call(value: object, given: Mapping[str, object]) -> str:

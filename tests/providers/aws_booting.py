@@ -31,6 +31,17 @@ def widened(call: Call) -> bytes:
     return rewritten(call, changed)
 
 
+def without(body: bytes, hidden: set[str]) -> bytes:
+    """A list of instances in which some are missing."""
+    tree = ElementTree.fromstring(body)
+    tag = f"{{{XMLNS}}}"
+    for items in tree.iter(f"{tag}instancesSet"):
+        for item in list(items):
+            if item.findtext(f"{tag}instanceId") in hidden:
+                items.remove(item)
+    return ElementTree.tostring(tree)
+
+
 def as_booting(body: bytes, booting: set[str], shown: list[str] | None) -> bytes:
     """A list of instances in which some are still pending, and have no public address yet."""
     tree = ElementTree.fromstring(body)

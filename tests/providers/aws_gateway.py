@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .aws_account import Account
-from .aws_booting import as_booting, rewritten, widened
+from .aws_booting import as_booting, rewritten, widened, without
 from .aws_faults import MESSAGES, Fault
 from .aws_messages import Answer, Call, accepted, read_call, refusal
 from .aws_metadata import Metadata
@@ -74,7 +74,8 @@ class Gateway:
         """How many instances more there is room for, by zone; any other has room for all."""
         self._faults: list[Fault] = []
         self._holds: list[Hold] = []
-        self._boot_seconds = 0.0
+        self._lost: Counter[str] = Counter()
+        self._boot_seconds = self._appear_seconds = 0.0
         self._launched: dict[str, float] = {}
         self._tokens: dict[str, tuple[Mapping[str, Any], Answer]] = {}
         self._timers: list[threading.Timer] = []
@@ -103,8 +104,9 @@ class Gateway:
             for timer in self._timers:
                 timer.cancel()
             self._faults, self._holds, self._timers = [], [], []
+            self._lost.clear()
             self.calls, self.denied, self.policy = [], [], None
-            self.delay = self._boot_seconds = 0.0
+            self.delay = self._boot_seconds = self._appear_seconds = 0.0
             self.room = {}
         self.metadata.reset()
         self.account.clean()
@@ -145,9 +147,18 @@ class Gateway:
         finally:
             hold.released.set()
 
+    def lose(self, action: str, times: int = 1) -> None:
+        """Do what is asked, and end the connection before the answer."""
+        with self._lock:
+            self._lost[action] += times
+
     def slow_boot(self, seconds: float) -> None:
         """Let instances be "pending" for so long, though the testbed's are up at once."""
         self._boot_seconds = seconds
+
+    def slow_to_appear(self, seconds: float) -> None:
+        """Let new instances be missing from lists for so long, as AWS says that they may be."""
+        self._appear_seconds = seconds
 
     def interrupt(self, seconds: float = 120.0, *instances: str) -> None:
         """Tell instances, or all, that they end so many seconds from now; and end them then."""
@@ -209,6 +220,10 @@ class Gateway:
         if hold is not None and hold.done_first:
             hold.reached.set()
             hold.released.wait()
+        with self._lock:
+            if self._lost[call.action]:
+                self._lost[call.action] -= 1
+                raise ConnectionAbortedError(f"the answer to {call.name} is lost")
         return found
 
     def _refuse(self, call: Call, code: str, message: str, status: int, action: str = "") -> Answer:
@@ -277,19 +292,33 @@ class Gateway:
                 return self._refuse(call, "InsufficientInstanceCapacity", message, status)
             # moto launches as few as are asked for, and AWS as many as it has.
             body = rewritten(call, {"MinCount": str(count), "MaxCount": str(count)})
+        if call.action == "TerminateInstances" and (ended := self._ended(call)):
+            return ended
         answer = self._forward(method, path, headers, body)
         if call.action == "RunInstances" and answer.status == 200:
             if token := call.parameters.get("ClientToken"):
                 self._tokens[token] = (call.parameters, answer)
             for instance in re.findall(rb"<instanceId>(i-\w+)", answer.body):
                 self._launched[instance.decode()] = time.monotonic()
-        booting = self._booting()
+        hidden = self._launched_within(self._appear_seconds)
+        if hidden and call.action == "DescribeInstances" and answer.status == 200:
+            answer.body = without(answer.body, hidden)
+        booting = self._launched_within(self._boot_seconds)
         if booting and answer.status == 200:
             if call.action == "DescribeInstances":
                 answer.body = as_booting(answer.body, booting, shown)
             elif call.action == "GetConsoleOutput" and call.parameters["InstanceId"] in booting:
                 return accepted(call, {"InstanceId": call.parameters["InstanceId"]})
         return answer
+
+    def _ended(self, call: Call) -> Answer | None:
+        """The answer for instances that have all ended already, which moto cannot end again."""
+        gone = {each["InstanceId"] for each in self.account.instances("terminated")}
+        if not gone.issuperset(names := call.listed("InstanceId")):
+            return None
+        state = {"Code": 48, "Name": "terminated"}
+        ended = [{"InstanceId": each, "CurrentState": state} for each in names]
+        return accepted(call, {"TerminatingInstances": ended})
 
     def _taken(self, call: Call) -> int:
         """How many of the instances that a call asks for its zone has; they are taken."""
@@ -322,12 +351,12 @@ class Gateway:
 
     def _wanted_states(self, call: Call) -> list[str] | None:
         """The states that a client asks for, if instances may be in others than moto says."""
-        if call.action != "DescribeInstances" or not self._booting():
+        if call.action != "DescribeInstances" or not self._launched_within(self._boot_seconds):
             return None
         return call.filters().get("instance-state-name")
 
-    def _booting(self) -> set[str]:
-        since = time.monotonic() - self._boot_seconds
+    def _launched_within(self, seconds: float) -> set[str]:
+        since = time.monotonic() - seconds
         return {name for name, at in list(self._launched.items()) if at > since}
 
     def _instance_of(self, address: str) -> Mapping[str, Any] | None:
@@ -366,7 +395,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self._body()
-        answer = self.server.gateway.answer(self.command, self.path, self.headers, body)
+        try:
+            answer = self.server.gateway.answer(self.command, self.path, self.headers, body)
+        except ConnectionAbortedError:
+            self.close_connection = True
+            return
         self.send_response(answer.status)
         for name, value in answer.headers:
             self.send_header(name, value)

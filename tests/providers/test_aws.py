@@ -22,7 +22,7 @@ from skyward.cli.main import sky as command
 from skyward.device import build
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
-from skyward.providers.aws import keys, purchases, machine, user_data
+from skyward.providers.aws import keys, machine, purchases, user_data
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all, wait_until
@@ -271,6 +271,21 @@ def test_an_instance_that_is_reached_at_its_public_address_alone(
         there = connections()
         assert {port for address, port in there if address == public} == {SSH_PORT}
         assert private not in {address for address, _ in there}
+
+
+@only_in_all
+def test_an_instance_that_was_taken_away_is_known_to_be_gone(ec2: Gateway) -> None:
+    """And what is asked of it does not wait for an answer."""
+
+    async def then(outcome: Outcome) -> None:
+        (taken,) = outcome.machines
+        await asyncio.to_thread(ec2.account.terminate, taken.id)
+        assert not await taken.alive()
+        with pytest.raises(sky.UnreachableError, match=f"the instance {taken.id} has ended"):
+            await taken.run(["true"])
+        await taken.destroy()
+
+    attempt(provider(), then=then)
 
 
 # Host keys.

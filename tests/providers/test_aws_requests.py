@@ -23,6 +23,8 @@ import pytest
 
 import skyward as sky
 from skyward import accelerators
+from skyward.nodes.journal import Journal
+from skyward.providers import Order
 from skyward.providers import aws as aws_module
 from skyward.providers.aws import failures, interruption
 from skyward.providers.aws.account import Account
@@ -33,6 +35,7 @@ from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, left, making
 from .aws_stand_ins import IMAGES, reservation
 
+QUIET = sky.Options(console=False)
 ZONES = [f"us-east-1{letter}" for letter in "abcdf"]
 """Those that have the usual types."""
 
@@ -403,10 +406,12 @@ def test_without_credentials_it_says_what_to_run(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(sky.UnavailableError) as caught:
-        Account().call("ec2", "describe_subnets")
+        with sky.Compute(sky.AWS(), nodes=2, options=QUIET):
+            pass
     assert "no AWS credentials were found for the default profile" in str(caught.value)
     assert "`aws configure` or `aws sso login`" in str(caught.value)
     assert aws.calls == []
+    assert Journal().pools() == []
 
 
 _SSO = """
@@ -519,6 +524,21 @@ def test_too_many_requests_are_repeated(aws: Gateway, monkeypatch: pytest.Monkey
     assert [fault.hits for fault in faults] == [3, 3, 3]
 
 
+def test_a_purchase_whose_answer_is_lost_is_not_made_twice(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    aws.lose("RunInstances")
+    aws.fail("RunInstances", "InternalError", status=500, times=1)
+
+    async def then(outcome: Outcome) -> None:
+        assert len(aws.account.instances()) == 2
+
+    attempt(sky.AWS(), nodes=2, then=then)
+    assert len({call.parameters["ClientToken"] for call in aws.made("RunInstances")}) == 1
+    assert len(aws.made("RunInstances")) == 3
+
+
 # What is named and is not there.
 
 
@@ -570,6 +590,15 @@ def test_an_ami_for_another_processor_is_refused_before_anything_is_made(
         return
     assert f"AWS(ami='{IMAGES['arm64']}'): that AMI is for arm64" in outcome.problem
     assert "c7i.xlarge is x86_64; name an AMI for it, or leave ami out" in outcome.problem
+    assert making(aws) == []
+
+
+def test_an_ami_for_another_processor_than_the_reserved_one_is_refused(aws: Gateway) -> None:
+    held = reservation("c7i.xlarge", "us-east-1a")
+    aws.stand_ins.reservations[held["CapacityReservationId"]] = held
+    provider = sky.AWS(reservation=held["CapacityReservationId"], ami=IMAGES["arm64"])
+    problem = attempt(provider).problem
+    assert "that AMI is for arm64, and c7i.xlarge is x86_64" in problem
     assert making(aws) == []
 
 
@@ -899,6 +928,41 @@ def test_remains_leave_out_what_may_not_be_listed(
     assert "may not do ec2:DescribePlacementGroups" in caplog.text
 
 
+def test_an_instance_that_aws_does_not_list_yet_is_waited_for(aws: Gateway) -> None:
+    aws.slow_to_appear(1.0)
+    assert attempt(sky.AWS()).offer.instance_type == "c7i.xlarge"
+    assert len(aws.made("DescribeInstances")) > 3
+
+
+def test_an_instance_that_aws_does_not_list_yet_is_found_after_a_cancellation(
+    aws: Gateway,
+) -> None:
+    async def scenario() -> None:
+        provider, order = sky.AWS(), Order("t-cancelled", 0, a_request())
+        with aws.holding("RunInstances") as hold:
+            task = asyncio.create_task(provider.create(order))
+            assert await asyncio.to_thread(hold.reached.wait, 30)
+            task.cancel()
+            aws.slow_to_appear(1.0)
+        await asyncio.wait({task})
+        assert task.cancelled()
+        (found,) = await provider.find(order.pool)
+        await found.destroy()
+        await provider.sweep(order.pool)
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_cannot_be_ended_yet_is_ended_in_the_end(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS may not know a new instance everywhere, and says that there is none."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    unknown = aws.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=3)
+    attempt(sky.AWS(), nodes=2)
+    assert unknown.hits == 3
+
+
 def test_sweeping_waits_while_the_group_is_in_use(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -911,8 +975,10 @@ def test_sweeping_waits_while_the_group_is_in_use(
 def test_a_second_region_has_machines_of_its_own(aws: Gateway) -> None:
     outcome = attempt(sky.AWS().in_region("eu-north-1"))
     assert (outcome.offer.region, outcome.offer.zone) == ("eu-north-1", "eu-north-1a")
-    with pytest.raises(sky.ConfigurationError, match="two regions; give only one"):
+    with pytest.raises(sky.ConfigurationError, match="two regions; give only one") as caught:
         sky.AWS(region="us-east-1").in_region("eu-north-1")
+    assert "AWS(region='us-east-1', " in str(caught.value)
+    assert "name=" not in str(caught.value)
 
 
 def test_every_error_survives_a_pickle() -> None:

@@ -207,7 +207,7 @@ class AWS:
         from skyward.providers.aws.machine import AWSMachine
 
         known = await self._pool(pool)
-        found = await known.instances.look(fresh=True)
+        found = await known.instances.all()
         keys = keys_of(pool, self.key)
         return [
             AWSMachine(
@@ -255,7 +255,7 @@ class AWS:
                 asked = {each.name: getattr(self, each.name) for each in fields(Settings)}
                 settings = Settings(**asked | {"ami": self.ami or os.environ.get(AMI) or None})
                 instances = Instances(account, pool)
-                here[key] = _PoolOnAWS(instances, Launches(account, settings, pool))
+                here[key] = _PoolOnAWS(instances, Launches(instances, settings))
         return here[key]
 
 

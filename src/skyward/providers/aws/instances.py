@@ -32,6 +32,23 @@ class Instances:
         self._ending: dict[str, asyncio.Future[None]] = {}
         self._ender: asyncio.Task[None] | None = None
         self._ended: set[str] = set()
+        self._bought: dict[str, float] = {}
+
+    def expect(self, instance: str) -> None:
+        """Say that an instance was bought just now: AWS may not know it everywhere yet."""
+        self._bought[instance] = time.monotonic()
+
+    def _is_new(self, instance: str) -> bool:
+        bought = self._bought.get(instance)
+        return bought is not None and time.monotonic() - bought < APPEAR_SECONDS
+
+    async def all(self) -> dict[str, Instance]:
+        """All instances by id, once those that were bought just now are among them."""
+        while True:
+            found = await self.look(fresh=True)
+            if not any(map(self._is_new, self._bought.keys() - found.keys() - self._ended)):
+                return found
+            await asyncio.sleep(PAUSES[0])
 
     async def look(self, *, fresh: bool = False) -> dict[str, Instance]:
         """All instances by id; callers at the same time share one request.
@@ -102,15 +119,21 @@ class Instances:
                         each.set_result(None)
 
     def _terminate(self, ids: list[str]) -> None:
-        try:
-            self.account.call("ec2", "terminate_instances", InstanceIds=ids)
-        except RequestError as problem:
-            if problem.code != "InvalidInstanceID.NotFound":
-                raise
-            # One of them is forgotten already; it must not keep the others.
+        while True:
+            try:
+                self.account.call("ec2", "terminate_instances", InstanceIds=ids)
+                return
+            except RequestError as problem:
+                if problem.code != "InvalidInstanceID.NotFound":
+                    raise
             if len(ids) > 1:
+                # One of them is forgotten already; it must not keep the others.
                 for each in ids:
                     self._terminate([each])
+                return
+            if not self._is_new(ids[0]):
+                return
+            time.sleep(PAUSES[0])
 
 
 def state_of(instance: Instance) -> str:

@@ -12,11 +12,10 @@ from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
 from skyward.providers.aws import failures, images
-from skyward.providers.aws.account import Account
 from skyward.providers.aws.catalogue import Catalogue
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.images import MachineImage
-from skyward.providers.aws.instances import TOGETHER_SECONDS
+from skyward.providers.aws.instances import TOGETHER_SECONDS, Instances
 from skyward.providers.aws.network import Subnet
 from skyward.providers.aws.purchases import Bought, Purchase
 from skyward.providers.aws.reservations import Reservation, reserved
@@ -26,9 +25,10 @@ from skyward.providers.aws.site import Settings, Site, make_site
 class Launches:
     """Buys the instances of one pool, on one event loop."""
 
-    def __init__(self, account: Account, settings: Settings, pool: str) -> None:
-        self._account, self._settings, self._pool = account, settings, pool
-        self._catalogue = Catalogue(account)
+    def __init__(self, instances: Instances, settings: Settings) -> None:
+        self._instances, self._settings = instances, settings
+        self._account = instances.account
+        self._catalogue = Catalogue(instances.account)
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
@@ -74,6 +74,8 @@ class Launches:
                 bought, problem = await asyncio.to_thread(self._launch, orders)
             except BaseException as failure:
                 problem = failure
+            for each in bought.values():
+                self._instances.expect(each.id)
             for order, waiting in taken:
                 if order.node in bought:
                     waiting.set_result(bought[order.node])

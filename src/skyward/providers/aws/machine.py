@@ -53,6 +53,7 @@ class AWSMachine:
         self._public = str(instance.get("PublicIpAddress") or "")
         self._ssh: SSHMachine | None = None
         self._reaching = asyncio.Lock()
+        self._gone = False
         self.id = str(instance["InstanceId"])
         self.node = node
         self.address = str(instance.get("PrivateIpAddress") or "")
@@ -92,6 +93,8 @@ class AWSMachine:
 
     async def alive(self) -> bool:
         """Whether the instance answers, or else whether AWS says that it still runs."""
+        if self._gone:
+            return False
         problem: PoolStartError | None = None
         if self._ssh is not None:
             try:
@@ -100,6 +103,7 @@ class AWSMachine:
                 problem = failure
         found = (await self._instances.look()).get(self.id)
         if found is None or state_of(found) in _ENDS:
+            self._gone = True
             return False
         if problem is not None:
             raise problem
@@ -115,6 +119,8 @@ class AWSMachine:
     # How the instance is reached.
 
     async def _reached(self) -> SSHMachine:
+        if self._gone:
+            raise UnreachableError(f"AWS: the instance {self.id} has ended")
         async with self._reaching:
             if self._ssh is None:
                 self._ssh = await self._reach(ANSWER_SECONDS, new=False)
