@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from skyward.providers.aws.instances import Instances
     from skyward.providers.aws.launches import Launches
     from skyward.providers.aws.machine import AWSMachine
+    from skyward.providers.aws.site import Settings
 
 __all__ = ["AWS"]
 
 AMI = "SKYWARD_AWS_AMI"
 PYTHON = "SKYWARD_AWS_PYTHON"
-_REGION = re.compile(r"[a-z]{2}(?:-[a-z]+)+-\d+")
+_REGION = re.compile(r"[a-z]{2,4}(?:-[a-z]+)+-\d+")
+_STARTS = 3
+"""How many offers to try whose instances end before they run."""
 _IDS = {"subnet": "subnet-", "ami": "ami-", "reservation": "cr-"}
 
 
@@ -66,14 +69,19 @@ class AWS:
     admit: Sequence[str] = ()
     """Networks that may connect to the instances, such as '203.0.113.0/24'; if left out, this
     machine alone."""
+    user: str | None = None
+    """The user to log in as; if left out, the one that the AMI's name suggests."""
     python: str | None = None
     """An interpreter of the AMI that has skyward and all that is needed."""
+    account: str | None = None
+    """The number of the account that must be used; requests with credentials of another one are
+    refused."""
     name: str = field(default="aws", init=False, repr=False)
 
     def __post_init__(self) -> None:
         for what in (
             *("region", "profile", "subnet", "ami", "key", "reservation", "placement_group"),
-            *("instance_type", "instance_profile", "python"),
+            *("instance_type", "instance_profile", "user", "python", "account"),
         ):
             value = getattr(self, what)
             if value is not None:
@@ -120,11 +128,9 @@ class AWS:
 
     def offers(self, request: Request) -> list[Offer]:
         """The types that have what is asked for, cheapest first; kept for the next time."""
-        from skyward.providers.aws.catalogue import Catalogue
+        from skyward.providers.aws.assortment import Assortment
 
-        return Catalogue(self._account()).offers(
-            request, architecture=self.architecture, instance_type=self.instance_type
-        )
+        return Assortment(self._account(), self._settings()).offers(request)
 
     def price(self, request: Request) -> float | None:
         """The price of the first offer."""
@@ -165,40 +171,71 @@ class AWS:
     def describe(self) -> dict[str, Any]:
         """The arguments, with the region that is meant; keys by their path."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        return told | {"region": self._account().region, "admit": list(self.admit)}
+        used = self._account()
+        more = {"region": used.region, "account": used.id or None, "admit": list(self.admit)}
+        return told | more
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks, for people."""
+        profile = f" with the profile {self.profile}" if self.profile else ""
+        return f"aws in {self._account().region}{profile}"
+
+    def _settings(self) -> Settings:
+        from skyward.providers.aws.site import Settings
+
+        asked = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        return Settings(**asked | {"ami": self.ami or os.environ.get(AMI) or None})
 
     def _account(self) -> Account:
         from skyward.providers.aws.account import shared_account
 
         return shared_account(self.region, self.profile)
 
+    def _own_account(self) -> Account:
+        """The account, once it is known to be the one that was meant."""
+        used = self._account()
+        if self.account is not None and used.id not in ("", self.account):
+            raise ConfigurationError(
+                f"AWS: the credentials here are of the account {used.id}, and this needs "
+                f"{self.account}; set AWS_PROFILE, or log in to that account"
+            )
+        return used
+
     # Machines.
 
     async def create(self, order: Order) -> AWSMachine:
         """Buy an instance, and wait until it has booted."""
+        from skyward.providers.aws.failures import CAPACITY, RequestError
         from skyward.providers.aws.machine import AWSMachine
+        from skyward.providers.aws.user_data import watch
 
         known = await self._pool(order.pool)
-        bought = await known.launches.get(order)
-        order.tell("waiting for the machine to start")
-        try:
-            instance = await known.instances.running(bought.id)
-            machine = AWSMachine(
-                known.instances,
-                instance,
-                order.node,
-                bought.keys,
-                through=self.access,
-                python=self._python,
-                offer=bought.offer,
-            )
-            await machine.make(order.tell)
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            await known.instances.terminate(bought.id)
-            raise
-        return machine
+        for start in range(1, _STARTS + 1):
+            bought = await known.launches.get(order)
+            order.tell("waiting for the machine to start")
+            try:
+                instance = await known.instances.running(bought.id)
+                machine = AWSMachine(
+                    known.instances,
+                    instance,
+                    order.node,
+                    bought.keys,
+                    through=self.access,
+                    python=self._python,
+                    offer=bought.offer,
+                )
+                request = order.request
+                await machine.make(order, watch(idle=request.idle_timeout, ttl=request.ttl))
+                return machine
+            except BaseException as problem:
+                await asyncio.shield(known.instances.terminate(bought.id))
+                code = problem.code.partition(".")[2] if isinstance(problem, RequestError) else ""
+                if code not in CAPACITY or start == _STARTS:
+                    raise
+                # It was sold, and then there was none.
+                known.launches.exclude(bought)
+        raise AssertionError
 
     async def find(self, pool: str) -> list[AWSMachine]:
         """The instances with the pool's tag that have not ended."""
@@ -228,7 +265,8 @@ class AWS:
         from skyward.providers.aws.sweeping import sweep
 
         grouped = self.placement_group in STRATEGIES
-        await asyncio.to_thread(sweep, self._account(), pool, grouped=grouped)
+        account = await asyncio.to_thread(self._own_account)
+        await asyncio.to_thread(sweep, account, pool, grouped=grouped)
         _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
 
     async def remains(self) -> Sequence[Remains]:
@@ -245,17 +283,14 @@ class AWS:
         """What this process knows of a pool; made once on each event loop."""
         from skyward.providers.aws.instances import Instances
         from skyward.providers.aws.launches import Launches
-        from skyward.providers.aws.site import Settings
 
         here = _pools.setdefault(asyncio.get_running_loop(), {})
         key = self, pool
         if key not in here:
-            account = await asyncio.to_thread(self._account)
+            account = await asyncio.to_thread(self._own_account)
             if key not in here:
-                asked = {each.name: getattr(self, each.name) for each in fields(Settings)}
-                settings = Settings(**asked | {"ami": self.ami or os.environ.get(AMI) or None})
                 instances = Instances(account, pool)
-                here[key] = _PoolOnAWS(instances, Launches(instances, settings))
+                here[key] = _PoolOnAWS(instances, Launches(instances, self._settings()))
         return here[key]
 
 

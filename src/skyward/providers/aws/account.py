@@ -10,7 +10,7 @@ import time
 from importlib import metadata
 from typing import Any
 
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, UnavailableError, UnreachableError
 from skyward.providers.aws import failures
 
 CONNECTIONS = 32
@@ -36,6 +36,15 @@ class Account:
                 "profile's region with `aws configure`"
             )
 
+    @functools.cached_property
+    def id(self) -> str:
+        """The number of the account; empty if it cannot be asked for."""
+        try:
+            # Needs no permission.
+            return str(self.call("sts", "get_caller_identity", attempts=2)["Account"])
+        except (UnavailableError, UnreachableError):
+            return ""
+
     @property
     def endpoint(self) -> str:
         """Where requests go if not to AWS itself; empty otherwise."""
@@ -52,9 +61,9 @@ class Account:
     ) -> Any:
         """Make a request, such as `call("ec2", "describe_subnets")`, and return its answer.
 
-        After an answer that the credentials have expired, reads them anew and tries once more: the
-        user may have logged in again. With one attempt, only a request that AWS did not look at,
-        because there were too many, is repeated.
+        If there are no credentials, or they have expired, reads them anew and tries once more: the
+        user may have logged in meanwhile. With one attempt, only a request that AWS did not look
+        at, because there were too many, is repeated.
         """
         renewed = False
         pauses = iter((0.5, 1.0, 2.0, 4.0, 8.0))
@@ -65,7 +74,7 @@ class Account:
                 pause = next(pauses, None) if problem.code in _THROTTLED else None
                 if pause is not None:
                     time.sleep(pause)
-                elif problem.code in failures.EXPIRED and not renewed:
+                elif problem.code in failures.RENEWABLE and not renewed:
                     renewed = True
                     with self._lock:
                         self._session = None

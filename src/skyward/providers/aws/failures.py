@@ -10,6 +10,11 @@ from skyward.errors import SkywardError, UnavailableError, UnreachableError
 EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 )
+RENEWABLE = EXPIRED | {
+    *("NoCredentialsError", "PartialCredentialsError", "UnauthorizedSSOTokenError"),
+    *("SSOTokenLoadError", "TokenRetrievalError", "CredentialRetrievalError"),
+}
+"""What new credentials would mend."""
 DENIED = frozenset(
     {
         "UnauthorizedOperation",
@@ -57,16 +62,23 @@ _WRONG_KEY = frozenset(
 )
 _PREFIXES = {"service-quotas": "servicequotas"}
 """How IAM calls a service, where it does not use the name that the SDK uses."""
+_STANDARD = "Standard (A, C, D, H, I, M, R, T, Z)"
 _DENIED_ACTION = re.compile(r"perform(?:ing)?:? ([\w-]+:\w+)")
 
 _QUOTAS = (
-    (re.compile(r"(?:g|vt)\d"), "G and VT", "L-DB2E81BA", "L-3819A6DF"),
-    (re.compile(r"p\d"), "P", "L-417A185B", "L-7212CCBC"),
-    (re.compile(r"trn\d"), "Trn", "L-2C3B7624", "L-6B0D517C"),
-    (re.compile(r"inf\d"), "Inf", "L-1945791B", "L-B5D1601B"),
-    (re.compile(""), "Standard (A, C, D, H, I, M, R, T, Z)", "L-1216C47A", "L-34B43A08"),
+    (re.compile(r"p[5-9]"), "P", "L-417A185B", "P5", "L-C4BD4855"),
+    (re.compile(r"p\d"), "P", "L-417A185B", "P4, P3 and P2", "L-7212CCBC"),
+    (re.compile(r"(?:gr?|vt)\d"), "G and VT", "L-DB2E81BA", "G and VT", "L-3819A6DF"),
+    (re.compile(r"trn\d"), "Trn", "L-2C3B7624", "Trn", "L-6B0D517C"),
+    (re.compile(r"inf\d"), "Inf", "L-1945791B", "Inf", "L-B5D1601B"),
+    (re.compile(r"dl\d"), "DL", "L-6E869C2A", "DL", "L-85EED4F7"),
+    (re.compile(r"hpc\d"), "HPC", "L-F7808C92", "HPC", "L-F7808C92"),
+    (re.compile(r"x\d"), "X", "L-7295265B", "X", "L-E3A00192"),
+    (re.compile(r"f\d"), "F", "L-74FC7D96", "F", "L-88CF9481"),
+    (re.compile(r"u\d?-"), "High Memory", "L-43DA4232", "High Memory", "L-43DA4232"),
+    (re.compile(""), _STANDARD, "L-1216C47A", _STANDARD, "L-34B43A08"),
 )
-"""Which types share a quota: its name, and its codes on demand and for spot."""
+"""Which types share a quota: its name and code on demand, and for spot."""
 
 
 class RequestError(UnavailableError):
@@ -75,6 +87,11 @@ class RequestError(UnavailableError):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def passing(self) -> bool:
+        """Whether trying again later may help, without anybody doing something about it."""
+        return self.code in CAPACITY | PRICE | UNCERTAIN | NOT_YET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (*self.args, self.code)
@@ -166,22 +183,20 @@ def _who(profile: str | None) -> str:
 
 def quota_of(instance_type: str, *, spot: bool) -> tuple[str, str]:
     """The name and the code of the quota that limits a type."""
-    words, on_demand, for_spot = next(
+    words, code, spot_words, spot_code = next(
         quota for types, *quota in _QUOTAS if types.match(instance_type)
     )
     if spot:
-        return f"All {words} Spot Instance Requests", for_spot
-    return f"Running On-Demand {words} instances", on_demand
+        return f"All {spot_words} Spot Instance Requests", spot_code
+    return f"Running On-Demand {words} instances", code
 
 
-def passed_over(problem: RequestError, where: str, *, spot: bool) -> str:
+def passed_over(problem: RequestError, where: str) -> str:
     """Why an offer was passed over, in a few words."""
     if problem.code in PRICE:
         return f"{where}: its spot price is above max_hourly_cost"
     if problem.code in ("Unsupported", "UnsupportedOperation"):
         return f"{where}: not sold there"
-    if problem.code in QUOTA:
-        return f"{where}: above the quota {quota_of(where.split()[0], spot=spot)[0]!r}"
-    if problem.code in CAPACITY:
-        return f"{where}: no capacity"
-    return f"{where}: {problem}"
+    if problem.code == "InsufficientFreeAddressesInSubnet":
+        return f"{where}: its subnet has too few free addresses"
+    return f"{where}: no capacity"

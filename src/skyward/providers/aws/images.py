@@ -43,6 +43,7 @@ _NEURON: _Names = (
     ("Deep Learning Base Neuron AMI (Ubuntu 22.04)*", "Deep Learning*Neuron*Ubuntu*"),
 )
 """Whose AMIs, and their names, the best first. Ubuntu, since images may ask for packages of apt."""
+_NEURON_MODELS = ("TRAINIUM", "TRAINIUM2", "INFERENTIA", "INFERENTIA2")
 _DEBIAN_ARCH = {"x86_64": "amd64", "arm64": "arm64"}
 _USERS = (
     (re.compile("ubuntu", re.IGNORECASE), "ubuntu"),
@@ -61,6 +62,8 @@ class MachineImage:
     architecture: str
     root_device: str
     disk_gb: int
+    more_devices: tuple[str, ...] = ()
+    """The names of its other volumes."""
 
     @property
     def user(self) -> str:
@@ -87,6 +90,11 @@ def usual_image(
     if accelerator is not None:
         old = accelerator.cuda is not None and accelerator.cuda.compute_capability < _TURING
         nvidia = _NVIDIA_OLD if old else _NVIDIA
+        if not accelerator.is_nvidia and accelerator.name not in _NEURON_MODELS:
+            raise UnavailableError(
+                f"AWS: there is no usual AMI with a driver for {accelerator.name}; name one with "
+                "ami="
+            )
         owner, names = nvidia if accelerator.is_nvidia else _NEURON
     patterns = [name.format(arch=_DEBIAN_ARCH.get(architecture, architecture)) for name in names]
     found = account.pages(
@@ -123,4 +131,9 @@ def _image(found: Mapping[str, Any]) -> MachineImage:
         str(found.get("Architecture", "x86_64")),
         root,
         max(sizes, default=0),
+        tuple(
+            str(each["DeviceName"])
+            for each in found.get("BlockDeviceMappings", ())
+            if "Ebs" in each and each.get("DeviceName") != root
+        ),
     )

@@ -143,6 +143,6 @@ def state_of(instance: Instance) -> str:
 
 def node_of(instance: Instance) -> int | None:
     """The number of the node that an instance was launched for; None if its tags do not say."""
-    nodes = tags.tags_of(instance).get(tags.NODES, "").split(" ")
+    nodes = tags.numbers(tags.tags_of(instance).get(tags.NODES, ""))
     place = int(instance.get("AmiLaunchIndex", 0))
-    return int(nodes[place]) if place < len(nodes) and nodes[place].isdigit() else None
+    return nodes[place] if place < len(nodes) else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyward.errors import ConfigurationError, PoolStartError
+from skyward.providers.aws import tags
 from skyward.providers.state import state_folder
 
 
@@ -75,7 +76,12 @@ class Keys:
 
 
 def keys_of(pool: str, own: str | None) -> Keys:
-    """The keys of a pool; they need not exist."""
+    """The keys of a pool; they need not exist.
+
+    Raises `ValueError` for what is no pool: the name may come from a tag that others have written.
+    """
+    if not tags.is_pool(pool):
+        raise ValueError(f"no pool can be called {pool!r}")
     return Keys(state_folder() / "aws" / pool, own)
 
 

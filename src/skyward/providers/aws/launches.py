@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from skyward.errors import ConfigurationError, SkywardError, UnavailableError
+from skyward.errors import SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
-from skyward.providers.aws import failures, images
-from skyward.providers.aws.catalogue import Catalogue
+from skyward.providers.aws import failures, network
+from skyward.providers.aws.assortment import DEARER, Assortment, unavailable
 from skyward.providers.aws.failures import RequestError
-from skyward.providers.aws.images import MachineImage
 from skyward.providers.aws.instances import TOGETHER_SECONDS, Instances
 from skyward.providers.aws.network import Subnet
 from skyward.providers.aws.purchases import Bought, Purchase
-from skyward.providers.aws.reservations import Reservation, reserved
 from skyward.providers.aws.site import Settings, Site, make_site
 
 
@@ -28,22 +25,25 @@ class Launches:
     def __init__(self, instances: Instances, settings: Settings) -> None:
         self._instances, self._settings = instances, settings
         self._account = instances.account
-        self._catalogue = Catalogue(instances.account)
+        self._assortment = Assortment(instances.account, settings)
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         self._site: Site | None = None
-        self._images: dict[tuple[str, str], MachineImage] = {}
-        self._reservation: Reservation | None = None
+        self._given_up: set[int] = set()
+        """The nodes whose orders were cancelled while they were being fulfilled."""
+        self._failed: set[tuple[str, str, str]] = set()
+        """The offers whose instances did not start: type, zone and allocation."""
         self._zone = ""
         """The zone of the last instances; nodes that are near each other talk faster."""
 
     async def get(self, order: Order) -> Bought:
         """Buy an instance; orders that come together are one request.
 
-        If cancelled, waits until it is known whether there is an instance.
+        If cancelled, ends the instance that may have been bought already.
         """
         bought: asyncio.Future[Bought] = asyncio.get_running_loop().create_future()
+        self._given_up.discard(order.node)
         self._orders.append((order, bought))
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._launch_soon())
@@ -53,10 +53,17 @@ class Launches:
             waiting = [each for each in self._orders if each[1] is not bought]
             if len(waiting) < len(self._orders):
                 self._orders = waiting
-            else:
-                await asyncio.wait({bought})
-                bought.cancelled() or bought.exception()
+                raise
+            self._given_up.add(order.node)
+            await asyncio.wait({bought})
+            if bought.exception() is None:
+                await self._instances.terminate(bought.result().id)
             raise
+
+    def exclude(self, bought: Bought) -> None:
+        """Do not buy an offer again whose instance did not start."""
+        offer = bought.offer
+        self._failed.add((offer.instance_type, offer.zone or "", offer.allocation))
 
     async def _launch_soon(self) -> None:
         while self._orders:
@@ -71,11 +78,9 @@ class Launches:
             bought: dict[int, Bought] = {}
             problem: BaseException | None = None
             try:
-                bought, problem = await asyncio.to_thread(self._launch, orders)
+                problem = await asyncio.to_thread(self._launch, orders, bought)
             except BaseException as failure:
                 problem = failure
-            for each in bought.values():
-                self._instances.expect(each.id)
             for order, waiting in taken:
                 if order.node in bought:
                     waiting.set_result(bought[order.node])
@@ -85,33 +90,44 @@ class Launches:
 
     # On another thread.
 
-    def _launch(self, orders: list[Order]) -> tuple[dict[int, Bought], Exception | None]:
-        """Buy an instance for each order; those without one have the exception in common."""
+    def _launch(self, orders: Sequence[Order], bought: dict[int, Bought]) -> Exception | None:
+        """Buy an instance for each order; returns why some have none.
+
+        What is bought is in `bought` whatever happens.
+        """
         request = orders[0].request
         for order in orders:
             order.tell("choosing a machine")
-        image = self._given_image()
-        offers = self._offers(request, image)
+        offers = self._assortment.offers(request, fresh=request.allocation != "on-demand")
+        if not offers:
+            raise unavailable(self._assortment, request)
         with self._lock:
-            site = self._site = self._site or make_site(
-                self._account, self._settings, orders[0], lambda: self._image(offers[0])
-            )
+            site = self._site
+            if site is None:
+                site = self._site = make_site(
+                    self._account,
+                    self._settings,
+                    orders[0],
+                    lambda: self._assortment.image(offers[0]),
+                )
+            elif self._settings.access == "ssh":
+                # The client may be in another network by now.
+                network.admit(self._account, site.subnets[0], site.group, self._settings.admit)
         for order in orders:
             order.tell("asking AWS for the machine")
-        done: dict[int, Bought] = {}
         reasons: list[str] = []
-        exhausted: set[str] = set()
+        refused: dict[str, float] = {}
         # First all in one place: nodes that are far apart are slow together.
         for least in (len(orders), 1) if len(orders) > 1 else (1,):
             for offer, subnet in self._places(offers, site):
-                quota, code = failures.quota_of(
-                    offer.instance_type, spot=offer.allocation == "spot"
-                )
-                if code in exhausted:
-                    continue
-                left = [order for order in orders if order.node not in done]
+                left = [each for each in orders if each.node not in bought.keys() | self._given_up]
                 if not left:
-                    return done, None
+                    return None
+                spot = offer.allocation == "spot"
+                quota, code = failures.quota_of(offer.instance_type, spot=spot)
+                need = offer.vcpus * min(least, len(left))
+                if need >= refused.get(code, need + 1):
+                    continue
                 try:
                     made = self._purchase(offer, subnet, site).make(
                         self._account, left, min(least, len(left))
@@ -119,111 +135,37 @@ class Launches:
                 except RequestError as problem:
                     where = f"{offer.instance_type} in {subnet.zone}"
                     if problem.code in failures.QUOTA:
-                        exhausted.add(code)
+                        refused[code] = need
                         reasons.append(f"{where}: {self._over_quota(quota, code)}")
                     elif problem.code in failures.CAPACITY | failures.PRICE:
-                        spot = offer.allocation == "spot"
-                        reasons.append(failures.passed_over(problem, where, spot=spot))
+                        reasons.append(failures.passed_over(problem, where))
                     else:
-                        return done, problem
+                        return problem
                     orders[0].tell(f"passed over {reasons[-1]}")
-                else:
-                    done |= made
-                    self._zone = subnet.zone
-                    self._tell(orders, offer, offers, reasons)
-            if all(order.node in done for order in orders):
-                return done, None
-        return done, self._none_left(request, reasons)
-
-    def _given_image(self) -> MachineImage | None:
-        ami = self._settings.ami
-        if ami is None:
-            return None
-        key = ami, ""
-        if key not in self._images:
-            self._images[key] = images.given_image(self._account, ami)
-        return self._images[key]
-
-    def _image(self, offer: Offer) -> MachineImage:
-        given = self._given_image()
-        if given is not None:
-            if given.architecture != offer.architecture:
-                raise ConfigurationError(
-                    f"AWS(ami={given.id!r}): that AMI is for {given.architecture}, and "
-                    f"{offer.instance_type} is {offer.architecture}; name an AMI for it, or leave "
-                    "ami out"
-                )
-            return given
-        key = offer.architecture, offer.accelerator.name if offer.accelerator else ""
-        if key not in self._images:
-            self._images[key] = images.usual_image(self._account, key[0], offer.accelerator)
-        return self._images[key]
-
-    def _offers(self, request: Request, image: MachineImage | None) -> list[Offer]:
-        settings = self._settings
-        architecture = settings.architecture or (image.architecture if image else None)
-        held = self._reservation = self._reserved()
-        if held is not None:
-            held.check(request)
-            found = self._catalogue.offers(
-                replace(request, allocation="on-demand", max_hourly_cost=None),
-                instance_type=held.instance_type,
-            )
-            if not found:
-                raise ConfigurationError(
-                    f"AWS(reservation={held.id!r}): it is for {held.instance_type}, which is not "
-                    "what this pool asks for; leave accelerator, vcpus and memory_gb out, or name "
-                    "another reservation"
-                )
-            return [replace(found[0], zone=held.zone)]
-        found = self._catalogue.offers(
-            request,
-            architecture=architecture,
-            instance_type=settings.instance_type,
-            fresh=request.allocation != "on-demand",
-        )
-        if not found and image is not None and settings.instance_type is not None:
-            kind = self._catalogue.type(settings.instance_type)
-            if image.architecture not in kind.architectures:
-                raise ConfigurationError(
-                    f"AWS(ami={image.id!r}): that AMI is for {image.architecture}, and "
-                    f"{kind.name} is {' or '.join(kind.architectures)}; name an AMI for it, or "
-                    "leave ami out"
-                )
-        if not found:
-            raise UnavailableError(
-                "AWS: "
-                + self._catalogue.why_none(
-                    request, architecture=architecture, instance_type=settings.instance_type
-                )
-            )
-        return self._with_efa(found) if settings.efa else found
-
-    def _with_efa(self, offers: list[Offer]) -> list[Offer]:
-        found = [each for each in offers if self._catalogue.type(each.instance_type).efa_interfaces]
-        if not found:
-            raise ConfigurationError(
-                f"AWS(efa=True): {offers[0].instance_type} has no Elastic Fabric Adapter; ask for "
-                "a machine that has one, such as accelerator=sky.accelerators.H100(8), or leave "
-                "efa out"
-            )
-        return found
-
-    def _reserved(self) -> Reservation | None:
-        named = self._settings.reservation
-        return reserved(self._account, named) if named else None
+                    continue
+                self._zone = subnet.zone
+                bought |= made
+                for each in made.values():
+                    self._instances.expect(each.id)
+                self._tell(orders, offer, subnet, offers, reasons)
+            if all(order.node in bought for order in orders):
+                return None
+        return self._none_left(request, reasons)
 
     def _places(self, offers: Sequence[Offer], site: Site) -> Iterator[tuple[Offer, Subnet]]:
         """Every offer in every zone that has it, in the order in which they are tried."""
         near_first = sorted(site.subnets, key=lambda subnet: subnet.zone != self._zone)
         for offer in offers:
-            zones = [offer.zone] if offer.zone else self._catalogue.zones_of(offer.instance_type)
-            yield from ((offer, subnet) for subnet in near_first if subnet.zone in zones)
+            zones = self._assortment.zones_of(offer)
+            for subnet in near_first:
+                what = offer.instance_type, subnet.zone, offer.allocation
+                if subnet.zone in zones and what not in self._failed:
+                    yield offer, subnet
 
     def _purchase(self, offer: Offer, subnet: Subnet, site: Site) -> Purchase:
-        kind = self._catalogue.type(offer.instance_type)
-        image = self._image(offer)
-        return Purchase(self._settings, site, offer, kind, subnet, image, self._reservation)
+        kind, image = self._assortment.kind(offer.instance_type), self._assortment.image(offer)
+        reservation = self._assortment.reservation
+        return Purchase(self._settings, site, offer, kind, subnet, image, reservation)
 
     def _over_quota(self, quota: str, code: str) -> str:
         """Which quota is used up, and how to ask for more."""
@@ -240,15 +182,27 @@ class Launches:
         )
 
     def _tell(
-        self, orders: Sequence[Order], bought: Offer, offers: Sequence[Offer], reasons: list[str]
+        self,
+        orders: Sequence[Order],
+        bought: Offer,
+        subnet: Subnet,
+        offers: Sequence[Offer],
+        reasons: list[str],
     ) -> None:
-        """Tell the user if another offer was bought than the first, and why."""
+        """Tell the user if another offer was bought than the first, or one that is used in part."""
         first = offers[0]
         if (bought.instance_type, bought.allocation) != (first.instance_type, first.allocation):
             why = "; ".join(dict.fromkeys(reasons))
             price = "" if bought.hourly_cost is None else f", {money(bought.hourly_cost)} an hour"
             how = "spot" if bought.allocation == "spot" else "on demand"
             orders[0].note(f"bought {bought.instance_type} {how}{price} instead: {why}")
+        cards = self._assortment.kind(bought.instance_type).efa_interfaces
+        if cards > 1 and subnet.public and self._settings.wants_efa(orders[0].request):
+            orders[0].note(
+                f"{bought.instance_type} has {cards} EFA interfaces, and one is used: AWS gives an "
+                "instance with several no public address; name a subnet with a NAT gateway with "
+                "subnet= to use them all"
+            )
 
     def _none_left(self, request: Request, reasons: Sequence[str]) -> UnavailableError:
         why = "; ".join(dict.fromkeys(reasons)) or (
@@ -257,4 +211,9 @@ class Launches:
         advice = "try again later, in another region, or give sky.Compute.any more to choose from"
         if request.allocation == "spot":
             advice = f"allocation='spot-if-available' also buys on demand; or {advice}"
+        if request.max_hourly_cost is None:
+            advice += (
+                f"; machines of more than {DEARER:g} times the price are bought with "
+                "max_hourly_cost only"
+            )
         return UnavailableError(f"AWS has no such machine now: {why}; {advice}")

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skyward.errors import HostKeyError, PoolStartError, UnreachableError
+from skyward.errors import HostKeyError, LoginError, PoolStartError, UnreachableError
 from skyward.market import Offer
+from skyward.providers import Order
 from skyward.providers.aws import interruption, session, tags
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
@@ -24,6 +25,10 @@ BOOT_SECONDS = 600.0
 ANSWER_SECONDS = 10.0
 """How long to try to reach an instance that has booted."""
 PROBE_SECONDS = 2.0
+LEARN_SECONDS = 10.0
+"""How often to look at the console for the keys of a host that shows unknown ones."""
+REFUSED_SECONDS = 60.0
+"""How long an instance may refuse a login: its user may not have the key yet."""
 LOGIN_SECONDS = 15.0
 LOOK_SECONDS = 15.0
 """How often to ask AWS about an instance that does not answer while it boots."""
@@ -71,11 +76,20 @@ class AWSMachine:
         """The address at which the client reached the instance."""
         return self._ssh.direct if self._ssh is not None else None
 
-    async def make(self, tell: Callable[[str], None]) -> None:
-        """Wait until the instance has booted, and make the machine's folder on it."""
-        tell("waiting for the machine to boot")
+    async def make(self, order: Order, watch: str) -> None:
+        """Wait until the instance has booted, and make the machine's folder on it.
+
+        `watch` starts the script that ends the instance: an AMI without cloud-init did not.
+        """
+        order.tell("waiting for the machine to boot")
         async with self._reaching:
             self._ssh = await self._reach(BOOT_SECONDS, new=True)
+        command = ["sh", "-c", '[ "$(id -u)" = 0 ] || s="sudo -n"; $s sh -c "$1"', "sh", watch]
+        if await self._ssh.run(command):
+            order.note(
+                f"node {self.node}: the instance {self.id} cannot end itself if this process is "
+                f"gone: its user {self._user!r} may not use sudo without a password"
+            )
 
     async def run(
         self,
@@ -133,6 +147,8 @@ class AWSMachine:
         addresses = [each for each in dict.fromkeys((self.address, self._public)) if each]
         problem: PoolStartError | None = None
         learned = False
+        refused: float | None = None
+        learn_at = 0.0
         while True:
             for address in await self._answering(addresses):
                 machine = self._machine(address)
@@ -145,7 +161,9 @@ class AWSMachine:
                 except HostKeyError as failure:
                     problem = failure
                     if not learned:
-                        learned = await self._learn_host_keys(addresses)
+                        if time.monotonic() >= learn_at:
+                            learned = await self._learn_host_keys(addresses)
+                            learn_at = time.monotonic() + LEARN_SECONDS
                     elif address != self._public and self._public:
                         # Another machine has this private address where the client is.
                         addresses = [self._public]
@@ -154,6 +172,16 @@ class AWSMachine:
                             f"AWS: the instance {self.id} was refused at {address}: its host key "
                             "is neither the one that it was given nor one that its console shows. "
                             f"Nothing was sent. {str(failure).splitlines()[0]}"
+                        ) from failure
+                except LoginError as failure:
+                    # While an instance boots, its users have no keys yet.
+                    problem, refused = failure, refused or time.monotonic()
+                    await machine.leave()
+                    if time.monotonic() - refused > REFUSED_SECONDS:
+                        raise LoginError(
+                            f"AWS: the instance {self.id} lets nobody in as {self._user!r}, which "
+                            "is the user that its AMI's name suggests; name the right one with "
+                            "user="
                         ) from failure
                 except PoolStartError as failure:
                     problem = failure
@@ -198,18 +226,20 @@ class AWSMachine:
 
         An AMI without cloud-init does not take the key that the client made for it.
         """
-        with contextlib.suppress(RequestError):
-            answer = await asyncio.to_thread(
-                self._instances.account.call,
-                "ec2",
-                "get_console_output",
-                InstanceId=self.id,
-                Latest=True,
-            )
-            keys = _host_keys(answer)
-            if keys:
-                await asyncio.to_thread(self._keys.trust, addresses, keys)
-                return True
+        # Not every type can show what is on the console at the moment.
+        more: dict[str, Any]
+        for more in ({"Latest": True}, {}):
+            with contextlib.suppress(RequestError):
+                answer = await asyncio.to_thread(
+                    self._instances.account.call,
+                    "ec2",
+                    "get_console_output",
+                    InstanceId=self.id,
+                    **more,
+                )
+                if keys := _host_keys(answer):
+                    await asyncio.to_thread(self._keys.trust, addresses, keys)
+                    return True
         return False
 
     async def _check_that_it_runs(self) -> None:

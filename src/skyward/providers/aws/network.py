@@ -56,6 +56,9 @@ def subnets(account: Account, subnet: str | None, public_ip: bool | None) -> tup
     )
     usable, refused = [], []
     for each in found:
+        if not each.get("CidrBlock"):
+            refused.append(f"{each['SubnetId']} has no IPv4 addresses")
+            continue
         public, problem = _way_out(each["SubnetId"], tables, public_ip)
         if problem:
             refused.append(f"{each['SubnetId']} {problem}")
@@ -162,17 +165,28 @@ def make_security_group(
         # Made by an attempt that was cut short.
         group = security_groups(account, order.pool)[0]
     everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
-    ranges = [{"CidrIp": each, "Description": "the client"} for each in networks]
-    rules = [everything] + [
-        {"IpProtocol": "tcp", "FromPort": first, "ToPort": last, "IpRanges": ranges}
-        for first, last in ((22, 22), (1024, 65535))
-        if ranges
-    ]
+    rules = [everything, *_client_rules(networks)]
     _authorize(account, "authorize_security_group_ingress", group, rules)
     if efa:
         # Traffic of EFA is not IP: the usual rule, which lets everything out, is not for it.
         _authorize(account, "authorize_security_group_egress", group, [everything])
     return str(group)
+
+
+def admit(account: Account, subnet: Subnet, group: str, chosen: Sequence[str]) -> None:
+    """Let the client's networks of now in, if they are others than when the group was made."""
+    rules = _client_rules(client_networks(account, subnet, chosen))
+    if rules:
+        _authorize(account, "authorize_security_group_ingress", group, rules)
+
+
+def _client_rules(networks: Sequence[str]) -> list[dict[str, Any]]:
+    ranges = [{"CidrIp": each, "Description": "the client"} for each in networks]
+    return [
+        {"IpProtocol": "tcp", "FromPort": first, "ToPort": last, "IpRanges": ranges}
+        for first, last in ((22, 22), (1024, 65535))
+        if ranges
+    ]
 
 
 def _authorize(

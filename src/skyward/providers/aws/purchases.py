@@ -53,8 +53,8 @@ class Purchase:
         """Buy instances for as many of the orders as there are, but no fewer than `least`."""
         first = orders[0]
         named = {
-            tags.NODES: " ".join(str(order.node) for order in orders),
-            tags.USER: self.image.user,
+            tags.NODES: tags.listed([order.node for order in orders]),
+            tags.USER: self.settings.user or self.image.user,
         }
         kinds = ["instance", "volume", "network-interface"]
         if self.offer.allocation == "spot":
@@ -88,6 +88,10 @@ class Purchase:
             "InstanceInitiatedShutdownBehavior": "terminate",
             "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
             "BlockDeviceMappings": [
+                {"DeviceName": device, "Ebs": {"Encrypted": True, "DeleteOnTermination": True}}
+                for device in self.image.more_devices
+            ]
+            + [
                 {
                     "DeviceName": self.image.root_device,
                     "Ebs": {

@@ -32,6 +32,7 @@ class Settings:
     architecture: str | None
     instance_profile: str | None
     admit: Sequence[str]
+    user: str | None
 
     def wants_efa(self, request: Request) -> bool:
         """Whether to use EFA: as the user says, or for several nodes with our own AMI's driver."""

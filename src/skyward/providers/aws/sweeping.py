@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, state_of
 from skyward.providers.aws.keys import forget_keys
 
-_log = logging.getLogger("skyward")
 END_SECONDS = 150.0
 """How long the instances of a pool may take to end; until then, their security group stays."""
 _GONE = frozenset(
@@ -39,10 +37,14 @@ def sweep(
     """Remove a pool's security group and key pair, its placement group, and its keys here.
 
     Waits for the end of its instances, which use them. `grouped` says whether there may be a
-    placement group.
+    placement group of the pool's own, which must not stay.
     """
     deadline = clock() + END_SECONDS
     mine = [tags.of_pool(pool)]
+    # First what needs no wait: the instances may take long to end.
+    for each in account.call("ec2", "describe_key_pairs", Filters=mine)["KeyPairs"]:
+        _removed(account, deadline, clock, "delete_key_pair", KeyName=each["KeyName"])
+    forget_keys(pool)
     pause = 0.5
     while left := _instances(account, pool):
         lost = [each["InstanceId"] for each in left if state_of(each) not in ENDED]
@@ -52,19 +54,16 @@ def sweep(
         if clock() > deadline:
             raise PoolStartError(
                 f"AWS: instances of the pool {pool} have not ended after {END_SECONDS:.0f} s, and "
-                "their security group stays until they have; `sky gc` removes it then"
+                "their security group stays until they have; it costs nothing"
             )
         time.sleep(pause)
         pause = min(2 * pause, 5.0)
     groups = account.pages("ec2", "describe_security_groups", "SecurityGroups", Filters=mine)
     for each in groups:
         _removed(account, deadline, clock, "delete_security_group", GroupId=each["GroupId"])
-    for each in account.call("ec2", "describe_key_pairs", Filters=mine)["KeyPairs"]:
-        _removed(account, deadline, clock, "delete_key_pair", KeyName=each["KeyName"])
-    if grouped:
-        name = tags.resource_name(pool)
+    for each in _placement_groups(account, tags.of_pool(pool), needed=grouped):
+        name = str(each["GroupName"])
         _removed(account, deadline, clock, "delete_placement_group", GroupName=name)
-    forget_keys(pool)
 
 
 def _instances(account: Account, pool: str) -> list[dict[str, Any]]:
@@ -99,7 +98,7 @@ def remains(account: Account) -> list[Remains]:
 
     def note(resource: dict[str, object], what: str) -> None:
         each = tags.tags_of(resource)
-        if pool := each.get(tags.POOL):
+        if tags.is_pool(pool := each.get(tags.POOL, "")):
             found[pool].append(what)
             told[pool] |= each
 
@@ -111,7 +110,7 @@ def remains(account: Account) -> list[Remains]:
         note(each, f"security group {each['GroupId']}")
     for each in account.call("ec2", "describe_key_pairs", Filters=marked)["KeyPairs"]:
         note(each, f"key pair {each['KeyName']}")
-    for each in _placement_groups(account):
+    for each in _placement_groups(account, tags.of_any_pool(), needed=False):
         note(each, f"placement group {each['GroupName']}")
     return [
         Remains(
@@ -125,12 +124,15 @@ def remains(account: Account) -> list[Remains]:
     ]
 
 
-def _placement_groups(account: Account) -> list[dict[str, object]]:
-    """The placement groups of pools; none where the user may not list any."""
+def _placement_groups(
+    account: Account, which: dict[str, Any], *, needed: bool
+) -> list[dict[str, object]]:
+    """Placement groups of pools; if they are not needed, none where the user may not list any."""
     try:
-        found = account.call("ec2", "describe_placement_groups", Filters=[tags.of_any_pool()])
-    except SkywardError as problem:
-        _log.warning("placement groups are left out: %s", problem)
+        found = account.call("ec2", "describe_placement_groups", attempts=2, Filters=[which])
+    except SkywardError:
+        if needed:
+            raise
         return []
     return [each for each in found["PlacementGroups"] if each.get("State") == "available"]
 

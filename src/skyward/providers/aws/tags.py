@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,14 @@ NODES = "skyward:nodes"
 
 USER = "skyward:user"
 """The user to log in as."""
+
+
+_POOL_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+def is_pool(name: str) -> bool:
+    """Whether a name may be that of a pool: one from a tag may be anything."""
+    return _POOL_ID.fullmatch(name) is not None
 
 
 def resource_name(pool: str) -> str:
@@ -38,6 +47,36 @@ def specification(kind: str, order: Order, **more: str) -> dict[str, Any]:
         "ResourceType": kind,
         "Tags": [{"Key": key, "Value": value} for key, value in tags.items()],
     }
+
+
+def listed(nodes: Sequence[int]) -> str:
+    """Numbers in the form of a tag, which has 256 characters at most.
+
+    >>> listed([0, 1, 2, 5, 7, 8])
+    '0-2 5 7-8'
+    """
+    ranges: list[list[int]] = []
+    for node in nodes:
+        if ranges and node == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [node]
+        else:
+            ranges.append([node])
+    return " ".join("-".join(map(str, each)) for each in ranges)
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of such a list; none if it is no such list.
+
+    >>> numbers("0-2 5")
+    [0, 1, 2, 5]
+    """
+    found: list[int] = []
+    for part in text.split():
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            return []
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def of_pool(pool: str) -> dict[str, Any]:

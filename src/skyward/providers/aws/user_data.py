@@ -15,6 +15,10 @@ busy() {
     done
     return 1
 }
+mark=/run/skyward-watch
+other=$(cat "$mark" 2>/dev/null)
+if [ -n "$other" ] && kill -0 "$other" 2>/dev/null; then exit 0; fi
+echo $$ >"$mark"
 now() { read -r up rest </proc/uptime; echo "${up%.*}"; }
 began=$(now) last=$(now)
 while :; do
@@ -33,18 +37,23 @@ keep the script from finding itself. A container has no `shutdown`; the last res
 FOREVER = 10 * 365 * 24 * 3600
 
 
+def watch(*, idle: float, ttl: float | None) -> str:
+    """A command for a shell that starts the script, unless it runs already; root runs it."""
+    script = _WATCH.replace("IDLE", str(max(LEAST_IDLE_SECONDS, int(idle)))).replace(
+        "TTL", str(FOREVER if ttl is None else max(1, int(ttl)))
+    )
+    return f"setsid sh -c {_quoted(script)} >/dev/null 2>&1 </dev/null &"
+
+
 def user_data(private: str, public: str, *, idle: float, ttl: float | None) -> str:
     """The configuration for cloud-init: the host's key, and the script that ends the instance.
 
     The client made the host's key, of both halves, so it knows the instance before the first login.
     """
-    watch = _WATCH.replace("IDLE", str(max(LEAST_IDLE_SECONDS, int(idle)))).replace(
-        "TTL", str(FOREVER if ttl is None else max(1, int(ttl)))
-    )
     # YAML reads JSON, and cloud-init reads YAML.
     document = {
         "ssh_keys": {"ed25519_private": private, "ed25519_public": public},
-        "runcmd": [["sh", "-c", f"setsid sh -c {_quoted(watch)} >/dev/null 2>&1 </dev/null &"]],
+        "runcmd": [["sh", "-c", watch(idle=idle, ttl=ttl)]],
     }
     return "#cloud-config\n" + json.dumps(document)
 
