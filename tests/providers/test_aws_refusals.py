@@ -109,6 +109,21 @@ def test_new_credentials_are_read_when_the_old_ones_have_expired(
     assert [call.key for call in aws.calls] == ["OLD", "OLD", "OLD", "OLD", "NEW"]
 
 
+def test_credentials_that_come_later_are_read(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a notebook, the user runs `aws configure` and then the cell again."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    account = Account()
+    with pytest.raises(sky.UnavailableError, match="no AWS credentials were found"):
+        account.call("ec2", "describe_subnets")
+    file.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = x\n")
+    assert account.call("ec2", "describe_subnets")["Subnets"]
+
+
 def test_credentials_that_aws_does_not_know_are_told_from_expired_ones(aws: Gateway) -> None:
     aws.fail("DescribeSubnets", "AuthFailure")
     problem = attempt(sky.AWS()).problem

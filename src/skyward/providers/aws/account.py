@@ -52,8 +52,8 @@ class Account:
     ) -> Any:
         """Make a request, such as `call("ec2", "describe_subnets")`, and return its answer.
 
-        After an answer that the credentials have expired, reads them anew and tries once more: the
-        user may have logged in again. With one attempt, only a request that AWS did not look at,
+        If there are no credentials, or they have expired, reads them anew and tries once more: the
+        user may have logged in since. With one attempt, only a request that AWS did not look at,
         because there were too many, is repeated.
         """
         renewed = False
@@ -65,7 +65,7 @@ class Account:
                 pause = next(pauses, None) if problem.code in _THROTTLED else None
                 if pause is not None:
                     time.sleep(pause)
-                elif problem.code in failures.EXPIRED and not renewed:
+                elif problem.code in failures.RENEWABLE and not renewed:
                     renewed = True
                     with self._lock:
                         self._session = None

@@ -38,6 +38,20 @@ CAPACITY = frozenset(
 )
 """Another zone or another type may work."""
 PRICE = frozenset({"SpotMaxPriceTooLow", "BidPriceTooLow"})
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+_LOGIN_NEEDED = frozenset(
+    {
+        *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "SSOError", "TokenRetrievalError"),
+        *(
+            "CredentialRetrievalError",
+            "PendingAuthorizationExpiredError",
+            "RefreshWithMFAUnsupportedError",
+        ),
+        *("LoginRefreshRequired", "LoginTokenLoadError", "LoginInsufficientPermissions"),
+    }
+)
+RENEWABLE = EXPIRED | _NO_CREDENTIALS | _LOGIN_NEEDED
+"""Errors after which the user may have got new credentials."""
 _WRONG_KEY = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException"}
 )
@@ -73,7 +87,7 @@ def explained(
     kind = type(problem).__name__
     named = f" --profile {profile}" if profile else ""
     login = f"`aws sso login{named}`"
-    if kind in ("NoCredentialsError", "PartialCredentialsError"):
+    if kind in _NO_CREDENTIALS:
         return RequestError(
             f"no AWS credentials were found for {_who(profile)}: run `aws configure{named}` or "
             f"{login}, set AWS_PROFILE, or run this where an instance role gives them",
@@ -100,19 +114,6 @@ def explained(
     error = response.get("Error", {})
     code, said = str(error.get("Code", "")), str(error.get("Message", ""))
     return RequestError(_words(code, said, service, action, profile, login), code)
-
-
-_LOGIN_NEEDED = frozenset(
-    {
-        *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "SSOError", "TokenRetrievalError"),
-        *(
-            "CredentialRetrievalError",
-            "PendingAuthorizationExpiredError",
-            "RefreshWithMFAUnsupportedError",
-        ),
-        *("LoginRefreshRequired", "LoginTokenLoadError", "LoginInsufficientPermissions"),
-    }
-)
 
 
 def _words(code: str, said: str, service: str, action: str, profile: str | None, login: str) -> str:
