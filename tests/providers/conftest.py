@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from skyward.nodes.journal import Journal
+from skyward.providers import Order
 
 from . import ec2 as testbed_ec2
 from . import kube, podman, ssh_hosts
@@ -115,6 +117,57 @@ def ec2(aws_gateway: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     aws_gateway.reset()
     yield aws_gateway
     aws_gateway.reset()
+
+
+@pytest.fixture(scope="session")
+def aws_records() -> Iterator[Gateway]:
+    """An account of AWS whose instances are records, and no machines."""
+    from moto.server import ThreadedMotoServer
+
+    from .aws_gateway import Gateway
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        gateway = Gateway(f"http://{host}:{port}")
+        try:
+            yield gateway
+        finally:
+            gateway.close()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def aws_variables(aws_records: Gateway, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same for all tests: with them, clients of the SDK and the catalogue are kept."""
+    folder = tmp_path_factory.mktemp("aws")
+    cache = {"SKYWARD_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    return testbed_ec2.variables(aws_records, folder) | cache
+
+
+@pytest.fixture
+def aws(
+    aws_records: Gateway, aws_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Gateway]:
+    """An account in which nothing is and nothing may be left, where all instances have booted."""
+    from skyward.providers.aws.machine import AWSMachine
+
+    from .aws_orders import left
+
+    async def make(self: AWSMachine, order: Order, watch: str) -> None:
+        order.tell("waiting for the machine to boot")
+
+    monkeypatch.setattr(AWSMachine, "make", make)
+    for name in testbed_ec2.OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in aws_variables.items():
+        monkeypatch.setenv(name, value)
+    aws_records.reset()
+    yield aws_records
+    assert left(aws_records) == []
 
 
 @pytest.fixture(autouse=True)

@@ -261,13 +261,18 @@ class AWS:
 
     async def sweep(self, pool: str) -> None:
         """Remove the pool's security group, key pair, placement group and keys."""
+        from skyward.providers.aws.keys import keys_of
         from skyward.providers.aws.site import STRATEGIES
         from skyward.providers.aws.sweeping import sweep
+
+        known = _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
+        # The keys are made first. Without credentials, nobody could ask AWS what there is.
+        if known is not None and known.launches.asked and not keys_of(pool, None).folder.exists():
+            return
 
         grouped = self.placement_group in STRATEGIES
         account = await asyncio.to_thread(self._own_account)
         await asyncio.to_thread(sweep, account, pool, grouped=grouped)
-        _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
 
     async def remains(self) -> Sequence[Remains]:
         """Everything in the region that has the tag of a pool."""

@@ -10,11 +10,6 @@ from skyward.errors import SkywardError, UnavailableError, UnreachableError
 EXPIRED = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 )
-RENEWABLE = EXPIRED | {
-    *("NoCredentialsError", "PartialCredentialsError", "UnauthorizedSSOTokenError"),
-    *("SSOTokenLoadError", "TokenRetrievalError", "CredentialRetrievalError"),
-}
-"""What new credentials would mend."""
 DENIED = frozenset(
     {
         "UnauthorizedOperation",
@@ -57,6 +52,20 @@ NOT_YET = frozenset(
 )
 """What was just made: AWS tells its parts of it one by one."""
 PRICE = frozenset({"SpotMaxPriceTooLow", "BidPriceTooLow"})
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+_LOGIN_NEEDED = frozenset(
+    {
+        *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "SSOError", "TokenRetrievalError"),
+        *(
+            "CredentialRetrievalError",
+            "PendingAuthorizationExpiredError",
+            "RefreshWithMFAUnsupportedError",
+        ),
+        *("LoginRefreshRequired", "LoginTokenLoadError", "LoginInsufficientPermissions"),
+    }
+)
+RENEWABLE = EXPIRED | _NO_CREDENTIALS | _LOGIN_NEEDED
+"""Errors after which the user may have got new credentials."""
 _WRONG_KEY = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException"}
 )
@@ -104,7 +113,7 @@ def explained(
     kind = type(problem).__name__
     named = f" --profile {profile}" if profile else ""
     login = f"`aws sso login{named}`"
-    if kind in ("NoCredentialsError", "PartialCredentialsError"):
+    if kind in _NO_CREDENTIALS:
         return RequestError(
             f"no AWS credentials were found for {_who(profile)}: run `aws configure{named}` or "
             f"{login}, set AWS_PROFILE, or run this where an instance role gives them",
@@ -134,19 +143,6 @@ def explained(
         # No answer of AWS's, but a page of something in between.
         said = f"its answer was the status {code}"
     return RequestError(_words(code, said, service, action, profile, login), code)
-
-
-_LOGIN_NEEDED = frozenset(
-    {
-        *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "SSOError", "TokenRetrievalError"),
-        *(
-            "CredentialRetrievalError",
-            "PendingAuthorizationExpiredError",
-            "RefreshWithMFAUnsupportedError",
-        ),
-        *("LoginRefreshRequired", "LoginTokenLoadError", "LoginInsufficientPermissions"),
-    }
-)
 
 
 def _words(code: str, said: str, service: str, action: str, profile: str | None, login: str) -> str:

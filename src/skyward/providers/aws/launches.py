@@ -30,6 +30,8 @@ class Launches:
         self._work: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
         self._site: Site | None = None
+        self.asked = False
+        """Whether anything was ordered, in this process."""
         self._given_up: set[int] = set()
         """The nodes whose orders were cancelled while they were being fulfilled."""
         self._failed: set[tuple[str, str, str]] = set()
@@ -43,6 +45,7 @@ class Launches:
         If cancelled, ends the instance that may have been bought already.
         """
         bought: asyncio.Future[Bought] = asyncio.get_running_loop().create_future()
+        self.asked = True
         self._given_up.discard(order.node)
         self._orders.append((order, bought))
         if self._work is None or self._work.done():

@@ -230,17 +230,15 @@ class AWSMachine:
         more: dict[str, Any]
         for more in ({"Latest": True}, {}):
             with contextlib.suppress(RequestError):
-                answer = await asyncio.to_thread(
-                    self._instances.account.call,
-                    "ec2",
-                    "get_console_output",
-                    InstanceId=self.id,
-                    **more,
-                )
+                answer = await asyncio.to_thread(self._console, more)
                 if keys := _host_keys(answer):
                     await asyncio.to_thread(self._keys.trust, addresses, keys)
                     return True
         return False
+
+    def _console(self, more: dict[str, Any]) -> Any:
+        account = self._instances.account
+        return account.call("ec2", "get_console_output", InstanceId=self.id, **more)
 
     async def _check_that_it_runs(self) -> None:
         found = (await self._instances.look()).get(self.id)
