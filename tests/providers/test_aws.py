@@ -50,22 +50,10 @@ def podman(*command: str) -> str:
     return done.stdout.strip()
 
 
-def sweep_all(ec2: Gateway) -> None:
-    """Remove what pools have besides their instances, which must be gone."""
-    assert ec2.account.instances() == []
-
-    async def sweep() -> None:
-        for each in await sky.AWS().remains():
-            await sky.AWS().sweep(each.pool)
-
-    asyncio.run(sweep())
-
-
 @pytest.fixture
 def ec2(ec2: Gateway) -> Iterator[Gateway]:
     """An account in which nothing may be left."""
     yield ec2
-    sweep_all(ec2)
     assert left(ec2) == []
 
 
@@ -81,7 +69,6 @@ def account(gateway: Gateway, folder: Path) -> Iterator[Gateway]:
         gateway.reset()
         try:
             yield gateway
-            sweep_all(gateway)
             assert left(gateway) == []
         finally:
             gateway.reset()

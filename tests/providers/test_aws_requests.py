@@ -81,7 +81,7 @@ def test_an_instance_is_asked_for_with_all_that_keeps_it_safe_and_short_lived(
     for each in given.values():
         assert each["skyward:pool"] == outcome.pool
         assert each["skyward:name"] == "mine"
-        assert each["skyward:nodes"] == "0 1"
+        assert each["skyward:nodes"] == "0-1"
         assert each["skyward:pid"] == str(os.getpid())
 
 
@@ -553,7 +553,7 @@ def test_an_instance_that_aws_does_not_list_yet_is_waited_for(aws: Gateway) -> N
     assert len(aws.made("DescribeInstances")) > 3
 
 
-def test_an_instance_that_aws_does_not_list_yet_is_found_after_a_cancellation(
+def test_a_cancelled_order_ends_an_instance_that_aws_does_not_list_yet(
     aws: Gateway,
 ) -> None:
     async def scenario() -> None:
@@ -565,8 +565,7 @@ def test_an_instance_that_aws_does_not_list_yet_is_found_after_a_cancellation(
             aws.slow_to_appear(1.0)
         await asyncio.wait({task})
         assert task.cancelled()
-        (found,) = await provider.find(order.pool)
-        await found.destroy()
+        assert await provider.find(order.pool) == []
         await provider.sweep(order.pool)
 
     asyncio.run(scenario())

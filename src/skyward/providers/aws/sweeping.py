@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, state_of
 from skyward.providers.aws.keys import forget_keys
 
+_log = logging.getLogger("skyward")
 END_SECONDS = 150.0
 """How long the instances of a pool may take to end; until then, their security group stays."""
 _GONE = frozenset(
@@ -61,9 +63,15 @@ def sweep(
     groups = account.pages("ec2", "describe_security_groups", "SecurityGroups", Filters=mine)
     for each in groups:
         _removed(account, deadline, clock, "delete_security_group", GroupId=each["GroupId"])
-    for each in _placement_groups(account, tags.of_pool(pool), needed=grouped):
-        name = str(each["GroupName"])
-        _removed(account, deadline, clock, "delete_placement_group", GroupName=name)
+    try:
+        groups = _placement_groups(account, tags.of_pool(pool))
+    except SkywardError:
+        # Most pools have none, and most users need not be allowed to list them.
+        if grouped:
+            raise
+        groups = []
+    for each in groups:
+        _removed(account, deadline, clock, "delete_placement_group", GroupName=each["GroupName"])
 
 
 def _instances(account: Account, pool: str) -> list[dict[str, Any]]:
@@ -110,8 +118,11 @@ def remains(account: Account) -> list[Remains]:
         note(each, f"security group {each['GroupId']}")
     for each in account.call("ec2", "describe_key_pairs", Filters=marked)["KeyPairs"]:
         note(each, f"key pair {each['KeyName']}")
-    for each in _placement_groups(account, tags.of_any_pool(), needed=False):
-        note(each, f"placement group {each['GroupName']}")
+    try:
+        for each in _placement_groups(account, tags.of_any_pool()):
+            note(each, f"placement group {each['GroupName']}")
+    except SkywardError as problem:
+        _log.warning("placement groups are left out: %s", problem)
     return [
         Remains(
             pool=pool,
@@ -124,16 +135,8 @@ def remains(account: Account) -> list[Remains]:
     ]
 
 
-def _placement_groups(
-    account: Account, which: dict[str, Any], *, needed: bool
-) -> list[dict[str, object]]:
-    """Placement groups of pools; if they are not needed, none where the user may not list any."""
-    try:
-        found = account.call("ec2", "describe_placement_groups", attempts=2, Filters=[which])
-    except SkywardError:
-        if needed:
-            raise
-        return []
+def _placement_groups(account: Account, which: dict[str, Any]) -> list[dict[str, Any]]:
+    found = account.call("ec2", "describe_placement_groups", attempts=2, Filters=[which])
     return [each for each in found["PlacementGroups"] if each.get("State") == "available"]
 
 
