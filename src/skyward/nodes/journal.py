@@ -128,14 +128,25 @@ class Journal:
             )
 
     def made(
-        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+        self,
+        pool: str,
+        node: int,
+        machine: str,
+        address: str | None,
+        price: float | None = None,
+        created: float | None = None,
     ) -> None:
-        """Note that a node's machine was made, and its price for an hour if it has its own."""
+        """Note that a node's machine was made, and its price for an hour if it has its own.
+
+        `created` says when, if not now. A machine that was noted before keeps its time.
+        """
+        created = time.time() if created is None else created
         with self._connected() as database:
             database.execute(
-                "update machines set id = ?, address = ?, created = ?, price = ? "
-                "where pool = ? and node = ?",
-                (machine, address, time.time(), price, pool, node),
+                "update machines set id = ?1, address = ?2, price = ?3, "
+                "created = case when id is ?1 then created else ?4 end "
+                "where pool = ?5 and node = ?6",
+                (machine, address, price, created, pool, node),
             )
 
     def gone(self, pool: str, node: int) -> None:
@@ -247,7 +258,13 @@ class NoJournal(Journal):
         """Write nothing."""
 
     def made(
-        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+        self,
+        pool: str,
+        node: int,
+        machine: str,
+        address: str | None,
+        price: float | None = None,
+        created: float | None = None,
     ) -> None:
         """Write nothing."""
 
