@@ -110,13 +110,17 @@ class TestLedger:
         ledger.begin(an_offer(cost=1))
         assert ledger.receipt().startswith("cost at least $0.00: ")
 
-    def test_the_providers_price_holds_where_an_offer_has_none(self, clock: Clock) -> None:
+    def test_the_providers_price_holds_for_machines_without_an_offer_alone(
+        self, clock: Clock
+    ) -> None:
         ledger = Ledger(lambda: 2.0, clock)
         ledger.begin(None)
-        ledger.begin(an_offer(cost=None))
-        assert ledger.hourly_cost == 4
         clock.minutes = 2
-        assert ledger.receipt().startswith("cost $0.13: 1 machine for 2 min, 1 x m1.small")
+        assert ledger.hourly_cost == 2
+        assert ledger.receipt() == "cost $0.0667: 1 machine for 2 min"
+        ledger.begin(an_offer(cost=None))
+        assert (ledger.cost, ledger.hourly_cost) == (None, None)
+        assert ledger.receipt().startswith("cost at least $0.0667: 1 machine for 2 min, 1 x m1.")
 
     def test_machines_that_cost_nothing_have_no_receipt(self, clock: Clock) -> None:
         for price in (0.0, None):
@@ -233,6 +237,19 @@ class TestJournal:
         assert record.machines == ()
         assert record.spent > 0
         assert not asyncio.run(shop.find("p"))
+
+    def test_a_machine_of_unknown_price_does_not_cost_what_its_pools_others_cost(
+        self, state: Journal
+    ) -> None:
+        state.open_pool("p", "mine", "shop", {}, 0.5)
+        state.intend("p", 0)
+        assert state.pools()[0].hourly_cost == 0.5, "what it will probably cost"
+        state.made("p", 0, "m-0", "10.0.0.1", None)
+        (record,) = state.pools()
+        assert (record.cost, record.hourly_cost) == (None, None)
+        state.gone("p", 0)
+        (record,) = state.pools()
+        assert (record.spent, record.cost, record.hourly_cost) == (0, None, 0)
 
     def test_a_machine_costs_from_when_it_was_bought(
         self, shop: Shop, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
