@@ -6,10 +6,11 @@ file below `root`, which must be swept up.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,8 @@ class Stock:
     requests: list[Request] = field(default_factory=list)
     watch: Callable[[], object] = lambda: None
     """Called when a machine is asked for."""
+    boot: Callable[[], Awaitable[None]] | None = None
+    """What a machine that was bought does before it is there; None if a shop does not say so."""
     swept: list[str] = field(default_factory=list)
 
 
@@ -111,8 +114,16 @@ class Shop(sky.Local):
         )
         if self.stock.failures:
             raise self.stock.failures.pop(0)
+        offer = next(iter(self.offers(order.request)), None)
         machine: Any = await super().create(order)
-        machine.offer = next(iter(self.offers(order.request)), None)
+        machine.offer = offer
+        if self.stock.boot is not None:
+            await asyncio.to_thread(order.bought, machine.id, offer)
+            try:
+                await self.stock.boot()
+            except Exception:
+                await machine.destroy()
+                raise
         machine.notice = self.stock.notice
         return machine
 

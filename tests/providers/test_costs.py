@@ -110,13 +110,17 @@ class TestLedger:
         ledger.begin(an_offer(cost=1))
         assert ledger.receipt().startswith("cost at least $0.00: ")
 
-    def test_the_providers_price_holds_where_an_offer_has_none(self, clock: Clock) -> None:
+    def test_the_providers_price_holds_for_machines_without_an_offer_alone(
+        self, clock: Clock
+    ) -> None:
         ledger = Ledger(lambda: 2.0, clock)
         ledger.begin(None)
-        ledger.begin(an_offer(cost=None))
-        assert ledger.hourly_cost == 4
         clock.minutes = 2
-        assert ledger.receipt().startswith("cost $0.13: 1 machine for 2 min, 1 x m1.small")
+        assert ledger.hourly_cost == 2
+        assert ledger.receipt() == "cost $0.0667: 1 machine for 2 min"
+        ledger.begin(an_offer(cost=None))
+        assert (ledger.cost, ledger.hourly_cost) == (None, None)
+        assert ledger.receipt().startswith("cost at least $0.0667: 1 machine for 2 min, 1 x m1.")
 
     def test_machines_that_cost_nothing_have_no_receipt(self, clock: Clock) -> None:
         for price in (0.0, None):
@@ -233,6 +237,79 @@ class TestJournal:
         assert record.machines == ()
         assert record.spent > 0
         assert not asyncio.run(shop.find("p"))
+
+    def test_a_machine_of_unknown_price_does_not_cost_what_its_pools_others_cost(
+        self, state: Journal
+    ) -> None:
+        state.open_pool("p", "mine", "shop", {}, 0.5)
+        state.intend("p", 0)
+        assert state.pools()[0].hourly_cost == 0.5, "what it will probably cost"
+        state.made("p", 0, "m-0", "10.0.0.1", None)
+        (record,) = state.pools()
+        assert (record.cost, record.hourly_cost) == (None, None)
+        state.gone("p", 0)
+        (record,) = state.pools()
+        assert (record.spent, record.cost, record.hourly_cost) == (0, None, 0)
+
+    def test_a_machine_costs_from_when_it_was_bought(
+        self, shop: Shop, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("skyward.nodes.host.time.time", lambda: 1000.0 + clock())
+        state.open_pool("p", "mine", "shop", shop.describe(), None)
+        ledger = Ledger(lambda: None, clock)
+        seen: list[tuple[str | None, float | None, float]] = []
+
+        async def boot() -> None:
+            host_noted = host._noting
+            assert host_noted is not None
+            await asyncio.wrap_future(host_noted)
+            (machine,) = state.pools()[0].machines
+            seen.append((machine.address, machine.price, machine.created))
+            clock.minutes = 6
+
+        shop.stock.boot = boot
+        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        host.prepare()
+
+        (machine,) = state.pools()[0].machines
+        assert seen == [(None, 0.5, 1000.0)]
+        assert (machine.created, machine.address) == (1000.0, "127.0.0.1")
+        assert ledger.cost == pytest.approx(0.05)
+        assert state.pools()[0].cost == pytest.approx(0.05)
+        host.stop(0)
+        assert state.pools()[0].spent == pytest.approx(0.05)
+
+    def test_a_machine_that_was_bought_and_never_reached_has_cost_something(
+        self, shop: Shop, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("skyward.nodes.host.time.time", lambda: 1000.0 + clock())
+        state.open_pool("p", "mine", "shop", shop.describe(), None)
+        ledger = Ledger(lambda: None, clock)
+
+        async def boot() -> None:
+            clock.minutes = 6
+            raise sky.UnreachableError("it does not answer")
+
+        shop.stock.boot = boot
+        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        with pytest.raises(sky.UnreachableError):
+            host.prepare()
+        clock.minutes = 60
+
+        assert ledger.receipt() == "cost $0.0500: 1 x m1.small on demand for 6 min"
+        assert ledger.hourly_cost == 0
+        (record,) = state.pools()
+        assert (record.machines, record.spent) == ((), pytest.approx(0.05))
+
+    def test_a_machine_that_is_bought_when_its_node_has_ended_is_not_charged(
+        self, shop: Shop, state: Journal, ledger: Ledger
+    ) -> None:
+        state.open_pool("p", "mine", "shop", shop.describe(), None)
+        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        host.prepare()
+        host.stop(0)
+        shop.stock.orders[0].bought("m-9", an_offer())
+        assert ledger.hourly_cost == 0
 
     def test_a_journal_of_an_earlier_version_gets_the_new_columns(self, state: Journal) -> None:
         state.path.parent.mkdir(parents=True)

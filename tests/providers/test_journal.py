@@ -49,7 +49,7 @@ def test_a_pool_and_its_machines_are_on_record(journal: Journal) -> None:
     pool = opened(journal)
     journal.intend(pool, 0)
     journal.intend(pool, 1)
-    journal.made(pool, 1, "m-1", "10.0.0.1")
+    journal.made(pool, 1, "m-1", "10.0.0.1", 0.5)
 
     (record,) = journal.pools()
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from skyward.bootstrap import preparation
 from skyward.bootstrap.preparation import Environment
 from skyward.errors import PoolStartError
+from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
 from skyward.nodes.journal import Journal
@@ -79,7 +82,7 @@ class Host:
         self.may_return = not is_here(provider)
         """Whether a machine that is out of reach may come back."""
         self._provider = provider
-        self._order = order
+        self._order = dataclasses.replace(order, bought=self._bought)
         self._journal = journal
         self._phase, self._note = phase, note
         self._machine: Machine | None = None
@@ -96,6 +99,9 @@ class Host:
         self._lost = lost
         self._ledger = ledger or Ledger(lambda: None)
         self._charge: Charge | None = None
+        self._bought_id = ""
+        self._noting: concurrent.futures.Future[None] | None = None
+        """The writing of what was bought into the journal."""
         self._may_have_remains = False
         """Whether remains of a lost machine may still be there."""
         self._settled = threading.Event()
@@ -133,14 +139,18 @@ class Host:
         try:
             machine = self._machine = await self._provider.create(order)
         except Exception:
+            was_bought = self._end_charge()
+            await self._noted_purchase()
             # A `create` that fails leaves no machine, but an earlier machine may have remains.
-            if not self._may_have_remains:
+            if was_bought or not self._may_have_remains:
                 await self._recorded(self._journal.gone, order.pool, order.node)
-            self._intended = False
+            if was_bought and self._may_have_remains:
+                await self._recorded(self._journal.intend, order.pool, order.node)
             raise
         finally:
             self._settled.set()
-        charge = self._charge = self._ledger.begin(offer_of(machine))
+        await self._noted_purchase()
+        charge = self._charge = self._charge or self._ledger.begin(offer_of(machine))
         await self._recorded(
             self._journal.made,
             order.pool,
@@ -167,6 +177,47 @@ class Host:
         self._environment = environment
         self.hostname = environment.hostname
         self.accelerators, self.accelerator = environment.accelerators, environment.accelerator
+
+    def _bought(self, machine: str, offer: Offer | None) -> None:
+        """Charge for a machine from now on; the provider calls this, on any thread."""
+        with self._lock:
+            if not self._intended or machine == self._bought_id:
+                return
+            if self._charge is not None:
+                self._ledger.end(self._charge)
+            self._bought_id = machine
+            charge = self._charge = self._ledger.begin(offer)
+            writing = self._note_purchase(self._noting, machine, charge, time.time())
+            self._noting = provider_loop.submit(writing)
+
+    async def _note_purchase(
+        self,
+        earlier: concurrent.futures.Future[None] | None,
+        machine: str,
+        charge: Charge,
+        bought: float,
+    ) -> None:
+        if earlier is not None:
+            await asyncio.wrap_future(earlier)
+        order = self._order
+        await self._recorded(
+            self._journal.made, order.pool, order.node, machine, None, charge.hourly_cost, bought
+        )
+
+    async def _noted_purchase(self) -> None:
+        """Wait until the journal knows what was bought."""
+        if self._noting is not None:
+            # Shielded: a `create` that is cancelled meanwhile must not cancel the writing.
+            await asyncio.shield(asyncio.wrap_future(self._noting))
+
+    def _end_charge(self) -> bool:
+        """Note that the machine is gone, and say whether one was bought."""
+        with self._lock:
+            self._intended = False
+            charge = self._charge
+        if charge is not None:
+            self._ledger.end(charge)
+        return charge is not None
 
     async def _recorded(self, write: Callable[..., None], *what: object) -> None:
         """Write to the journal on another thread, because the write may wait for a lock."""
@@ -321,7 +372,7 @@ class Host:
                     f"{str(problem) or type(problem).__name__}; `sky down` tries again"
                 )
             return
-        self._intended = self._may_have_remains = False
-        if self._charge is not None:
-            self._ledger.end(self._charge)
+        self._may_have_remains = False
+        self._end_charge()
+        await self._noted_purchase()
         await self._recorded(self._journal.gone, order.pool, order.node)

@@ -32,7 +32,12 @@ create table if not exists machines (
     primary key (pool, node)
 );
 """
-_ADDED = (("pools", "spent", "real not null default 0"), ("machines", "price", "real"))
+_ADDED = (
+    ("pools", "spent", "real not null default 0"),
+    ("pools", "unpriced", "integer not null default 0"),
+    ("machines", "price", "real"),
+    ("machines", "unpriced", "integer not null default 0"),
+)
 """Columns that the tables of earlier versions do not have."""
 _BUSY_SECONDS = 30.0
 
@@ -51,6 +56,8 @@ class MachineRecord:
     """When the machine was made; until then, when the client was about to make it."""
     price: float | None = None
     """The machine's own price for an hour, if it is known."""
+    unpriced: bool = False
+    """Whether nobody knows the machine's price; without this and a price, it is the pool's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +73,12 @@ class PoolRecord:
     began: float
     created: float
     price: float | None
-    """The price of a machine for an hour, unless the machine has one of its own."""
+    """The price of a machine for an hour, until the machine itself has one."""
     machines: tuple[MachineRecord, ...]
     spent: float = 0.0
     """What the machines cost that are gone."""
+    unpriced: int = 0
+    """How many machines are gone whose price nobody knows."""
 
     @property
     def client(self) -> ClientState:
@@ -82,8 +91,10 @@ class PoolRecord:
     def cost(self) -> float | None:
         """The cost of the pool's machines so far, in US dollars; None if a price is unknown."""
         prices = self._prices()
-        if prices is None or (self.price is None and not prices):
-            return None if prices is None else self.spent or None
+        if prices is None or self.unpriced:
+            return None
+        if self.price is None and not prices:
+            return self.spent or None
         now = time.time()
         hours = [(now - each.created) / 3600 for each in self.machines]
         return self.spent + sum(h * price for h, price in zip(hours, prices, strict=True))
@@ -96,7 +107,10 @@ class PoolRecord:
 
     def _prices(self) -> list[float] | None:
         """The price of each machine; None if one is unknown."""
-        prices = [self.price if each.price is None else each.price for each in self.machines]
+        prices = [
+            self.price if each.price is None and not each.unpriced else each.price
+            for each in self.machines
+        ]
         known = [price for price in prices if price is not None]
         return known if len(known) == len(prices) else None
 
@@ -115,7 +129,7 @@ class Journal:
         values = (pool, name, provider, json.dumps(dict(arguments)), socket.gethostname(), pid)
         with self._connected() as database:
             database.execute(
-                "insert into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                "insert into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
                 (*values, _began(pid), time.time(), price),
             )
 
@@ -123,19 +137,30 @@ class Journal:
         """Note that the client is about to make a machine for a node."""
         with self._connected() as database:
             database.execute(
-                "insert or replace into machines values (?, ?, null, null, ?, null)",
+                "insert or replace into machines values (?, ?, null, null, ?, null, 0)",
                 (pool, node, time.time()),
             )
 
     def made(
-        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+        self,
+        pool: str,
+        node: int,
+        machine: str,
+        address: str | None,
+        price: float | None = None,
+        created: float | None = None,
     ) -> None:
-        """Note that a node's machine was made, and its price for an hour if it has its own."""
+        """Note that a node's machine was made, and its price for an hour; None if it is unknown.
+
+        `created` says when, if not now. A machine that was noted before keeps its time.
+        """
+        created = time.time() if created is None else created
         with self._connected() as database:
             database.execute(
-                "update machines set id = ?, address = ?, created = ?, price = ? "
-                "where pool = ? and node = ?",
-                (machine, address, time.time(), price, pool, node),
+                "update machines set id = ?1, address = ?2, price = ?3, unpriced = ?3 is null, "
+                "created = case when id is ?1 then created else ?4 end "
+                "where pool = ?5 and node = ?6",
+                (machine, address, price, created, pool, node),
             )
 
     def gone(self, pool: str, node: int) -> None:
@@ -143,10 +168,13 @@ class Journal:
         with self._connected() as database:
             database.execute(
                 "update pools set spent = spent + coalesce(("
-                "select (? - created) / 3600 * coalesce(machines.price, pools.price) "
-                "from machines where pool = ? and node = ? and machines.id is not null), 0) "
-                "where id = ?",
-                (time.time(), pool, node, pool),
+                "select (?1 - created) / 3600 * coalesce(machines.price, pools.price) "
+                "from machines where pool = ?2 and node = ?3 and machines.id is not null "
+                "and not machines.unpriced), 0), "
+                "unpriced = unpriced + coalesce(("
+                "select machines.unpriced from machines where pool = ?2 and node = ?3), 0) "
+                "where id = ?2",
+                (time.time(), pool, node),
             )
             database.execute("delete from machines where pool = ? and node = ?", (pool, node))
 
@@ -180,9 +208,10 @@ class Journal:
 
     @staticmethod
     def _record(database: sqlite3.Connection, row: tuple[Any, ...]) -> PoolRecord:
-        pool, name, provider, arguments, host, pid, began, created, price, spent = row
+        pool, name, provider, arguments, host, pid, began, created, price, spent, unpriced = row
         machines = database.execute(
-            "select node, id, address, created, price from machines where pool = ? order by node",
+            "select node, id, address, created, price, unpriced from machines "
+            "where pool = ? order by node",
             (pool,),
         ).fetchall()
         return PoolRecord(
@@ -195,8 +224,12 @@ class Journal:
             began=began,
             created=created,
             price=price,
-            machines=tuple(MachineRecord(*machine) for machine in machines),
+            machines=tuple(
+                MachineRecord(node, machine, address, since, cost, bool(unknown))
+                for node, machine, address, since, cost, unknown in machines
+            ),
             spent=spent,
+            unpriced=unpriced,
         )
 
     @contextlib.contextmanager
@@ -247,7 +280,13 @@ class NoJournal(Journal):
         """Write nothing."""
 
     def made(
-        self, pool: str, node: int, machine: str, address: str, price: float | None = None
+        self,
+        pool: str,
+        node: int,
+        machine: str,
+        address: str | None,
+        price: float | None = None,
+        created: float | None = None,
     ) -> None:
         """Write nothing."""
 

@@ -29,23 +29,24 @@ class Ledger:
     def __init__(
         self, price: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`price` returns the price of a machine whose offer does not say it."""
+        """`price` returns the price of a machine that was bought without an offer."""
         self._ask_price, self._clock = price, clock
         self._charges: list[Charge] = []
         self._lock = threading.Lock()
 
     @functools.cached_property
     def price(self) -> float | None:
-        """The price of a machine whose offer does not say it; may ask the provider, once."""
+        """The price of a machine without an offer; may ask the provider, once."""
         return self._ask_price()
 
     def begin(self, offer: Offer | None) -> Charge:
-        """Note that a machine was made."""
-        what, cost = "", None
-        if offer is not None:
+        """Note that a machine was made; if its offer has no price, the price is unknown."""
+        if offer is None:
+            what, cost = "", self.price
+        else:
             how = "spot" if offer.allocation == "spot" else "on demand"
             what, cost = f"{offer.instance_type} {how}", offer.hourly_cost
-        charge = Charge(what, self.price if cost is None else cost, self._clock())
+        charge = Charge(what, cost, self._clock())
         with self._lock:
             self._charges.append(charge)
         return charge

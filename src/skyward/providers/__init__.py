@@ -49,6 +49,10 @@ def tell_nobody(_: str) -> None:
     """Ignore what a provider waits for."""
 
 
+def charge_nobody(_machine: str, _offer: Offer | None) -> None:
+    """Ignore that a machine was bought."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order for one machine, for one node of one pool."""
@@ -63,6 +67,14 @@ class Order:
     """To be called with what the user should know, such as an offer that was passed over."""
     name: str = ""
     """The name that the user gave the pool."""
+    bought: Callable[[str, Offer | None], None] = field(
+        default=charge_nobody, compare=False, repr=False
+    )
+    """To be called, from any thread, with the id and the offer of a machine as soon as it costs.
+
+    A `create` that waits for its machine to boot calls this first: the boot costs money, also if
+    the machine is never reached. Without the call, a machine costs from the end of `create`.
+    """
 
 
 class Machine(Protocol):
