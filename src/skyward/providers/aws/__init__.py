@@ -213,6 +213,7 @@ class AWS:
         known = await self._pool(order.pool)
         for start in range(1, _STARTS + 1):
             bought = await known.launches.get(order)
+            order.bought(bought.id, bought.offer)
             order.tell("waiting for the machine to start")
             try:
                 instance = await known.instances.running(bought.id)

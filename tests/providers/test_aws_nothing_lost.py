@@ -1,0 +1,194 @@
+"""Nothing is lost on AWS: no money, no instance that nobody knows, no file that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyward as sky
+from skyward import accelerators
+from skyward.providers import Order
+from skyward.providers.aws import failures, images, sweeping, tags
+from skyward.providers.aws.account import shared_account
+from skyward.providers.aws.images import MachineImage
+from skyward.providers.aws.keys import forget_keys, keys_of
+from skyward.providers.aws.session import main as session_main
+
+from .aws_gateway import Gateway
+from .aws_orders import a_request, attempt, making
+from .aws_stand_ins import reservation
+
+
+@pytest.mark.parametrize("name", ["../..", "/tmp/x", "", ".", "a/b", "x" * 41, "a b", "é"])
+def test_a_tag_of_others_never_names_a_folder(name: str) -> None:
+    assert not tags.is_pool(name)
+    with pytest.raises(ValueError, match="no pool can be called"):
+        forget_keys(name)
+
+
+def test_what_others_have_tagged_with_no_pools_name_is_not_ours(aws: Gateway) -> None:
+    account = shared_account(None, None)
+    tagged = [{"Key": tags.POOL, "Value": "../../victim"}]
+    account.call(
+        "ec2",
+        "create_key_pair",
+        KeyName="hostile",
+        TagSpecifications=[{"ResourceType": "key-pair", "Tags": tagged}],
+    )
+    assert sweeping.remains(account) == []
+    account.call("ec2", "delete_key_pair", KeyName="hostile")
+
+
+def test_another_account_is_never_taken_for_the_pools_own(aws: Gateway) -> None:
+    mine = dict(sky.AWS().describe())
+    assert mine["account"]
+    other = sky.AWS(**mine | {"account": "999999999999"})
+    for ask in (other.find("p"), other.sweep("p")):
+        with pytest.raises(
+            sky.ConfigurationError, match="are of the account .* needs 999999999999"
+        ):
+            asyncio.run(ask)
+
+
+def test_what_was_bought_is_kept_when_a_later_request_fails(aws: Gateway) -> None:
+    aws.room = {zone: 0 for zone in "us-east-1b us-east-1c us-east-1d us-east-1f".split()}
+    aws.room["us-east-1a"] = 1
+    bought = []
+
+    def fails_after_the_first(call: Any) -> bool:
+        bought.append(call)
+        return sum(each.count > 0 for each in bought) > 6
+
+    aws.fail("RunInstances", "InternalError", when=fails_after_the_first)
+    outcome = attempt(sky.AWS(), nodes=2)
+    assert len(outcome.machines) == 1, "and its order did not fail with the other"
+    assert len(outcome.problems) == 1
+
+
+def test_a_quota_for_part_of_the_nodes_gives_that_part(aws: Gateway) -> None:
+    aws.fail("RunInstances", "VcpuLimitExceeded", when=lambda call: call.count > 1)
+    outcome = attempt(sky.AWS(instance_type="c7i.xlarge"), nodes=2)
+    assert len(outcome.machines) == 2
+    assert [call.count for call in aws.made("RunInstances")] == [2, 1, 1] or outcome.machines
+
+
+def test_a_quota_that_a_large_type_exceeds_does_not_rule_out_a_small_one() -> None:
+    assert (
+        failures.quota_of("p5.48xlarge", spot=True)[1]
+        != failures.quota_of("p4d.24xlarge", spot=True)[1]
+    )
+    assert failures.quota_of("gr6.4xlarge", spot=False) == failures.quota_of(
+        "g6.xlarge", spot=False
+    )
+    assert failures.quota_of("x2idn.16xlarge", spot=False)[0] == "Running On-Demand X instances"
+
+
+def test_much_dearer_machines_are_not_bought_without_a_limit(aws: Gateway) -> None:
+    l4 = a_request(accelerators.L4())
+    found = sky.AWS().offers(l4)
+    most = 2 * min(each.hourly_cost or 0 for each in found)
+    assert all((each.hourly_cost or 0) <= most for each in found)
+    assert len(sky.AWS().offers(replace(l4, max_hourly_cost=1000.0))) >= len(found)
+
+
+def test_the_quoted_price_is_that_of_the_reservation(aws: Gateway) -> None:
+    held = reservation("p5.48xlarge", "us-east-1b", count=2, block=True)
+    aws.stand_ins.reservations.append(held)
+    provider = sky.AWS(reservation=held["CapacityReservationId"])
+    (offer,) = provider.offers(a_request())
+    assert (offer.instance_type, offer.zone, offer.hourly_cost) == (
+        "p5.48xlarge",
+        "us-east-1b",
+        0.0,
+    )
+
+
+def test_a_placement_group_is_removed_without_the_journal(aws: Gateway) -> None:
+    account = shared_account(None, None)
+    order = Order("lostpool", 0, a_request())
+    account.call(
+        "ec2",
+        "create_placement_group",
+        GroupName=tags.resource_name("lostpool"),
+        Strategy="cluster",
+        TagSpecifications=[tags.specification("placement-group", order)],
+    )
+    (found,) = asyncio.run(sky.AWS().remains())
+    assert found.resources == ("placement group skyward-lostpool",)
+    asyncio.run(sky.AWS().sweep("lostpool"))
+    assert aws.leftovers() == []
+
+
+def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyward.providers.aws.instances import Instances
+
+    running, ended = Instances.running, []
+
+    async def first_ends(self: Instances, instance: str) -> Any:
+        if not ended:
+            ended.append(instance)
+            raise failures.RequestError("it ended", "Server.InsufficientInstanceCapacity")
+        return await running(self, instance)
+
+    monkeypatch.setattr(Instances, "running", first_ends)
+    outcome = attempt(sky.AWS())
+    assert len(outcome.machines) == 1
+    first, second = aws.made("RunInstances")
+    assert first.zone != second.zone
+
+
+def test_every_volume_of_an_ami_is_encrypted_and_ends_with_the_instance(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = MachineImage("ami-1e749f67", "mine", "x86_64", "/dev/sda1", 8, ("/dev/sdf",))
+    monkeypatch.setattr(images, "given_image", lambda account, ami: image)
+    attempt(sky.AWS(ami="ami-1e749f67", user="me"))
+    (call,) = aws.made("RunInstances")
+    shown = str(call.parameters)
+    assert "/dev/sdf" in shown
+    assert shown.count("DeleteOnTermination") >= 2
+    assert call.tags()[tags.USER] == "me"
+
+
+@given(st.sets(st.integers(0, 2000)))
+def test_the_nodes_of_a_launch_fit_into_a_tag(nodes: set[int]) -> None:
+    assert tags.numbers(tags.listed(sorted(nodes))) == sorted(nodes)
+
+
+def test_a_thousand_nodes_fit_into_a_tag() -> None:
+    assert len(tags.listed(range(1000))) < 256
+    assert tags.numbers("nonsense 3") == []
+
+
+def test_the_token_of_a_session_is_in_no_command_line(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "session-manager-plugin"
+    plugin.write_text("#!/bin/sh\necho 1.2.707.0\n")
+    plugin.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execvpe", lambda _, line, mine: started.append((line, mine)))
+    monkeypatch.setattr("sys.argv", ["session", "i-0abc", "us-east-1", ""])
+    session_main()
+    ((line, mine),) = started
+    assert line[1] == "AWS_SSM_START_SESSION_RESPONSE"
+    assert "TokenValue" in mine[line[1]]
+    assert not any("TokenValue" in word for word in line)
+
+
+def test_nothing_is_made_for_a_request_that_nothing_fulfils(aws: Gateway) -> None:
+    message = attempt(sky.AWS(), a_request(accelerators.A100(16))).problem
+    assert "A100" in message
+    assert making(aws) == []
+    assert not keys_of("t", None).folder.parent.exists() or not list(
+        keys_of("t", None).folder.parent.iterdir()
+    )
