@@ -57,7 +57,7 @@ def wait_for(path: str) -> bool:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes are tried again soon."""
-    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.3, 0.6))
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.3, 0.6))
 
 
 def states(pool: sky.Compute) -> list[str]:
@@ -116,7 +116,7 @@ def test_growth_that_fails_is_tried_again_after_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Eventually
 ) -> None:
     """The pauses double, from one second: the third is one of four."""
-    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (1.0, 300.0))
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (1.0, 300.0))
     provider = Scarce(missing={1})
     with sky.Compute(provider, nodes=(1, 2), options=QUIET) as pool:
         gate = tmp_path / "gate"
@@ -174,7 +174,7 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
 def test_resize_starts_failed_nodes_again_and_returns_when_all_are_ready(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (300.0, 300.0))
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (300.0, 300.0))
     provider = Scarce(missing={1, 3})
     with sky.Compute(provider, nodes=sky.Nodes(3, min=2), options=QUIET) as pool:
         eventually(lambda: states(pool) == ["ready", "failed", "ready"])

@@ -26,6 +26,11 @@ from .shop import Shop, an_offer, opened
 LOUD = sky.Options(console=True)
 
 
+@sky.function
+def square(number: int) -> int:
+    return number * number
+
+
 @pytest.fixture
 def shop(tmp_path: Path) -> Iterator[Shop]:
     with opened(tmp_path) as shop:
@@ -191,6 +196,42 @@ class TestPools:
         with sky.Compute(options=LOUD) as compute:
             assert (compute.stats().cost, compute.stats().hourly_cost) == (0, 0)
         assert "$" not in capsys.readouterr().err
+
+
+class TestBuyingInVain:
+    @pytest.fixture
+    def unreachable(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+        """A shop whose machines are bought, and never answer."""
+        monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.0, 0.0))
+
+        async def boot() -> None:
+            raise sky.UnreachableError("it does not answer")
+
+        shop.stock.boot = boot
+        return shop
+
+    def test_after_three_machines_the_node_is_given_up_until_a_resize(
+        self, unreachable: Shop, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with sky.Compute(unreachable, nodes=(0, 4), options=LOUD) as compute:
+            for _ in range(2):
+                with pytest.raises(sky.NodeLostError) as failed:
+                    (square(2) > compute).result(30)
+                assert "3 machines in a row were bought and did not become" in str(failed.value)
+                assert "compute.resize" in str(failed.value)
+                assert len(unreachable.stock.orders) == 3
+            assert "so no more are bought; compute.resize tries again" in capsys.readouterr().err
+
+            unreachable.stock.boot = None
+            compute.resize(1)
+            assert square(2) >> compute == 4
+
+    def test_what_was_never_bought_is_tried_again(self, unreachable: Shop) -> None:
+        unreachable.stock.boot = None
+        unreachable.stock.failures = [sky.UnavailableError("sold out")] * 5
+        with sky.Compute(unreachable, nodes=(0, 1), options=LOUD) as compute:
+            assert (square(2) > compute).result(30) == 4
+        assert len(unreachable.stock.orders) == 6
 
 
 class TestJournal:
