@@ -222,6 +222,30 @@ def test_a_pool_does_not_shrink_below_what_a_resize_has_just_asked_for(change: s
     assert shrunk == [2 if change == "none" else 3]
 
 
+def test_a_node_that_has_just_come_gets_its_tasks_before_another_is_started() -> None:
+    now, grown = 0.0, []
+    waiting: Any = type("Waiting", (), {"backlog": 1, "lanes": ()})()
+    scaler = Scaler(
+        sky.Nodes(0, max=4),
+        sky.Options(),
+        waiting,
+        None,  # type: ignore[arg-type]
+        grow=lambda count: bool(grown.append(count)) or True,
+        shrink=lambda target: None,
+        clock=lambda: now,
+    )
+    scaler.look(0, coming=0, slots=1)
+    assert grown == [1]
+    now = 60.0
+    scaler.look(1, coming=1, slots=1)
+    now = 61.0
+    scaler.look(1, coming=0, slots=1)
+    assert grown == [1]
+    now += 1.1
+    scaler.look(1, coming=0, slots=1)
+    assert grown == [1, 2], "the task waits in spite of the node"
+
+
 def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:
     """Its machine says how many GPUs it has when it is up; broadcasts ask before that."""
     provider: Any = sky.Local()
