@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,6 +268,27 @@ class TestJournal:
 
         assert heads.split()[-2:] == ["COST", "$/HOUR"]
         assert row.split()[-1] == "$1.25"
+
+    def test_the_cost_of_a_pool_left_behind_is_an_upper_bound(
+        self, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("skyward.nodes.journal.time.time", lambda: 1000.0 + clock())
+        state.open_pool("p", "mine", "shop", {}, None)
+        state.intend("p", 0)
+        state.made("p", 0, "m-0", "10.0.0.1", 1.2)
+        clock.minutes = 60
+
+        def shown() -> tuple[str, bool]:
+            row = CliRunner().invoke(command, ["ps"]).output.splitlines()[1]
+            (document,) = json.loads(CliRunner().invoke(command, ["ps", "--json"]).output)
+            assert document["cost"] == pytest.approx(1.2)
+            return row, document["cost_is_upper_bound"]
+
+        row, bound = shown()
+        assert ("at most" in row, bound) == (False, False), "its process watches its machines"
+        monkeypatch.setattr("skyward.nodes.journal._began", lambda pid: 0.0)
+        row, bound = shown()
+        assert ("at most $1.20" in row, bound) == (True, True)
 
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
