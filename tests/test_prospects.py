@@ -79,6 +79,15 @@ def test_a_node_added_again_under_the_same_number_is_expected_again() -> None:
     assert prospects.why_not() == ""
 
 
+def test_a_pool_does_not_grow_into_a_failure_that_every_node_would_have() -> None:
+    prospects = expecting(0)
+    prospects.grow_up_to(4)
+    prospects.fail(0, OSError("three were bought"), alike=True)
+    assert not prospects.can_run(Aim())
+    prospects.leave(0)
+    assert prospects.can_run(Aim())
+
+
 def test_in_a_pool_without_nodes_that_can_grow_tasks_wait() -> None:
     prospects = expecting()
     assert not prospects.can_run(Aim())

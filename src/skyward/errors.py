@@ -66,6 +66,9 @@ class UnreachableError(PoolStartError, ConnectionError):
 class UnavailableError(PoolStartError):
     """The provider sells no such machine now: capacity, quota, price, permission, credentials."""
 
+    passing: bool = True
+    """Whether it may help to try again later, though the user changes nothing."""
+
 
 class HostKeyError(PoolStartError):
     """A host showed another key than the one on record; no data was sent to it."""

@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from skyward.nodes.node import MOVES, RETRY_PAUSES, START_ATTEMPTS, Node, State
+from skyward.nodes.node import MOVES, START_ATTEMPTS, Node, State
+from skyward.nodes.retries import BOUGHT_IN_VAIN, RETRY_PAUSES
 
 
 class Clock:
@@ -25,6 +26,7 @@ class StillHost:
 
     may_return = True
     made = False
+    was_bought = False
 
     def stop(self, seconds: float) -> None:
         pass
@@ -132,7 +134,7 @@ def test_a_node_that_is_lost_again_and_again_fails_for_good(node: Node) -> None:
         assert node.lose("gone")
         assert node.state == ("failed" if attempt == START_ATTEMPTS else "lost")
         node.start_again(lambda host: host) if attempt < START_ATTEMPTS else None
-    assert node.retry_at is None
+    assert node.retries.at is None
     assert not node.is_expected
 
 
@@ -155,12 +157,12 @@ def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(
     for _ in range(10):
         assert node.fail(RuntimeError("no quota"), retry=True)
         assert node.is_expected
-        assert node.retry_at is not None
-        pauses.append(node.retry_at - clock.now)
-        clock.now = node.retry_at - 0.1
-        assert not node.retry_is_due
+        assert node.retries.at is not None
+        pauses.append(node.retries.at - clock.now)
+        clock.now = node.retries.at - 0.1
+        assert not node.retries.is_due
         clock.now += 0.2
-        assert node.retry_is_due
+        assert node.retries.is_due
         assert node.start_again(lambda host: host)
     assert pauses[:3] == pytest.approx([first, 2 * first, 4 * first])
     assert pauses[-1] == pytest.approx(longest)
@@ -172,5 +174,54 @@ def test_a_node_that_came_at_last_begins_with_short_pauses_again(node: Node) -> 
         node.start_again(lambda host: host)
     assert node.become_ready(0)
     assert node.joined
-    assert node.failed_starts == 0
+    assert node.retries.failed == 0
     assert node.failure is None
+
+
+class BoughtHost(StillHost):
+    """A host whose machine was bought."""
+
+    was_bought = True
+
+
+def new_host(_: Any) -> Any:
+    return BoughtHost()
+
+
+def test_no_more_machines_are_bought_after_three_that_did_not_become_ready(clock: Clock) -> None:
+    node = Node(3, new_host(None), clock=clock)
+    for attempt in range(1, BOUGHT_IN_VAIN + 1):
+        assert node.fail(RuntimeError("no route"), retry=True)
+        assert node.is_expected == (attempt < BOUGHT_IN_VAIN)
+        node.start_again(new_host) if attempt < BOUGHT_IN_VAIN else None
+    assert str(node.failure) == (
+        "node 3: 3 machines in a row were bought and did not become ready, so no more are bought; "
+        "compute.resize tries again. The last failure: no route"
+    )
+    clock.now += 10 * RETRY_PAUSES[1]
+    assert not node.retries.is_due
+    assert node.start_again(new_host)
+    assert node.fail(RuntimeError("no route"), retry=True)
+    assert node.is_expected, "the user's own attempt counts from the beginning"
+
+
+def test_a_machine_that_became_ready_was_not_bought_in_vain(clock: Clock) -> None:
+    node = Node(3, new_host(None), clock=clock)
+    for _ in range(2 * BOUGHT_IN_VAIN):
+        node.fail(RuntimeError("no route"), retry=True)
+        node.start_again(new_host)
+        assert node.become_ready(0)
+        clock.now += 100
+        node.lose("gone")
+        assert node.state == "lost"
+        node.start_again(new_host)
+
+
+def test_a_lost_node_that_is_out_of_reach_buys_no_more_than_three_machines(clock: Clock) -> None:
+    node = Node(3, new_host(None), clock=clock)
+    lost(node)
+    for attempt in range(1, BOUGHT_IN_VAIN + 1):
+        node.start_again(new_host)
+        assert (node.await_return() is None) == (attempt == BOUGHT_IN_VAIN)
+    assert node.fail(OSError("no route"), retry=True)
+    assert not node.is_expected

@@ -84,7 +84,7 @@ def test_a_broadcast_that_gets_no_node_says_why() -> None:
 def test_a_call_waits_for_a_machine_however_long_that_takes(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
     provider = SoldOut(missing={0})
     with sky.Compute(provider, nodes=(0, 1), options=QUIET) as pool:
         future = rank() > pool
@@ -128,3 +128,105 @@ def test_without_calls_nothing_is_started_and_nothing_costs() -> None:
         assert (pool.stats().cost, pool.stats().hourly_cost) == (0, 0)
         with pytest.raises(sky.ConfigurationError, match="from 0 to 0"):
             pool.run(rank(), on=1)
+
+
+class ForbiddenError(sky.UnavailableError):
+    """A refusal that no waiting helps against."""
+
+    passing = False
+
+
+@dataclass(frozen=True)
+class Refusing(sky.Local):
+    """A provider that refuses machines with the errors that a test gives."""
+
+    refusals: list[Exception] = field(default_factory=list, compare=False)
+
+    async def create(self, order: Order) -> Any:
+        """Make a machine, once there are no refusals left."""
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return await super().create(order)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ForbiddenError("you may not do this"),
+        sky.ConfigurationError("you may not do this"),
+        sky.ImageError("you may not do this"),
+        sky.LoginError("you may not do this"),
+        sky.HostKeyError("you may not do this"),
+        KeyError("you may not do this"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_call_does_not_wait_for_what_only_the_user_can_mend(
+    refusal: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = sky.Options(console=True)
+    with sky.Compute(Refusing(refusals=[refusal]), nodes=(0, 1), options=options) as pool:
+        with pytest.raises(sky.NodeLostError) as failed:
+            (rank() > pool).result(30)
+        assert "rank has no node to run on: " in str(failed.value)
+        assert "you may not do this" in str(failed.value)
+        assert str(failed.value).endswith("; the next call has one started again")
+        assert [node.state for node in pool.nodes] == ["failed"]
+
+        assert (rank() > pool).result(30) == (0, 1), "the cause is gone by now"
+    said = capsys.readouterr().err
+    assert said.count("; the next call tries again") == 1
+    assert "less and less often" not in said
+
+
+def test_a_call_waits_as_long_as_another_node_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    refusals = [sky.UnavailableError("sold out"), *[ForbiddenError("no")] * 30]
+    provider = Refusing(refusals=[*refusals])
+    with sky.Compute(provider, nodes=(0, 2), options=QUIET) as pool:
+        for future in (rank() > pool, rank() > pool):
+            with pytest.raises(sky.NodeLostError, match="has no node to run on: no;"):
+                future.result(30)
+        assert len(provider.refusals) <= 28, "both nodes were tried, and one of them twice"
+        provider.refusals.clear()
+        assert (rank() > pool).result(30)[1] in (1, 2)
+
+
+def test_a_broadcast_after_a_refusal_tries_again() -> None:
+    with sky.Compute(
+        Refusing(refusals=[ForbiddenError("no")] * 2), nodes=(0, 1), options=QUIET
+    ) as pool:
+        with pytest.raises(sky.NodeLostError):
+            (rank() > pool).result(30)
+        with pytest.raises(ForbiddenError):
+            rank() @ pool
+        assert rank() @ pool == [(0, 1)]
+
+
+def test_a_lost_node_that_only_the_user_can_bring_back_is_tried_at_the_next_call(
+    eventually: Eventually,
+) -> None:
+    provider = Refusing()
+    with sky.Compute(provider, options=QUIET) as pool:
+        pid = sky.function(os.getpid)() >> pool
+        provider.refusals.append(ForbiddenError("your login has expired"))
+        fleet = pool._open_pool._fleet
+        fleet._losses.lose(fleet.nodes[0], "pulled out")
+        eventually(lambda: pool.nodes[0].state == "failed")
+        assert sky.function(os.getpid)() >> pool != pid
+
+
+def test_a_refusal_that_may_pass_is_told_once_and_the_caller_may_stop_waiting(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    provider = SoldOut(missing={0})
+    options = sky.Options(console=True)
+    with sky.Compute(provider, nodes=(0, 1), options=options) as pool:
+        future = rank() > pool
+        eventually(lambda: provider.asked.count(0) >= 3)
+        with pytest.raises(TimeoutError):
+            future.result(0)
+        future.cancel()
+    said = capsys.readouterr().err
+    assert said.count("node 0 could not be started: there is no machine for node 0; it is") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,11 @@ from skyward.testing import plain_request
 from .shop import Shop, an_offer, opened
 
 LOUD = sky.Options(console=True)
+
+
+@sky.function
+def square(number: int) -> int:
+    return number * number
 
 
 @pytest.fixture
@@ -193,6 +199,42 @@ class TestPools:
         assert "$" not in capsys.readouterr().err
 
 
+class TestBuyingInVain:
+    @pytest.fixture
+    def unreachable(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+        """A shop whose machines are bought, and never answer."""
+        monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.0, 0.0))
+
+        async def boot() -> None:
+            raise sky.UnreachableError("it does not answer")
+
+        shop.stock.boot = boot
+        return shop
+
+    def test_after_three_machines_the_node_is_given_up_until_a_resize(
+        self, unreachable: Shop, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with sky.Compute(unreachable, nodes=(0, 4), options=LOUD) as compute:
+            for _ in range(2):
+                with pytest.raises(sky.NodeLostError) as failed:
+                    (square(2) > compute).result(30)
+                assert "3 machines in a row were bought and did not become" in str(failed.value)
+                assert "compute.resize" in str(failed.value)
+                assert len(unreachable.stock.orders) == 3
+            assert "so no more are bought; compute.resize tries again" in capsys.readouterr().err
+
+            unreachable.stock.boot = None
+            compute.resize(1)
+            assert square(2) >> compute == 4
+
+    def test_what_was_never_bought_is_tried_again(self, unreachable: Shop) -> None:
+        unreachable.stock.boot = None
+        unreachable.stock.failures = [sky.UnavailableError("sold out")] * 5
+        with sky.Compute(unreachable, nodes=(0, 1), options=LOUD) as compute:
+            assert (square(2) > compute).result(30) == 4
+        assert len(unreachable.stock.orders) == 6
+
+
 class TestJournal:
     def test_machines_that_are_gone_still_count(
         self, state: Journal, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +268,27 @@ class TestJournal:
 
         assert heads.split()[-2:] == ["COST", "$/HOUR"]
         assert row.split()[-1] == "$1.25"
+
+    def test_the_cost_of_a_pool_left_behind_is_an_upper_bound(
+        self, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("skyward.nodes.journal.time.time", lambda: 1000.0 + clock())
+        state.open_pool("p", "mine", "shop", {}, None)
+        state.intend("p", 0)
+        state.made("p", 0, "m-0", "10.0.0.1", 1.2)
+        clock.minutes = 60
+
+        def shown() -> tuple[str, bool]:
+            row = CliRunner().invoke(command, ["ps"]).output.splitlines()[1]
+            (document,) = json.loads(CliRunner().invoke(command, ["ps", "--json"]).output)
+            assert document["cost"] == pytest.approx(1.2)
+            return row, document["cost_is_upper_bound"]
+
+        row, bound = shown()
+        assert ("at most" in row, bound) == (False, False), "its process watches its machines"
+        monkeypatch.setattr("skyward.nodes.journal._began", lambda pid: 0.0)
+        row, bound = shown()
+        assert ("at most $1.20" in row, bound) == (True, True)
 
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)

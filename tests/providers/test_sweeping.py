@@ -120,9 +120,10 @@ class TestGc:
         assert folder.exists()
 
         done = sky_command("gc")
-        assert done.output == "old (p1): 1 machine removed\n"
+        assert done.stdout == "old (p1): 1 machine removed\n"
         assert (folder.exists(), rules(shop)) == (False, [])
-        assert sky_command("gc").output == "no provider has anything of a pool\n"
+        assert "asked: shop\n" in done.stderr
+        assert sky_command("gc").output == "nothing of any pool was found; asked: shop\n"
 
     def test_leaves_pools_of_others_and_pools_in_use_alone(
         self, shop: Shop, state: Journal, nothing_left: None
@@ -187,6 +188,17 @@ class TestGc:
             refused = sky_command("gc", *args)
             assert refused.exit_code == 2
             assert message in refused.output
+
+    def test_names_the_places_where_it_looked(
+        self, shop: Shop, state: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place = property(lambda self: f"shop in {self.region}")
+        monkeypatch.setattr(Shop, "where", place, raising=False)
+        state.open_pool("p1", "old", "shop", shop.describe() | {"region": "there-2"}, None)
+
+        said = sky_command("gc").output
+
+        assert said == "nothing of any pool was found; asked: shop in there-2, shop in here-1\n"
 
     def test_a_provider_that_does_not_answer_is_an_error(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch

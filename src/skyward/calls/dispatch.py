@@ -385,6 +385,14 @@ class Dispatcher:
         for task in unrunnable:
             self._finisher.finish(task, Failed.because(self._nowhere_to_run(task)))
 
+    def fail_waiting(self, why: BaseException) -> None:
+        """Fail every task that waits; tasks that come later may wait again."""
+        for task in self.lanes.take_unrunnable(lambda _: False):
+            problem = NodeLostError(
+                f"{task.name} has no node to run on: {why}; the next call has one started again"
+            )
+            self._finisher.finish(task, Failed.because(problem))
+
     def _nowhere_to_run(self, task: Task) -> NodeLostError:
         why = self._prospects.why_not()
         return NodeLostError(

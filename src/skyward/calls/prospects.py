@@ -31,6 +31,8 @@ class Prospects:
         self._ceiling = 0
         self._expected: set[int] = set()
         self._failures: dict[int, BaseException] = {}
+        self._alike: set[int] = set()
+        """The failed nodes whose failure every other node would have as well."""
         self._lock = threading.Lock()
 
     def need(self, count: int) -> None:
@@ -47,20 +49,29 @@ class Prospects:
         """A node has been added to the pool."""
         with self._lock:
             self._expected.add(node)
-            self._failures.pop(node, None)
+            self._forget(node)
 
-    def fail(self, node: int, failure: BaseException) -> None:
-        """A node has failed for good; one that has left the pool is nobody's concern."""
+    def fail(self, node: int, failure: BaseException, *, alike: bool = False) -> None:
+        """A node has failed for good; one that has left the pool is nobody's concern.
+
+        `alike` says that another node would fail as well, so that the pool need not grow.
+        """
         with self._lock:
             if node in self._expected:
                 self._expected.discard(node)
                 self._failures[node] = failure
+                if alike:
+                    self._alike.add(node)
 
     def leave(self, node: int) -> None:
         """A node takes no more tasks, because the pool shrinks."""
         with self._lock:
             self._expected.discard(node)
-            self._failures.pop(node, None)
+            self._forget(node)
+
+    def _forget(self, node: int) -> None:
+        self._failures.pop(node, None)
+        self._alike.discard(node)
 
     def can_run(self, task: Aimed) -> bool:
         """Whether some node runs tasks like this one, or will."""
@@ -69,7 +80,7 @@ class Prospects:
                 return False
             wanted = task.worker[0] if task.worker is not None else task.on
             # A pool without nodes starts with node 0 when a task waits.
-            grows = not self._expected and len(self._failures) < self._ceiling
+            grows = not self._expected and len(self._failures) < self._ceiling and not self._alike
             if wanted is None:
                 return grows or bool(self._expected)
             return wanted in self._expected or (grows and wanted == 0 and not self._failures)

@@ -48,7 +48,7 @@ def gc(
     from skyward.nodes.journal import Journal
 
     journal = Journal()
-    found = _found(journal, _collectors(journal, provider, region, profile))
+    found, asked = _found(journal, _collectors(journal, provider, region, profile))
     chosen = [each for each in found if everything or each[2] == "gone"]
     outcomes: dict[str, Cleaned] = {}
     if not dry_run:
@@ -56,7 +56,7 @@ def gc(
     if output.wants_json():
         output.as_json([_document(each, outcomes) for each in found])
     else:
-        _tell(found, outcomes, dry_run=dry_run)
+        _tell(found, asked, outcomes, dry_run=dry_run)
     failed = [each for each in outcomes.values() if each.failures]
     failures = [f"{said(each)}; {'; '.join(each.failures)}" for each in failed]
     if failures:
@@ -107,10 +107,12 @@ def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def _found(journal: Journal, collectors: list[Collector]) -> list[Found]:
-    """What the providers have, each pool once."""
+def _found(journal: Journal, collectors: list[Collector]) -> tuple[list[Found], list[str]]:
+    """What the providers have, each pool once, and where they looked."""
     from skyward.nodes.cleaning import whose
+    from skyward.providers import place_of
 
+    asked: list[str] = []
     found: dict[str, Found] = {}
     failures: list[SkywardError] = []
     for collector in collectors:
@@ -119,13 +121,14 @@ def _found(journal: Journal, collectors: list[Collector]) -> list[Found]:
         except SkywardError as problem:
             failures.append(problem)
             if len(collectors) > 1:
-                click.echo(f"{collector.name} is passed over: {problem}", err=True)
+                click.echo(f"{place_of(collector)} is passed over: {problem}", err=True)
             continue
+        asked.append(place_of(collector))
         for each in remains:
             found.setdefault(each.pool, (collector, each, whose(journal, each)))
     if failures and len(failures) == len(collectors):
         raise failures[0]
-    return list(found.values())
+    return list(found.values()), list(dict.fromkeys(asked))
 
 
 async def _remains(collector: Collector) -> list[Remains]:
@@ -146,7 +149,9 @@ def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Clean
     }
 
 
-def _tell(found: list[Found], outcomes: dict[str, Cleaned], *, dry_run: bool) -> None:
+def _tell(
+    found: list[Found], asked: list[str], outcomes: dict[str, Cleaned], *, dry_run: bool
+) -> None:
     for each in outcomes.values():
         click.echo(said(each))
     left = [each for each in found if each[1].pool not in outcomes]
@@ -165,10 +170,12 @@ def _tell(found: list[Found], outcomes: dict[str, Cleaned], *, dry_run: bool) ->
         output.table(_HEADS, rows, right=())
         if not dry_run:
             click.echo("--all removes these, too", err=True)
-    if not found:
-        click.echo("no provider has anything of a pool")
-    elif not left and not outcomes:
-        click.echo("nothing was left behind")
+    if not asked:
+        click.echo("no provider could be asked for the pools of other processes")
+    elif not found:
+        click.echo(f"nothing of any pool was found; asked: {', '.join(asked)}")
+    else:
+        click.echo(f"asked: {', '.join(asked)}", err=True)
 
 
 def _document(found: Found, outcomes: dict[str, Cleaned]) -> dict[str, object]:

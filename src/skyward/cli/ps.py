@@ -22,7 +22,8 @@ _STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from anothe
 def ps() -> None:
     """List pools that have machines: containers, hosts, clouds.
 
-    A pool whose process has ended is left behind; `sky down` removes it. Pools of plain workers on
+    A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
+    ended themselves, so its cost is what it is at most. Pools of plain workers on
     this machine end with their process and are not listed.
     """
     from skyward.nodes.journal import Journal
@@ -41,6 +42,8 @@ def ps() -> None:
 def _row(pool: PoolRecord) -> tuple[object, ...]:
     made = output.moment(datetime.fromtimestamp(pool.created, UTC))
     costs = ["" if each is None else money(each) for each in (pool.cost, pool.hourly_cost)]
+    if pool.cost and pool.cost_is_upper_bound:
+        costs[0] = f"at most {costs[0]}"
     state = _STATES[pool.client]
     return pool.id, pool.name, pool.provider, len(pool.machines), state, made, *costs
 
@@ -55,6 +58,7 @@ def _document(pool: PoolRecord) -> dict[str, object]:
         "pid": pool.pid,
         "created": datetime.fromtimestamp(pool.created, UTC),
         "cost": pool.cost,
+        "cost_is_upper_bound": pool.cost_is_upper_bound,
         "hourly_cost": pool.hourly_cost,
         "machines": [
             asdict(machine) | {"created": datetime.fromtimestamp(machine.created, UTC)}

@@ -1,4 +1,4 @@
-"""Failures of a start, without the traceback frames of the pool's own threads."""
+"""Failures of a start: which may pass by themselves, and how users see them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from skyward.errors import (
+    ConfigurationError,
+    HostKeyError,
+    ImageError,
+    LoginError,
+    PluginError,
+    UnavailableError,
+    VersionMismatchError,
+)
+
 E = TypeVar("E", bound=BaseException)
 
 _OURS = (
@@ -15,6 +25,23 @@ _OURS = (
     str(Path(asyncio.__file__).parent),
     str(Path(concurrent.futures.__file__).parent),
 )
+
+
+_LASTING = (
+    ConfigurationError,
+    HostKeyError,
+    ImageError,
+    LoginError,
+    PluginError,
+    VersionMismatchError,
+)
+
+
+def may_pass(failure: BaseException) -> bool:
+    """Whether a start that failed so may succeed later, though the user changes nothing."""
+    if isinstance(failure, UnavailableError):
+        return failure.passing
+    return not isinstance(failure, _LASTING)
 
 
 def shown_from_outside(failure: E) -> E:

@@ -31,6 +31,7 @@ from skyward.providers import (
     listening_address,
     notice_of,
     offer_of,
+    sells,
 )
 from skyward.wire.connecting import direct
 from skyward.worker.config import LOOPBACK, AgentConfig
@@ -114,6 +115,11 @@ class Host:
     def made(self) -> bool:
         """Whether there is a machine to remove."""
         return self._machine is not None
+
+    @property
+    def was_bought(self) -> bool:
+        """Whether a machine was bought for the node, even if it is gone again."""
+        return self._charge is not None and sells(self._provider)
 
     # Starting.
 

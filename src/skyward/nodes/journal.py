@@ -100,6 +100,11 @@ class PoolRecord:
         return self.spent + sum(h * price for h, price in zip(hours, prices, strict=True))
 
     @property
+    def cost_is_upper_bound(self) -> bool:
+        """Whether machines that count may be gone: without their client, some end themselves."""
+        return self.client != "running" and bool(self.machines)
+
+    @property
     def hourly_cost(self) -> float | None:
         """The cost of the machines that are there, for an hour; None if a price is unknown."""
         prices = self._prices()

@@ -65,8 +65,8 @@ class Losses:
         advice = "call again, or have `retries` do that"
         if node.state == "failed" and served:
             advice = "it was lost too often to be started anew: enter a new Compute"
-        if node.state == "failed" and node.failure is not None and node.retry_at is None:
-            self._prospects.fail(node.index, node.failure)
+        if node.state == "failed" and node.failure is not None and node.retries.at is None:
+            self._startup.tell_given_up(node, node.failure)
         elif node.state == "lost":
             self._console.note(f"node {node.index} was lost: {reason}; it is started anew")
         for lane in loss.lanes:

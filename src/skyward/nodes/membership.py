@@ -93,13 +93,17 @@ class Membership:
         """Have at least one node, and wait until it is ready."""
         with self._resizing:
             nodes = self._roster.nodes or self._add(1)
+            for node in nodes:
+                if node.retries.at_next_call:
+                    self._startup.start_again(node)
             self._await_ready(nodes, 1)
 
     def retry_failed(self) -> None:
-        """Start failed nodes again that have waited long enough."""
+        """Start failed nodes again that have waited long enough, or for a call."""
         if self._roster.serves:
+            is_called = self._dispatcher.backlog > 0
             for node in self._roster.nodes:
-                if node.retry_is_due:
+                if node.retries.is_due or (node.retries.at_next_call and is_called):
                     self._startup.start_again(node)
 
     def _add(self, count: int) -> list[Node]:

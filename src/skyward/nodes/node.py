@@ -16,6 +16,7 @@ from typing import Literal
 from skyward.calls.lane import Lane
 from skyward.errors import PoolStartError
 from skyward.nodes.host import Host
+from skyward.nodes.retries import BOUGHT_IN_VAIN, Retries
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Kill, Message, Ping
 
@@ -59,8 +60,6 @@ RETURN_SECONDS = 600.0
 """How long the client tries to start a lost node whose machine is out of reach."""
 RETURN_PAUSES = (1.0, 30.0)
 """The shortest and the longest pause between two attempts to start such a node."""
-RETRY_PAUSES = (5.0, 300.0)
-"""The first and the longest pause before a node that did not start is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +97,10 @@ class Node:
         """When the node was lost; None while it serves, and before it has served."""
         self.taken_back = ""
         """Why the provider takes the machine back, once it has said so."""
-        self.retry_at: float | None = None
-        """When a failed node is started again; None if it is not."""
-        self.failed_starts = 0
-        """How many starts in a row have failed."""
+        self.retries = Retries(clock)
+        """When the node is started again if its start fails."""
+        self._judged: Host | None = None
+        """The host that has become ready, or counts as bought in vain."""
         self._state: State = "starting"
         self._lock = lock or threading.RLock()
         self._clock = clock
@@ -139,9 +138,15 @@ class Node:
     def is_expected(self) -> bool:
         """Whether the node serves, or will serve without a call of the user's."""
         with self._lock:
-            waits = self._state == "failed" and self.retry_at is not None
+            waits = self._state == "failed" and self.retries.at is not None
             others = ("failed", "draining", "stopped")
             return waits or self._state not in others
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the node serves, or may serve without the user's help."""
+        with self._lock:
+            return self.is_expected and (self._state != "failed" or self.retries.may_help)
 
     def _move(self, to: State, *origins: State) -> bool:
         """Change the state if it is one of `origins`; without them, if `MOVES` allows it."""
@@ -178,7 +183,9 @@ class Node:
             if not self._has_prepared(executors) or not self._move("ready", "starting"):
                 return False
             self._ready_since = self._clock()
-            self.lost_since, self.failure, self.failed_starts = None, None, 0
+            self.lost_since, self.failure = None, None
+            self.retries.succeed()
+            self._judged = self.host
             self.joined = True
             self.settled.set()
             return True
@@ -235,7 +242,8 @@ class Node:
             never_served = before == "starting" and self.lost_since is None
             if before != "draining":
                 self.lost_since = self.lost_since or self._clock()
-                if never_served or self._starts >= START_ATTEMPTS:
+                self._judge()
+                if never_served or self._starts >= START_ATTEMPTS or self.retries.exhausted:
                     failure = PoolStartError(f"node {self.index} was lost: {reason}")
                     self.fail(failure, retry=never_served)
             return loss
@@ -246,7 +254,10 @@ class Node:
             if self.lost_since is None or not self.host.may_return:
                 return None
             gone = self._clock() - self.lost_since
-            if gone >= RETURN_SECONDS or not self._move("lost", "starting"):
+            self._judge()
+            if self.retries.exhausted or gone >= RETURN_SECONDS:
+                return None
+            if not self._move("lost", "starting"):
                 return None
             # A start that did not reach the machine does not count.
             self._starts -= 1
@@ -255,28 +266,38 @@ class Node:
             shortest, longest = RETURN_PAUSES
             return max(shortest, min(gone / 4, longest))
 
-    def fail(self, failure: BaseException, *, retry: bool) -> bool:
+    def fail(self, failure: BaseException, *, retry: bool, may_help: bool = True) -> bool:
         """Mark the node as failed: it did not start, or was lost too often.
 
-        With `retry`, the node is started again later.
+        With `retry`, the node is started again later, unless too many machines were bought in vain.
+        `may_help` says whether the failure may pass without the user.
         """
         with self._lock:
             if not self._move("failed"):
                 return False
+            self._judge()
+            self.retries.fail(again=retry, may_help=may_help)
+            if self.retries.exhausted:
+                failure = PoolStartError(
+                    f"node {self.index}: {BOUGHT_IN_VAIN} machines in a row were bought and did "
+                    f"not become ready, so no more are bought; compute.resize tries again. The "
+                    f"last failure: {failure}"
+                )
             self.failure = failure
-            self.retry_at = None
-            if retry:
-                first, longest = RETRY_PAUSES
-                self.retry_at = self._clock() + min(first * 2**self.failed_starts, longest)
-            self.failed_starts += 1
             self.settled.set()
             return True
 
-    @property
-    def retry_is_due(self) -> bool:
-        """Whether a failed node has waited long enough for its next start."""
-        due = self.retry_at
-        return self._state == "failed" and due is not None and self._clock() >= due
+    def _judge(self) -> None:
+        """Count the machine as bought in vain, unless it has become ready or counts already."""
+        if self.host is not self._judged and self.host.was_bought:
+            self.retries.buy_in_vain()
+            self._judged = self.host
+
+    def await_call(self) -> None:
+        """Start a failed node again at the next call."""
+        with self._lock:
+            if self._state == "failed":
+                self.retries.await_call()
 
     def start_again(self, host: Callable[[Host], Host]) -> bool:
         """Mark a lost or failed node as starting, on a new host made from the old one."""
@@ -285,7 +306,8 @@ class Node:
                 return False
             self.host = host(self.host)
             self.prepared = False
-            self.failure = self.retry_at = None
+            self.failure = None
+            self.retries.begin()
             self.settled.clear()
             return True
 

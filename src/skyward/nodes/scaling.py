@@ -38,6 +38,7 @@ class Scaler:
         self._console, self._grow, self._shrink = console, grow, shrink
         self._clock = clock
         self._no_backlog = self._last_busy = clock()
+        self._there = 0
         self._shrinking = False
 
     def bound(self, nodes: Nodes) -> Nodes:
@@ -67,8 +68,10 @@ class Scaler:
         now = self._clock()
         backlog = self._dispatcher.backlog
         busy = backlog or any(lane.tasks for lane in self._dispatcher.lanes)
-        if not backlog:
+        if not backlog or count - coming > self._there:
+            # A node that has just become ready may not have got its tasks yet.
             self._no_backlog = now
+        self._there = count - coming
         if busy:
             self._last_busy = now
         if self._shrinking:

@@ -13,6 +13,7 @@ from skyward.console import Console
 from skyward.errors import NodeLostError, PoolStartError, SkywardError, UnavailableError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.failures import may_pass
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
@@ -158,6 +159,8 @@ class Startup:
                 f"node {node.index} did not start: {problem!r}; this is a defect of its provider"
             )
             failure.__cause__ = problem
+            self.give_up(node, failure, may_help=False)
+            return
         if not (out_of_reach and self.await_return(node, failure)):
             self.give_up(node, failure)
 
@@ -176,12 +179,14 @@ class Startup:
         self._loop.later(pause, lambda: self.start_again(node))
         return True
 
-    def give_up(self, node: Node, failure: BaseException) -> None:
+    def give_up(self, node: Node, failure: BaseException, *, may_help: bool = True) -> None:
         """Give a start up; a node that has never been ready is started again later.
 
-        So is a node whose machine the provider does not have at the moment.
+        So is a node whose machine the provider does not have at the moment. Without `may_help`,
+        waiting is in vain, whatever the failure is.
         """
         may_come = isinstance(failure, UnavailableError)
+        may_help = may_help and may_pass(failure)
         with self._roster.lock:
             is_missed = not self._roster.closed and not node.leaves
             served = node.lost_since is not None
@@ -189,8 +194,8 @@ class Startup:
                 failure = PoolStartError(
                     f"node {node.index} was lost and did not come back: {failure}"
                 )
-            first = node.failed_starts == 0
-            failed = node.fail(failure, retry=may_come or not node.joined)
+            first = node.retries.failed == 0
+            failed = node.fail(failure, retry=may_come or not node.joined, may_help=may_help)
             control, lanes = node.release()
         if control is not None:
             self._loop.forget(control)
@@ -203,18 +208,36 @@ class Startup:
         if any(lane.preparation.begun for lane in lanes):
             self._preparer.regroup(lost=True)
         if failed:
-            self._tell_failed(node, failure, first=first)
+            self._tell_failed(node, node.failure or failure, first=first)
 
     def _tell_failed(self, node: Node, failure: BaseException, *, first: bool) -> None:
         self._console.phase(node.index, "failed")
-        if node.retry_at is None:
-            if not self._roster.closed:
-                self._console.note(str(failure))
-            self._prospects.fail(node.index, failure)
-        elif self._roster.serves and first:
+        if node.retries.at is None:
+            self.tell_given_up(node, failure)
+        if self._awaits_call():
+            self._console.note(f"no node could be started: {failure}; the next call tries again")
+            self._dispatcher.fail_waiting(failure)
+        elif node.retries.at is not None and self._roster.serves and first:
             self.tell_retry(node)
         self._dispatcher.fail_unrunnable()
         self._preparer.node_failed()
+
+    def _awaits_call(self) -> bool:
+        """Whether only the user can help the pool; then its nodes are tried again at a call."""
+        with self._roster.lock:
+            nodes = self._roster.nodes
+            if self._roster.closed or not self._roster.serves or any(n.is_coming for n in nodes):
+                return False
+            waiting = [node for node in nodes if node.is_expected]
+            for node in waiting:
+                node.await_call()
+            return bool(waiting)
+
+    def tell_given_up(self, node: Node, failure: BaseException) -> None:
+        """Tell the user, and the tasks that wait, that a node will not be started again."""
+        if not self._roster.closed:
+            self._console.note(str(failure))
+        self._prospects.fail(node.index, failure, alike=node.retries.exhausted)
 
     def tell_retry(self, node: Node) -> None:
         """Tell the user once that a node is missing and will be started again."""

@@ -223,13 +223,21 @@ class Collector(Provider, Protocol):
     """A provider that finds the remains of all pools, without the journal."""
 
     async def remains(self) -> Sequence[Remains]:
-        """What there is of any pool of any client."""
+        """What there is of any pool of any client.
+
+        A provider that looks in one place alone has an attribute `where` that names it.
+        """
         ...
 
 
 def collects(provider: Provider) -> TypeGuard[Collector]:
     """Whether a provider finds the remains of all pools."""
     return hasattr(provider, "remains")
+
+
+def place_of(provider: Provider) -> str:
+    """Where a provider looks for remains, by its attribute `where`: "aws in us-east-1"."""
+    return str(getattr(provider, "where", "") or provider.name)
 
 
 def offer_of(machine: Machine) -> Offer | None:
