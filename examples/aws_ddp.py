@@ -3,8 +3,9 @@
     python examples/aws_ddp.py
 
 The account and the region are those of the `aws` command; docs/aws.md says what the account must
-allow, and how to try this without one. An A100 costs some $5 an hour on AWS, and is sold with seven
-others: the price is shown before anything is bought. SKYWARD_DEVICE=cpu tries the code on machines
+allow, and how to try this without one. AWS sells A100s by eight, and four such machines cost more
+than $100 an hour: `sky offers A100` shows the price, and so does the first line, before anything is
+bought. With sky.accelerators.L4() they cost about $3. SKYWARD_DEVICE=cpu tries the code on machines
 without GPUs.
 """
 

@@ -4,9 +4,10 @@
 
 Real handwritten digits travel to the instances once. Every node trains on its own shard, gradients
 are averaged between the nodes, and only the head prints. As in examples/aws_ddp.py, the account is
-that of the `aws` command, the price is shown first, and SKYWARD_DEVICE=cpu tries the code on
-machines without GPUs. Exits with an error if the model recognises fewer than 90 % of the digits
-that it was not trained on, or the nodes' copies differ.
+that of the `aws` command, the price (more than $100 an hour for four times eight A100s) is shown
+first, and SKYWARD_DEVICE=cpu tries the code on machines without GPUs. Exits with an error if the
+model recognises fewer than 90 % of the digits that it was not trained on, or the nodes' copies
+differ.
 """
 
 import sys

@@ -338,7 +338,7 @@ def test_without_prices_the_smallest_comes_first_and_the_reason_is_logged_once(
     assert names(found) == ["c7i.xlarge", "m7i.xlarge", "c7i.2xlarge"]
     assert {each.hourly_cost for each in found} == {None}
     assert [each.getMessage() for each in caplog.records] == [
-        "prices of AWS are unknown: you may not do get_products"
+        "prices of AWS are unknown, so its machines are chosen by size: you may not do get_products"
     ]
 
 

@@ -51,21 +51,14 @@ def test_another_account_is_never_taken_for_the_pools_own(aws: Gateway) -> None:
     other = sky.AWS(**mine | {"account": "999999999999"})
     for ask in (other.find("p"), other.sweep("p")):
         with pytest.raises(
-            sky.ConfigurationError, match="are of the account .* needs 999999999999"
+            sky.ConfigurationError, match=r"are of the account .* needs 999999999999"
         ):
             asyncio.run(ask)
 
 
 def test_what_was_bought_is_kept_when_a_later_request_fails(aws: Gateway) -> None:
-    aws.room = {zone: 0 for zone in "us-east-1b us-east-1c us-east-1d us-east-1f".split()}
-    aws.room["us-east-1a"] = 1
-    bought = []
-
-    def fails_after_the_first(call: Any) -> bool:
-        bought.append(call)
-        return sum(each.count > 0 for each in bought) > 6
-
-    aws.fail("RunInstances", "InternalError", when=fails_after_the_first)
+    aws.room = dict.fromkeys([f"us-east-1{letter}" for letter in "bcdef"], 0) | {"us-east-1a": 1}
+    aws.fail("RunInstances", "AccessDenied", when=lambda _: bool(aws.account.instances()))
     outcome = attempt(sky.AWS(), nodes=2)
     assert len(outcome.machines) == 1, "and its order did not fail with the other"
     assert len(outcome.problems) == 1
@@ -75,7 +68,6 @@ def test_a_quota_for_part_of_the_nodes_gives_that_part(aws: Gateway) -> None:
     aws.fail("RunInstances", "VcpuLimitExceeded", when=lambda call: call.count > 1)
     outcome = attempt(sky.AWS(instance_type="c7i.xlarge"), nodes=2)
     assert len(outcome.machines) == 2
-    assert [call.count for call in aws.made("RunInstances")] == [2, 1, 1] or outcome.machines
 
 
 def test_a_quota_that_a_large_type_exceeds_does_not_rule_out_a_small_one() -> None:
@@ -99,7 +91,7 @@ def test_much_dearer_machines_are_not_bought_without_a_limit(aws: Gateway) -> No
 
 def test_the_quoted_price_is_that_of_the_reservation(aws: Gateway) -> None:
     held = reservation("p5.48xlarge", "us-east-1b", count=2, block=True)
-    aws.stand_ins.reservations.append(held)
+    aws.stand_ins.reservations[held["CapacityReservationId"]] = held
     provider = sky.AWS(reservation=held["CapacityReservationId"])
     (offer,) = provider.offers(a_request())
     assert (offer.instance_type, offer.zone, offer.hourly_cost) == (

@@ -273,7 +273,7 @@ def test_a_subnet_without_a_route_out_is_refused_before_anything_is_made(aws: Ga
 def test_a_subnet_behind_a_nat_has_no_public_addresses(aws: Gateway) -> None:
     subnet = network(aws, "nat")
     problem = attempt(sky.AWS(subnet=subnet, public_ip=True)).problem
-    assert f"{subnet} is private" in problem
+    assert f"{subnet} has a route out through a NAT" in problem
     assert "leave public_ip out" in problem
     assert making(aws) == []
 

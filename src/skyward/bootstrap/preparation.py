@@ -18,7 +18,7 @@ from skyward.bootstrap import diagnosis, uv
 from skyward.bootstrap.courier import Report, deliver, run_script
 from skyward.bootstrap.recipe import Recipe, assignments, script
 from skyward.bootstrap.wheel import Wheel, own_wheel
-from skyward.errors import ImageError, PoolError, PoolStartError
+from skyward.errors import ImageError, PoolStartError, SkywardError
 from skyward.providers import Machine
 from skyward.spec import Image
 from skyward.worker.config import AgentConfig
@@ -260,7 +260,7 @@ async def take_down(machine: Machine, pool: str, seconds: float) -> None:
 
     An agent that cannot be reached is no reason to stop: most machines take all with them.
     """
-    with contextlib.suppress(PoolError, OSError, TimeoutError):
+    with contextlib.suppress(SkywardError, OSError, TimeoutError):
         async with asyncio.timeout(seconds):
             await remove(machine, pool, machine.node)
     await machine.destroy()

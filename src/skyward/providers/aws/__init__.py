@@ -10,6 +10,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
@@ -132,6 +133,12 @@ class AWS:
 
         return Assortment(self._account(), self._settings()).offers(request)
 
+    def why_none(self, request: Request) -> str:
+        """Why there are no offers for a request, in a sentence."""
+        from skyward.providers.aws.assortment import Assortment
+
+        return Assortment(self._account(), self._settings()).why_none(request)
+
     def price(self, request: Request) -> float | None:
         """The price of the first offer."""
         try:
@@ -154,6 +161,11 @@ class AWS:
                     f"{volume}: an instance mounts nothing but its own disk; leave target out and "
                     "give a path that the AMI has, or read data from S3 in your function"
                 )
+        if self.key is not None and not Path(self.key).expanduser().exists():
+            raise ConfigurationError(
+                f"AWS(key={self.key!r}): there is no such file; name a private key's, or leave key "
+                "out: then each pool has its own"
+            )
         if self.reservation is not None and request.allocation != "on-demand":
             raise ConfigurationError(
                 f"AWS(reservation={self.reservation!r}) with allocation={request.allocation!r}: "

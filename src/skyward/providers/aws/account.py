@@ -14,7 +14,7 @@ from skyward.errors import ConfigurationError, UnavailableError, UnreachableErro
 from skyward.providers.aws import failures
 
 CONNECTIONS = 32
-ATTEMPTS = 6
+ATTEMPTS = 4
 _THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException"})
 
 

@@ -252,7 +252,9 @@ class Catalogue:
             self._known.on_demand = prices.on_demand(self._account)
         except (UnavailableError, UnreachableError) as problem:
             self._known.on_demand = {}
-            _log.warning("prices of AWS are unknown: %s", problem)
+            _log.warning(
+                "prices of AWS are unknown, so its machines are chosen by size: %s", problem
+            )
         self._known.on_demand_at = time.time()
 
     def _spot(self, names: Sequence[str], fresh: bool) -> dict[str, dict[str, float]] | None:

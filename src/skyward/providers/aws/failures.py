@@ -96,11 +96,7 @@ class RequestError(UnavailableError):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-
-    @property
-    def passing(self) -> bool:
-        """Whether trying again later may help, without anybody doing something about it."""
-        return self.code in CAPACITY | PRICE | UNCERTAIN | NOT_YET
+        self.passing = code in CAPACITY | PRICE | UNCERTAIN | NOT_YET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (*self.args, self.code)
@@ -141,7 +137,7 @@ def explained(
     code, said = str(error.get("Code", "")), str(error.get("Message", ""))
     if code.isdigit():
         # No answer of AWS's, but a page of something in between.
-        said = f"its answer was the status {code}"
+        return RequestError(f"AWS, {service} {action}: its answer was the status {code}", code)
     return RequestError(_words(code, said, service, action, profile, login), code)
 
 
@@ -167,9 +163,13 @@ def _words(code: str, said: str, service: str, action: str, profile: str | None,
     if code == "OptInRequired":
         return f"the account has not signed up for this: {said}; do that in the AWS console first"
     if code in ("InvalidAMIID.NotFound", "InvalidAMIID.Malformed", "InvalidAMIID.Unavailable"):
-        return f"{said}; AMIs have other names in other regions: name one of this region with ami="
+        return f"{said}; AMIs have other ids in other regions: name one of this region with ami="
     if code in ("InvalidSubnetID.NotFound", "InvalidSubnetId.NotFound"):
         return f"{said}; name a subnet of this region with subnet=, or leave it out"
+    if code == "InvalidCapacityReservationId.NotFound":
+        return f"{said}; name one of this region with reservation=, or leave it out"
+    if code in ("NoSuchEntity", "InvalidIamInstanceProfileArn.Malformed"):
+        return f"{said}; name a profile of this account with instance_profile=, or leave it out"
     return f"AWS, {service} {action}: {said or 'no reason given'} ({code})"
 
 

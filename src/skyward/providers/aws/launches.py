@@ -132,9 +132,7 @@ class Launches:
                 if need >= refused.get(code, need + 1):
                     continue
                 try:
-                    made = self._purchase(offer, subnet, site).make(
-                        self._account, left, min(least, len(left))
-                    )
+                    made = self._buy(self._purchase(offer, subnet, site), left, least)
                 except RequestError as problem:
                     where = f"{offer.instance_type} in {subnet.zone}"
                     if problem.code in failures.QUOTA:
@@ -164,6 +162,17 @@ class Launches:
                 what = offer.instance_type, subnet.zone, offer.allocation
                 if subnet.zone in zones and what not in self._failed:
                     yield offer, subnet
+
+    def _buy(self, purchase: Purchase, orders: Sequence[Order], least: int) -> dict[int, Bought]:
+        """Buy instances for the orders; for fewer of them if a quota does not allow for all."""
+        count = len(orders)
+        while True:
+            try:
+                return purchase.make(self._account, orders[:count], min(least, count))
+            except RequestError as problem:
+                if problem.code not in failures.QUOTA or count <= least:
+                    raise
+            count //= 2
 
     def _purchase(self, offer: Offer, subnet: Subnet, site: Site) -> Purchase:
         kind, image = self._assortment.kind(offer.instance_type), self._assortment.image(offer)

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from skyward.errors import HostKeyError, LoginError, PoolStartError, UnreachableError
@@ -142,6 +143,11 @@ class AWSMachine:
 
     async def _reach(self, seconds: float, *, new: bool) -> SSHMachine:
         """Log in at the private address if that answers, else at the public one."""
+        if not Path(self._keys.private).expanduser().exists():
+            raise UnreachableError(
+                f"AWS: the instance {self.id} cannot be entered from here: its key is not at "
+                f"{self._keys.private}"
+            )
         deadline = time.monotonic() + seconds
         looked = time.monotonic()
         addresses = [each for each in dict.fromkeys((self.address, self._public)) if each]

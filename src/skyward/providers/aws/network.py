@@ -54,21 +54,21 @@ def subnets(account: Account, subnet: str | None, public_ip: bool | None) -> tup
         "RouteTables",
         Filters=[{"Name": "vpc-id", "Values": [vpc]}],
     )
-    usable, refused = [], []
+    usable: list[Subnet] = []
+    refused: dict[str, list[str]] = {}
     for each in found:
-        if not each.get("CidrBlock"):
-            refused.append(f"{each['SubnetId']} has no IPv4 addresses")
-            continue
-        public, problem = _way_out(each["SubnetId"], tables, public_ip)
+        public, problem = False, "no IPv4 addresses"
+        if each.get("CidrBlock"):
+            public, problem = _way_out(each["SubnetId"], tables, public_ip)
         if problem:
-            refused.append(f"{each['SubnetId']} {problem}")
+            refused.setdefault(problem, []).append(each["SubnetId"])
         else:
             usable.append(
                 Subnet(each["SubnetId"], each["AvailabilityZone"], vpc, each["CidrBlock"], public)
             )
     if not usable:
         raise ConfigurationError(
-            f"AWS: {'; '.join(refused)}; name another subnet with subnet=: nodes install packages, "
+            f"AWS: {_told(refused)}; name another subnet with subnet=: nodes install packages, "
             "and so need a way out"
         )
     return tuple(usable)
@@ -96,17 +96,25 @@ def _way_out(
             if not str(route.get("GatewayId", "")).startswith("igw-"):
                 if public_ip:
                     return False, (
-                        "is private: its route out goes through a NAT, and a public address would "
-                        "not be reachable; leave public_ip out"
+                        "a route out through a NAT, behind which a public address would not be "
+                        "reachable: leave public_ip out"
                     )
                 return False, ""
             if public_ip is False:
                 return False, (
-                    "has a route out through an internet gateway only, which takes a public "
-                    "address: leave public_ip out, or use a subnet with a NAT gateway"
+                    "a route out through an internet gateway only, which takes a public address: "
+                    "leave public_ip out, or use a subnet with a NAT gateway"
                 )
             return True, ""
-    return False, "has no route out (no 0.0.0.0/0 in its route table)"
+    return False, "no route out (no 0.0.0.0/0 in the route table)"
+
+
+def _told(refused: Mapping[str, Sequence[str]]) -> str:
+    """Which subnets cannot be used, and why."""
+    return "; ".join(
+        f"{', '.join(ids)} {'has' if len(ids) == 1 else 'have'} {problem}"
+        for problem, ids in refused.items()
+    )
 
 
 def client_networks(account: Account, subnet: Subnet, admit: Sequence[str]) -> list[str]:
