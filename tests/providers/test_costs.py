@@ -19,6 +19,7 @@ from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.reclaims import SPARE_SECONDS
+from skyward.nodes.retries import BOUGHT_IN_VAIN, RETRY_PAUSES
 from skyward.providers import Order
 from skyward.testing import plain_request
 
@@ -422,3 +423,5 @@ def test_the_page_has_the_times_of_the_code() -> None:
     assert f"{TTL_GRACE_SECONDS:g} s later each agent ends" in page
     assert f"idle_timeout={sky.Options().idle_timeout:g}" in page
     assert f"orphan_timeout={sky.Options().orphan_timeout:g}" in page
+    assert f"up to {RETRY_PAUSES[1] / 60:g} minutes; the console" in page
+    assert f"| {BOUGHT_IN_VAIN} machines in a row" in page
