@@ -19,6 +19,7 @@ from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.reclaims import SPARE_SECONDS
+from skyward.nodes.retries import BOUGHT_IN_VAIN, RETRY_PAUSES
 from skyward.providers import Order
 from skyward.testing import plain_request
 
@@ -168,6 +169,24 @@ class TestPools:
         said = capsys.readouterr().err
         assert "starting m1.small (2 vCPUs, 4 GB) in here-1, on demand, price unknown\n" in said
         assert "; cost unknown: 1 x m1.small" in said
+
+    @pytest.mark.parametrize("nodes", [2, (0, 2)])
+    def test_without_an_offer_it_says_so_and_names_no_price(
+        self, shop: Shop, nodes: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shop.stock.offers = []
+        shop.stock.failures = [sky.UnavailableError("there is no such machine")] * 2
+        compute = sky.Compute(shop, nodes=nodes, options=LOUD, name="p")
+        if nodes == 2:
+            with pytest.raises(sky.UnavailableError, match="there is no such machine"):
+                compute.__enter__()
+        else:
+            with compute:
+                pass
+        count = "2 nodes" if nodes == 2 else "no nodes yet"
+        said = capsys.readouterr().err
+        assert f"p: starting {count} (shop); no offer fulfils the request\n" in said
+        assert "price" not in said
 
     def test_a_provider_that_does_not_answer_ends_the_start(self, shop: Shop) -> None:
         shop.stock.unpaid = [sky.UnavailableError("no credentials")]
@@ -404,3 +423,5 @@ def test_the_page_has_the_times_of_the_code() -> None:
     assert f"{TTL_GRACE_SECONDS:g} s later each agent ends" in page
     assert f"idle_timeout={sky.Options().idle_timeout:g}" in page
     assert f"orphan_timeout={sky.Options().orphan_timeout:g}" in page
+    assert f"up to {RETRY_PAUSES[1] / 60:g} minutes; the console" in page
+    assert f"| {BOUGHT_IN_VAIN} machines in a row" in page

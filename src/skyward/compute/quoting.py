@@ -18,7 +18,7 @@ def quoted(spec: PoolSpec) -> str:
         return f"{_nodes(count)} ({type(provider).__name__.lower()})"
     first = next(iter(provider.offers(spec.request)), None)
     if first is None:
-        return f"{_nodes(count)} ({provider.name}), price unknown"
+        return f"{_nodes(count)} ({provider.name}); no offer fulfils the request"
     return first.of(count) if count else f"{_nodes(count)}; each is {first}"
 
 

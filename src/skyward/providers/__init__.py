@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import importlib
 import os
 import socket
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from skyward.accelerators import Accelerator
@@ -203,20 +206,44 @@ class Remains:
     name: str
     """The name that the user gave the pool; empty if unknown."""
     owner: str
-    """The user and the host of the client, "me@laptop"."""
+    """The user, the host and the machine of the client, "me@laptop#1a2b3c4d"."""
     pid: int
     """The number of the client's process; 0 if unknown."""
     resources: tuple[str, ...]
     """What there is, such as "instance i-0abc" and "security group sg-0abc"."""
 
 
+_MACHINE_ID = Path("/etc/machine-id")
+_OWNER_LENGTH = 256
+"""How long the tag of a cloud may be."""
+
+
 def owner() -> str:
-    """The user and the host of this client, by which `sky gc` knows the pools of this user."""
+    """The user, the host and the machine of this client: "me@laptop#1a2b3c4d".
+
+    `sky gc` knows the pools of this user by it. The last part tells machines apart whose hosts
+    have the same name, such as root@localhost.
+    """
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
         user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"[:256]
+    mark = f"#{_machine_mark()}"
+    return f"{user}@{socket.gethostname()}"[: _OWNER_LENGTH - len(mark)] + mark
+
+
+def _machine_mark() -> str:
+    """Eight digits that are always the same on this machine, and say nothing else about it."""
+    try:
+        known = _MACHINE_ID.read_text("ascii").strip()
+    except (OSError, UnicodeError):
+        known = ""
+    if not known:
+        address = uuid.getnode()
+        # Without a network card, Python makes up an address, which another process does not know.
+        made_up = address >> 40 & 1
+        known = "" if made_up else f"{address:012x}"
+    return hashlib.sha256(known.encode()).hexdigest()[:8]
 
 
 class Collector(Provider, Protocol):
