@@ -47,7 +47,7 @@ def test_a_pool_starts_without_nodes_and_a_call_starts_one(
         assert rank() >> pool == (0, 1)
         assert provider.asked == [0]
     said = capsys.readouterr().err
-    assert "p: starting no nodes yet (soldout)" in said
+    assert "p: starting with no nodes (soldout)" in said
     assert "p: no nodes yet, up to 2 when calls come\n" in said
 
 

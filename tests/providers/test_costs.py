@@ -183,7 +183,7 @@ class TestPools:
         else:
             with compute:
                 pass
-        count = "2 nodes" if nodes == 2 else "no nodes yet"
+        count = "2 nodes" if nodes == 2 else "with no nodes"
         said = capsys.readouterr().err
         assert f"p: starting {count} (shop); no offer fulfils the request\n" in said
         assert "price" not in said

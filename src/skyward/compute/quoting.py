@@ -19,7 +19,7 @@ def quoted(spec: PoolSpec) -> str:
     first = next(iter(provider.offers(spec.request)), None)
     if first is None:
         return f"{_nodes(count)} ({provider.name}); no offer fulfils the request"
-    return first.of(count) if count else f"{_nodes(count)}; each is {first}"
+    return first.of(count) if count else f"{_nodes(count)}; each will be {first}"
 
 
 def readiness(there: int, nodes: Nodes, seconds: float, price: float | None) -> str:
@@ -35,5 +35,5 @@ def readiness(there: int, nodes: Nodes, seconds: float, price: float | None) -> 
 
 def _nodes(count: int) -> str:
     if not count:
-        return "no nodes yet"
+        return "with no nodes"
     return f"{count} node{'s' if count != 1 else ''}"

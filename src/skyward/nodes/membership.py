@@ -74,11 +74,12 @@ class Membership:
                 raise
             self._briefing.tell_all()
 
-    def shrink(self, target: Callable[[int], int]) -> None:
-        """Shrink to the number of nodes that `target` says for the present number."""
+    def shrink(self, target: Callable[[int], int]) -> int:
+        """Shrink to the number of nodes that `target` says for the present number; returns it."""
         with self._resizing:
             nodes = self._roster.nodes
             self._retire(nodes[target(len(nodes)) :])
+            return len(self._roster.nodes)
 
     def grow(self, count: int) -> bool:
         """Begin to add nodes until there are so many; False if that is impossible now."""

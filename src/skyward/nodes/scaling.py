@@ -26,13 +26,13 @@ class Scaler:
         console: Console,
         *,
         grow: Callable[[int], bool],
-        shrink: Callable[[Callable[[int], int]], None],
+        shrink: Callable[[Callable[[int], int]], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`grow` begins to add nodes and returns at once.
 
         `shrink` waits for running tasks, and for a resize by the user; only then it asks, with the
-        number of nodes, how many are to stay.
+        number of nodes, how many are to stay, and returns how many there are then.
         """
         self._nodes, self._options, self._dispatcher = nodes, options, dispatcher
         self._console, self._grow, self._shrink = console, grow, shrink
@@ -86,7 +86,8 @@ class Scaler:
 
     def _work(self) -> None:
         try:
-            self._shrink(self.target)
+            if self._shrink(self.target) == 0:
+                self._console.note("the pool has no nodes now; the next call starts one")
         except SkywardError as problem:
             self._console.note(f"an idle node could not be removed: {problem}")
         finally:
