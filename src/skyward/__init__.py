@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from skyward.functions import gather as gather
     from skyward.future import Future as Future
     from skyward.market import Offer as Offer
-    from skyward.nodes.node import NodeView as NodeView
+    from skyward.nodes.view import NodeView as NodeView
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
@@ -138,7 +138,7 @@ _HOMES = {
     ),
     "future": ("Future",),
     "market": ("Offer",),
-    "nodes.node": ("NodeView",),
+    "nodes.view": ("NodeView",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
     "providers.aws": ("AWS",),

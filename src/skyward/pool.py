@@ -22,9 +22,10 @@ from skyward.errors import PoolClosedError, PoolStartError
 from skyward.functions import Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
-from skyward.nodes.node import Node, NodeView
+from skyward.nodes.node import Node
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
+from skyward.nodes.view import NodeView
 from skyward.providers import encrypted
 from skyward.spec import Nodes
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from skyward import functions
 from skyward.accelerators import Accelerator
-from skyward.calls.counts import Counts
 from skyward.compute.arguments import new_name, resolve
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
-from skyward.compute.stats import Stats
+from skyward.compute.stats import Stats, done, stats_of
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
 from skyward.errors import (
@@ -34,9 +33,9 @@ from skyward.errors import (
 )
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
-from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
+from skyward.nodes.view import NodeView
 from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
 from skyward.providers import Provider
@@ -309,7 +308,7 @@ class Compute(Running):
             self._console = None
             receipt = pool.ledger.receipt()
             if self._was_ready:
-                summary = f"{self.name}: {_done(pool.counts)}"
+                summary = f"{self.name}: {done(pool.counts)}"
                 console.close(f"{summary}; {receipt}" if receipt else summary)
             else:
                 console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
@@ -377,23 +376,7 @@ class Compute(Running):
 
         >>> compute.stats().succeeded
         """
-        pool = self._open_pool
-        counts = pool.counts
-        sent, received = pool.traffic()
-        return Stats(
-            counts.submitted,
-            counts.succeeded,
-            counts.failed,
-            counts.cancelled,
-            counts.retried,
-            counts.workers_died,
-            counts.nodes_lost,
-            sent,
-            received,
-            time.monotonic() - counts.started,
-            pool.ledger.cost,
-            pool.ledger.hourly_cost,
-        )
+        return stats_of(self._open_pool)
 
     def usage(self, node: int = 0) -> NodeUsage | None:
         """How busy a node is: processors, memory and GPUs; None if it does not answer now.
@@ -410,15 +393,6 @@ class Compute(Running):
         else:
             state = "closed" if self._pool.closed else f"{len(self._pool.nodes)} nodes"
         return f"<sky.Compute {self.name}: {state}>"
-
-
-def _done(counts: Counts) -> str:
-    return (
-        f"{counts.succeeded} of {counts.submitted} calls succeeded"
-        + (f", {counts.failed} failed" if counts.failed else "")
-        + (f", {counts.cancelled} cancelled" if counts.cancelled else "")
-        + f" in {time.monotonic() - counts.started:.1f} s"
-    )
 
 
 @atexit.register

@@ -105,7 +105,7 @@ class Contacts:
         control = node.control
         if control is None:
             return ""
-        silence = node.silence
+        silence = node.heartbeats.silence
         dead = (
             silence > QUIET_SECONDS or (control.resumes and not control.connected)
         ) and node.host.looks_dead()
@@ -120,7 +120,7 @@ class Contacts:
             )
         if dead:
             return "its agent is gone"
-        if control.connected and node.unanswered > SILENCE_SECONDS:
+        if control.connected and node.heartbeats.unanswered > SILENCE_SECONDS:
             # If the agent's connection is dead, those of the executors probably are, too.
             for channel in (control, *(lane.channel for lane in node.lanes.values())):
                 channel.reconnect()

@@ -20,7 +20,7 @@ from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
-from skyward.nodes.node import PING_SECONDS, Node, NodeView
+from skyward.nodes.node import PING_SECONDS, Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
@@ -29,6 +29,7 @@ from skyward.nodes.spec import PoolSpec
 from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
+from skyward.nodes.view import NodeView, view_of
 from skyward.providers import encrypted, is_here
 from skyward.spec import Nodes
 from skyward.wire import messages
@@ -317,7 +318,7 @@ class Fleet:
 
     def _on_control(self, node: Node, frame: Frame) -> None:
         message = messages.decode(frame.kind, frame.meta)
-        node.hear()
+        node.heartbeats.hear()
         match message:
             case Ping():
                 pass
@@ -402,14 +403,4 @@ class Fleet:
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
         with self._roster.lock:
-            return [
-                NodeView(
-                    node.index,
-                    node.state,
-                    node.host.address,
-                    node.host.accelerator,
-                    node.host.accelerators,
-                    tuple(t.name for lane in node.lanes.values() for t in lane.load.started()),
-                )
-                for node in self.nodes
-            ]
+            return [view_of(node) for node in self.nodes]

@@ -15,10 +15,11 @@ from typing import Literal
 
 from skyward.calls.lane import Lane
 from skyward.errors import PoolStartError
+from skyward.nodes.heartbeats import Heartbeats
 from skyward.nodes.host import Host
 from skyward.nodes.retries import BOUGHT_IN_VAIN, Retries
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Kill, Message, Ping
+from skyward.wire.messages import Kill, Message
 
 State = Literal[
     "starting", "ready", "reconnecting", "reclaimed", "draining", "lost", "failed", "stopped"
@@ -97,6 +98,7 @@ class Node:
         """When the node was lost; None while it serves, and before it has served."""
         self.taken_back = ""
         """Why the provider takes the machine back, once it has said so."""
+        self.heartbeats = Heartbeats(clock)
         self.retries = Retries(clock)
         """When the node is started again if its start fails."""
         self._judged: Host | None = None
@@ -104,13 +106,10 @@ class Node:
         self._state: State = "starting"
         self._lock = lock or threading.RLock()
         self._clock = clock
-        self._heard = clock()
         self._ready_since = 0.0
         self._starts = 0
         self._launch: threading.Thread | None = None
         self._removal: threading.Thread | None = None
-        self._pings = 0
-        self._asked: float | None = None
 
     # The state.
 
@@ -162,7 +161,7 @@ class Node:
             if self._state != "starting":
                 return False
             self.control = control
-            self.hear()
+            self.heartbeats.hear()
             return True
 
     def join(self, executors: int) -> bool:
@@ -201,7 +200,7 @@ class Node:
     def reconnect(self) -> bool:
         """Note that the agent is within reach again."""
         with self._lock:
-            self.hear()
+            self.heartbeats.hear()
             return self._move("ready", "reconnecting")
 
     def reclaim(self, reason: str) -> bool:
@@ -393,40 +392,7 @@ class Node:
             del self.lanes[lane.worker, lane.slot]
             return True
 
-    # Heartbeats.
-
     def ping(self) -> None:
         """Send a heartbeat."""
-        if not self.is_connected:
-            return
-        self._pings += 1
-        self._asked = self._asked or self._clock()
-        self.tell(Ping(self._pings))
-
-    def hear(self) -> None:
-        """Note that the agent has sent a message."""
-        self._heard = self._clock()
-        self._asked = None
-
-    @property
-    def silence(self) -> float:
-        """For how many seconds the agent has sent no message."""
-        return self._clock() - self._heard
-
-    @property
-    def unanswered(self) -> float:
-        """For how many seconds a heartbeat has been unanswered; 0 if the client sent none."""
-        return 0.0 if self._asked is None else self._clock() - self._asked
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """A node as the user sees it."""
-
-    node: int
-    state: State
-    address: str
-    accelerator: str | None
-    accelerators: int
-    running: tuple[str, ...]
-    """The names of the tasks on the node."""
+        if self.is_connected:
+            self.tell(self.heartbeats.ask())
