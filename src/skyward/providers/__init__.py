@@ -182,6 +182,12 @@ def sells(provider: Provider) -> TypeGuard[Seller]:
     return hasattr(provider, "offers")
 
 
+def why_none(provider: Seller, request: Request) -> str:
+    """Why a seller has no offer, in its own words; empty if it has no method `why_none`."""
+    explain = getattr(provider, "why_none", None)
+    return "" if explain is None else str(explain(request))
+
+
 class Sweeper(Provider, Protocol):
     """A provider that makes more for a pool than its machines, such as a firewall's rules."""
 
