@@ -148,7 +148,10 @@ def test_everything_is_checked_when_it_is_made(dear: Shop) -> None:
     for arguments, message in (
         ({"provider": sky.Local}, "give an instance, not the class"),
         ({"provider": dear, "vcpus": 0}, r"Spec\(vcpus=0\): give a number above 0"),
-        ({"provider": dear, "accelerator": "L4"}, "expected sky.accelerators.A100"),
+        ({"provider": dear, "accelerator": "L4"}, r"expected sky.accelerators.L4\(\)"),
+        ({"provider": "aws"}, r"Spec\(provider='aws'\): expected sky.AWS\(\)$"),
+        ({"provider": sky.AWS}, r"expected sky.AWS\(\) \(give an instance"),
+        ({"provider": sky.SSH}, r"expected sky.SSH\(...\) \(give an instance"),
         ({"provider": dear, "allocation": "cheap"}, r"Spec\(allocation='cheap'\): choose"),
     ):
         with pytest.raises(sky.ConfigurationError, match=message):

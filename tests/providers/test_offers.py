@@ -94,13 +94,19 @@ def test_without_a_shop_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch)
     ("wanted", "message"),
     [
         ({"accelerator": "Z9000"}, "no model called 'Z9000'"),
-        ({"accelerator": 3}, r"offers\(3\): give an accelerator"),
+        ({"accelerator": 3}, r"offers\(accelerator=3\): expected sky.accelerators"),
+        ({"accelerator": "L4:x"}, "'L4:x': the count 'x' is no whole number; write .* 'L4:8'"),
+        ({"accelerator": sky.accelerators.L4}, r"write sky.accelerators.L4\(\)"),
         ({"vcpus": 0}, r"offers\(vcpus=0\): give a number above 0"),
         ({"memory_gb": "2"}, r"offers\(memory_gb='2'\): give a number"),
         ({"region": ""}, r"offers\(region=''\): give the provider's name"),
         ({"allocation": "cheap"}, r"offers\(allocation='cheap'\): choose"),
         ({"providers": [sky.Local()]}, r"it sells no machines; give instances of Shop"),
-        ({"providers": [Shop]}, r"it sells no machines; give instances of Shop"),
+        ({"providers": [Shop]}, r"expected Shop\(\) \(give an instance"),
+        ({"providers": ["aws"]}, r"offers\(provider='aws'\): "),
+        ({"providers": "aws"}, r"give a list of providers, such as \[sky.AWS\(\)\]"),
+        ({"providers": sky.Local()}, "give a list of providers"),
+        ({"providers": 3}, r"offers\(providers=3\): give a list"),
     ],
 )
 def test_what_means_nothing_is_refused(shop: Shop, wanted: dict[str, Any], message: str) -> None:

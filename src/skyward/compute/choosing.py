@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from skyward import checks
+from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.spec import PoolSpec
-from skyward.providers import Provider, sells
+from skyward.providers import Provider, check_provider, sells
 
 Choose = Literal["cheapest", "first"]
 
@@ -36,14 +36,8 @@ class Spec:
     disk_gb: float | None = None
 
     def __post_init__(self) -> None:
-        provider: Any = self.provider
-        if isinstance(provider, type) or not isinstance(provider, Provider):
-            hint = " (give an instance, not the class)" if isinstance(provider, type) else ""
-            raise ConfigurationError(f"Spec(provider={provider!r}): expected sky.Local(){hint}")
-        if self.accelerator is not None and not isinstance(self.accelerator, Accelerator):
-            raise ConfigurationError(
-                f"Spec(accelerator={self.accelerator!r}): expected sky.accelerators.A100()"
-            )
+        check_provider("Spec", self.provider)
+        accelerators.check("Spec", self.accelerator)
         for what in ("vcpus", "memory_gb", "max_hourly_cost", "disk_gb"):
             checks.above_zero("Spec", what, getattr(self, what))
         check_region("Spec", self.region)

@@ -13,7 +13,15 @@ from skyward.accelerators import Accelerator
 from skyward.console.plain import Quiet
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.market import Allocation, Offer, check_allocation, check_region
-from skyward.providers import Provider, Request, Seller, providers_with, sells, why_none
+from skyward.providers import (
+    Provider,
+    Request,
+    Seller,
+    check_provider,
+    providers_with,
+    sells,
+    why_none,
+)
 from skyward.spec import Image
 
 _BOTH: tuple[Allocation, ...] = ("on-demand", "spot")
@@ -70,11 +78,7 @@ def search(
     """As `offers`, and with the reason if there is none."""
     if isinstance(accelerator, str):
         accelerator = accelerators.parse(accelerator)
-    if accelerator is not None and not isinstance(accelerator, Accelerator):
-        raise ConfigurationError(
-            f"offers({accelerator!r}): give an accelerator, such as 'H100' or "
-            "sky.accelerators.H100(count=8)"
-        )
+    accelerators.check("offers", accelerator)
     numbers = {"vcpus": vcpus, "memory_gb": memory_gb, "max_hourly_cost": max_hourly_cost}
     for what, number in numbers.items():
         checks.above_zero("offers", what, number)
@@ -138,9 +142,14 @@ def _sellers(
 ) -> tuple[list[Seller], dict[str, SkywardError]]:
     """The providers to ask, and why others cannot be made."""
     if providers is not None:
+        if isinstance(providers, str | type | Provider) or not isinstance(providers, Iterable):
+            raise ConfigurationError(
+                f"offers(providers={providers!r}): give a list of providers, such as [sky.AWS()]"
+            )
         given = list(providers)
         for each in given:
-            if isinstance(each, type) or not sells(each):
+            check_provider("offers", each)
+            if not sells(each):
                 raise ConfigurationError(
                     f"offers(providers=[{each!r}]): it sells no machines; give instances of "
                     f"{_named(providers_with('offers'))}"

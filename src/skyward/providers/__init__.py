@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib
+import inspect
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -351,3 +352,27 @@ def providers_with(attribute: str) -> dict[str, type[Any]]:
         with contextlib.suppress(ImportError):
             found[name] = find_provider(name)
     return {name: each for name, each in found.items() if hasattr(each, attribute)}
+
+
+def check_provider(call: str, provider: object) -> None:
+    """Refuse what is no provider, in the call of a function, and say what was probably meant."""
+    # `isinstance` takes a class for an instance: it has the attributes that the protocol names.
+    if isinstance(provider, Provider) and not isinstance(provider, type):
+        return
+    hint = " (give an instance, not the class)" if isinstance(provider, type) else ""
+    raise ConfigurationError(f"{call}(provider={provider!r}): expected {_meant(provider)}{hint}")
+
+
+def _meant(given: object) -> str:
+    """The call that makes the provider whose class or name was given."""
+    if isinstance(given, str) and given.lower() in provider_names():
+        given = find_provider(given.lower())
+    if not isinstance(given, type) or not isinstance(given, Provider):
+        return "sky.Local()"
+    prefix = "sky." if given.__module__.startswith("skyward.") else ""
+    required = [
+        each.name
+        for each in inspect.signature(given).parameters.values()
+        if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+    ]
+    return f"{prefix}{given.__name__}({'...' if required else ''})"
