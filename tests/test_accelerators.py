@@ -103,10 +103,15 @@ class TestParsing:
         with refused(r"accelerator 'H100:8' with count=4: two different counts; give only one"):
             parse("H100:8", count=4)
 
-    @pytest.mark.parametrize("text", ["H1000", "H100:", "A100-40", "gpu"])
+    @pytest.mark.parametrize("text", ["H1000", "A100-40", "gpu"])
     def test_an_unknown_model_is_refused_with_the_catalog(self, text):
         with refused(rf"accelerator '{text}': no model called .* the catalog has .*A100.*H100"):
             parse(text)
+
+    @pytest.mark.parametrize("count", ["", "x", "-1", "1.5"])
+    def test_a_count_that_is_no_number_is_refused(self, count):
+        with refused(rf"'H100:{count}': the count '{count}' is no whole number; .* 'H100:8'"):
+            parse(f"H100:{count}")
 
     @pytest.mark.parametrize("text", ["", "  ", None, 8])
     def test_what_is_no_description_is_refused(self, text):

@@ -254,6 +254,10 @@ class TestEnvironment:
         with pytest.raises(TypeError):
             env["A"] = "2"
 
+    def test_only_what_was_given_is_shown(self):
+        assert repr(Image()) == "Image()"
+        assert repr(Image(python="auto", pip=["torch"], env={})) == "Image(pip=('torch',))"
+
     def test_values_are_never_shown(self):
         image = Image(env={"HF_TOKEN": "hf_secret"})
         assert image.env["HF_TOKEN"] == "hf_secret"

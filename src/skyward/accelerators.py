@@ -166,6 +166,12 @@ def parse(text: str, count: int = 1) -> Accelerator:
             "'A100-40GB'"
         )
     model = _BY_KEY.get(_key(match["model"]))
+    name, colon, written = match["model"].partition(":")
+    if colon:
+        raise ConfigurationError(
+            f"accelerator {text!r}: the count {written.strip()!r} is no whole number; write one "
+            f"such as '{name.strip()}:8'"
+        )
     if model is None:
         known = ", ".join(each.name for each in models())
         raise ConfigurationError(
@@ -173,13 +179,42 @@ def parse(text: str, count: int = 1) -> Accelerator:
             f"{known}; in Python, accelerators.Custom(name, memory) asks for any other"
         )
     if match["count"] is not None:
-        written = int(match["count"])
-        if count not in (1, written):
+        number = int(match["count"])
+        if count not in (1, number):
             raise ConfigurationError(
                 f"accelerator {text!r} with count={count}: two different counts; give only one"
             )
-        count = written
+        count = number
     return model(count, memory=match["memory"])
+
+
+def check(call: str, accelerator: object) -> None:
+    """Refuse what is no `Accelerator`, in the call of a function; None asks for none."""
+    if accelerator is None or isinstance(accelerator, Accelerator):
+        return
+    if isinstance(accelerator, Model):
+        raise ConfigurationError(
+            f"{call}(accelerator=sky.accelerators.{accelerator.name}): this is a model; write "
+            f"sky.accelerators.{accelerator.name}()"
+        )
+    wanted = A100()
+    if isinstance(accelerator, str):
+        try:
+            wanted = parse(accelerator)
+        except ConfigurationError as problem:
+            raise ConfigurationError(
+                f"{call}(accelerator={accelerator!r}): expected {_spelled(wanted)}, and {problem}"
+            ) from None
+    raise ConfigurationError(f"{call}(accelerator={accelerator!r}): expected {_spelled(wanted)}")
+
+
+def _spelled(accelerator: Accelerator) -> str:
+    """The Python that makes an accelerator of the catalog."""
+    model = _BY_KEY[_key(accelerator.name)]
+    arguments = [f"count={accelerator.count}"] if accelerator.count != 1 else []
+    if accelerator.memory != model.memories[0]:
+        arguments.append(f"memory={accelerator.memory!r}")
+    return f"sky.accelerators.{model.name}({', '.join(arguments)})"
 
 
 def models() -> Iterator[Model]:

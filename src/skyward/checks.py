@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, SupportsFloat, SupportsIndex
 
 from skyward.errors import ConfigurationError
@@ -52,9 +52,20 @@ def store(value: object, **normalised: object) -> None:
 
 
 def shown(value: Any) -> str:
-    """Render a value as the call that makes it, with any credentials in its URLs hidden."""
+    """Render a value as the call that makes it, with any credentials in its URLs hidden.
+
+    Arguments that have their defaults are left out.
+    """
     given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-    return _call(value, given)
+    usual = {each.name: _default(each) for each in fields(value)}
+    return _call(value, {name: each for name, each in given.items() if each != usual[name]})
+
+
+def _default(argument: Field[Any]) -> object:
+    """The default of a dataclass's field; `MISSING` if it has none."""
+    if argument.default_factory is not MISSING:
+        return argument.default_factory()
+    return argument.default
 
 
 def _call(value: object, given: Mapping[str, object]) -> str:

@@ -76,7 +76,9 @@ def test_what_cannot_be_had_is_passed_over_with_a_line(
     pool = sky.Compute.any(specs(cheap, dear), options=QUIET, name="p")
     assert bought(pool) == "dear"
 
-    assert "skyward: p: shop on demand is passed over: sold out" in capsys.readouterr().err
+    assert (
+        "skyward: p: shop on demand in here-1 is passed over: sold out" in capsys.readouterr().err
+    )
     assert on_record == [[dear.stock.orders[0].pool]], "the first was removed before"
 
 
@@ -106,7 +108,7 @@ def test_if_none_can_be_had_the_error_has_every_reason(
     assert str(failed.value) == (
         "p did not start: none of its 2 specs is available; add another spec, or try again later:"
         "\n- shop on demand in there-2: sold out"
-        "\n- shop spot-if-available: no answer"
+        "\n- shop spot-if-available in here-1: no answer"
     )
     assert not state.pools()
 
@@ -114,9 +116,21 @@ def test_if_none_can_be_had_the_error_has_every_reason(
 def test_a_single_spec_is_told_in_the_same_way(dear: Shop) -> None:
     dear.stock.failures = [sky.UnreachableError("no answer")]
     with pytest.raises(
-        sky.UnavailableError, match=r"none of its 1 specs.*\n- shop on demand: no a"
+        sky.UnavailableError, match=r"its only spec is not.*\n- shop on demand in here-1: no a"
     ):
         sky.Compute.any(specs(dear), options=QUIET).__enter__()
+
+
+def test_specs_are_told_apart_by_what_they_ask_for(dear: Shop) -> None:
+    l4 = sky.accelerators.L4(2)
+    aws = sky.AWS(region="us-east-1", instance_type="g6.xlarge")
+    assert str(sky.Spec(sky.Local())) == "local"
+    assert str(sky.Spec(sky.Local(), vcpus=2)) == "local 2 vCPUs"
+    assert str(sky.Spec(aws)) == "aws g6.xlarge on demand in us-east-1"
+    assert (
+        str(sky.Spec(sky.AWS(), l4, vcpus=8, memory_gb=1.5, region="r", allocation="spot"))
+        == "aws L4-24GB:2, 8 vCPUs, 1.5 GB, spot in r"
+    )
 
 
 def test_another_failure_is_raised_at_once(dear: Shop, cheap: Shop) -> None:
@@ -148,7 +162,10 @@ def test_everything_is_checked_when_it_is_made(dear: Shop) -> None:
     for arguments, message in (
         ({"provider": sky.Local}, "give an instance, not the class"),
         ({"provider": dear, "vcpus": 0}, r"Spec\(vcpus=0\): give a number above 0"),
-        ({"provider": dear, "accelerator": "L4"}, "expected sky.accelerators.A100"),
+        ({"provider": dear, "accelerator": "L4"}, r"expected sky.accelerators.L4\(\)"),
+        ({"provider": "aws"}, r"Spec\(provider='aws'\): expected sky.AWS\(\)$"),
+        ({"provider": sky.AWS}, r"expected sky.AWS\(\) \(give an instance"),
+        ({"provider": sky.SSH}, r"expected sky.SSH\(...\) \(give an instance"),
         ({"provider": dear, "allocation": "cheap"}, r"Spec\(allocation='cheap'\): choose"),
     ):
         with pytest.raises(sky.ConfigurationError, match=message):

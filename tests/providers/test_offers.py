@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
+from skyward.providers import Request
 
 from .shop import Shop, an_offer, opened
 
@@ -92,13 +94,19 @@ def test_without_a_shop_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch)
     ("wanted", "message"),
     [
         ({"accelerator": "Z9000"}, "no model called 'Z9000'"),
-        ({"accelerator": 3}, r"offers\(3\): give an accelerator"),
+        ({"accelerator": 3}, r"offers\(accelerator=3\): expected sky.accelerators"),
+        ({"accelerator": "L4:x"}, "'L4:x': the count 'x' is no whole number; write .* 'L4:8'"),
+        ({"accelerator": sky.accelerators.L4}, r"write sky.accelerators.L4\(\)"),
         ({"vcpus": 0}, r"offers\(vcpus=0\): give a number above 0"),
         ({"memory_gb": "2"}, r"offers\(memory_gb='2'\): give a number"),
         ({"region": ""}, r"offers\(region=''\): give the provider's name"),
         ({"allocation": "cheap"}, r"offers\(allocation='cheap'\): choose"),
         ({"providers": [sky.Local()]}, r"it sells no machines; give instances of Shop"),
-        ({"providers": [Shop]}, r"it sells no machines; give instances of Shop"),
+        ({"providers": [Shop]}, r"expected Shop\(\) \(give an instance"),
+        ({"providers": ["aws"]}, r"offers\(provider='aws'\): "),
+        ({"providers": "aws"}, r"give a list of providers, such as \[sky.AWS\(\)\]"),
+        ({"providers": sky.Local()}, "give a list of providers"),
+        ({"providers": 3}, r"offers\(providers=3\): give a list"),
     ],
 )
 def test_what_means_nothing_is_refused(shop: Shop, wanted: dict[str, Any], message: str) -> None:
@@ -117,7 +125,25 @@ class TestCommand:
     def test_says_how_many_it_does_not_show(self, shop: Shop) -> None:
         done = CliRunner().invoke(command, ["offers", "--limit", "1"])
         assert len(done.stdout.splitlines()) == 2
-        assert "3 more cost as much or more; see --limit" in done.stderr
+        assert "3 more; --limit 0 shows all" in done.stderr
+        everything = CliRunner().invoke(command, ["offers", "--limit", "0"])
+        assert len(everything.stdout.splitlines()) == 5
+        assert everything.stderr == ""
+
+    def test_shows_a_type_once_for_all_its_zones(self, shop: Shop) -> None:
+        spot = an_offer("m1.big", 0.7, "spot")
+        shop.stock.offers = [
+            replace(spot, zone=f"here-1{letter}", hourly_cost=cost)
+            for letter, cost in (("a", 0.9), ("b", 0.7), ("c", 0.8))
+        ]
+        (line,) = CliRunner().invoke(command, ["offers"]).stdout.splitlines()[1:]
+        assert line.endswith("here-1b and 2 more  spot         $0.70")
+        assert len(json.loads(CliRunner().invoke(command, ["offers", "--json"]).stdout)) == 3
+
+    def test_both_ways_to_buy_are_the_same_as_none(self, shop: Shop) -> None:
+        both = CliRunner().invoke(command, ["offers", "--spot", "--on-demand"])
+        assert both.stdout == CliRunner().invoke(command, ["offers"]).stdout
+        assert both.stdout.splitlines()[-1].endswith("on-demand   unknown")
 
     def test_passes_its_options_on(self, shop: Shop) -> None:
         options = ["--region", "there-2", "--vcpus", "2", "--memory", "8", "--max-cost", "1.5"]
@@ -132,7 +158,20 @@ class TestCommand:
 
     def test_nothing_is_an_answer(self, shop: Shop) -> None:
         done = CliRunner().invoke(command, ["offers", "--max-cost", "0.01", "--spot"])
-        assert (done.exit_code, done.output) == (0, "no provider sells such a machine\n")
+        assert done.exit_code == 0
+        assert done.output == "no provider sells such a machine: --max-cost 0.01 --spot\n"
+
+    def test_the_only_provider_says_why_it_has_nothing(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def why_none(self: Shop, request: Request) -> str:
+            return f"{self.region} has nothing for {request.max_hourly_cost} dollars"
+
+        monkeypatch.setattr(Shop, "why_none", why_none, raising=False)
+        done = CliRunner().invoke(command, ["offers", "--max-cost", "0.01", "--region", "there-2"])
+        assert done.output == (
+            "no provider sells such a machine: shop: there-2 has nothing for 0.01 dollars\n"
+        )
 
     def test_a_provider_that_does_not_answer_is_one_line(self, shop: Shop) -> None:
         shop.stock.unpaid = [sky.UnavailableError("no credentials; run `aws configure`")]

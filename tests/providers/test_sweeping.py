@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import inspect
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from click.testing import CliRunner, Result
 import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
+from skyward.nodes import cleaning
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
 from skyward.testing import plain_request
@@ -91,7 +93,7 @@ class TestPools:
         assert failed.exit_code == 1
         assert "p: what it had besides its machines: still in use" in failed.output
 
-        assert "0 machines removed" in sky_command("down", "p", "--yes").output
+        assert "no machine was left" in sky_command("down", "p", "--yes").output
         assert (rules(shop), state.pools()) == ([], [])
 
     def test_a_client_killed_before_its_first_machine_is_swept_up_after(
@@ -106,7 +108,7 @@ class TestPools:
         Path(shop.root, "rules").mkdir()
         Path(shop.root, "rules", "p1").write_text("{}")
 
-        assert "n (p1): 0 machines removed" in sky_command("down").output
+        assert "n (p1): no machine was left" in sky_command("down").output
 
         assert (rules(shop), state.pools()) == ([], [])
 
@@ -123,10 +125,9 @@ class TestGc:
         assert folder.exists()
 
         done = sky_command("gc")
-        assert done.stdout == "old (p1): 1 machine removed\n"
+        assert done.output == "old (p1): 1 machine, rule p1 removed\n"
         assert (folder.exists(), rules(shop)) == (False, [])
-        assert "asked: shop\n" in done.stderr
-        assert sky_command("gc").output == "nothing of any pool was found; asked: shop\n"
+        assert sky_command("gc").output == "nothing of any pool: shop\n"
 
     def test_leaves_pools_of_others_and_pools_in_use_alone(
         self, shop: Shop, state: Journal, nothing_left: None
@@ -167,7 +168,8 @@ class TestGc:
         failed = sky_command("gc")
 
         assert failed.exit_code == 1
-        assert "not everything could be removed: old (p1): 1 machine removed; what" in failed.stderr
+        assert failed.stdout == "old (p1): 1 machine removed\n"
+        assert "not everything could be removed: old: what it had besides" in failed.stderr
         assert "in use. Try again later" in failed.stderr
         assert sky_command("gc").exit_code == 0
 
@@ -231,7 +233,7 @@ class TestGc:
 
         said = sky_command("gc").output
 
-        assert said == "nothing of any pool was found; asked: shop in there-2, shop in here-1\n"
+        assert said == "nothing of any pool: shop in there-2, shop in here-1\n"
 
     def test_a_provider_that_does_not_answer_is_an_error(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
@@ -242,4 +244,41 @@ class TestGc:
         monkeypatch.setattr(Shop, "remains", remains)
         failed = sky_command("gc")
         assert failed.exit_code == 1
-        assert failed.stderr == "Error: no credentials\n"
+        assert failed.stderr == "Error: no provider answered: shop: no credentials\n"
+
+    def test_so_is_one_that_cannot_be_made(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(self: Shop, *_: Any, **given: Any) -> None:
+            raise sky.ConfigurationError(f"no region called {given.get('region')}")
+
+        monkeypatch.setattr(Shop, "__init__", refuse)
+        monkeypatch.setattr(Shop, "__signature__", inspect.signature(Shop.in_region), raising=False)
+        failed = sky_command("gc", "--region", "mars")
+        assert (failed.exit_code, failed.stdout) == (1, "")
+        assert "no provider answered: shop: no region called mars" in failed.stderr
+        nobody = sky_command("gc", "--profile", "me")
+        assert nobody.exit_code == 1
+        assert "no provider answered: there is none to ask" in nobody.stderr
+
+    def test_one_pools_failure_does_not_stop_the_others(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    ) -> None:
+        leave(shop, "p1")
+        leave(shop, "p2")
+        clean = cleaning.clean_remains
+
+        def clean_second(journal: Any, collector: Any, remains: Any) -> Any:
+            if remains.pool == "p1":
+                raise ValueError("an odd answer")
+            return clean(journal, collector, remains)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(cleaning, "clean_remains", clean_second)
+            failed = sky_command("gc", "--json")
+        assert failed.exit_code == 1
+        first, second = json.loads(failed.stdout)
+        assert (first["removed"], first["failures"]) == (False, ["an odd answer"])
+        assert second["removed"]
+        assert "not everything could be removed: old: an odd answer. Try" in failed.stderr
+        assert "rule p1 removed" in sky_command("gc").stdout

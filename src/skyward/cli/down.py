@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ import click
 from skyward.cli import output
 from skyward.cli.commands import Command
 from skyward.errors import PoolError
+from skyward.market import money
 
 if TYPE_CHECKING:
     from skyward.nodes.cleaning import Cleaned
@@ -62,25 +64,41 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
             ]
         )
     else:
-        for each in outcomes:
-            click.echo(said(each))
+        for pool, each in zip(chosen, outcomes, strict=True):
+            click.echo(said(each) + _cost(pool, each))
         if not outcomes:
             click.echo("nothing was left behind")
-    failures = [f"{each.name}: {what}" for each in outcomes for what in each.failures]
-    failed = [each.pool for each in outcomes if each.failures]
-    if failures:
+    if failures := failed(outcomes):
+        kept = next(each.pool for each in outcomes if each.failures)
         raise PoolError(
-            f"not everything could be removed: {'; '.join(failures)}. The pool stays on record; if "
-            f"its machines are gone, take it off the record: sky down {failed[0]} --forget"
+            f"{failures}. The pool stays on record; if its machines are gone, take it off the "
+            f"record: sky down {kept} --forget"
         )
 
 
-def said(cleaned: Cleaned) -> str:
-    """What was removed, in words."""
+def said(cleaned: Cleaned, besides: Sequence[str] = ()) -> str:
+    """What was removed, in words; `besides` is what went with the machines if nothing failed."""
     count = len(cleaned.removed)
-    machines = "1 machine" if count == 1 else f"{count} machines"
+    parts = ["1 machine" if count == 1 else f"{count} machines"] if count else []
+    parts += () if cleaned.failures else besides
     name = f"{cleaned.name} ({cleaned.pool})" if cleaned.name else cleaned.pool
-    return f"{name}: {machines} removed"
+    if parts:
+        return f"{name}: {', '.join(parts)} removed"
+    return f"{name}: {'nothing removed' if cleaned.failures else 'no machine was left'}"
+
+
+def failed(outcomes: Iterable[Cleaned]) -> str:
+    """What could not be removed, in words; empty if everything was."""
+    failures = [f"{each.name or each.pool}: {what}" for each in outcomes for what in each.failures]
+    return f"not everything could be removed: {'; '.join(failures)}" if failures else ""
+
+
+def _cost(pool: PoolRecord, cleaned: Cleaned) -> str:
+    """What a pool has cost; a machine that was not found has ended nobody knows when."""
+    if not pool.cost or cleaned.failures:
+        return ""
+    most = "" if len(cleaned.removed) >= len(pool.machines) else "at most "
+    return f"; cost {most}{money(pool.cost)}"
 
 
 def _check_forgettable(pools: list[PoolRecord]) -> None:

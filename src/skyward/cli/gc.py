@@ -10,7 +10,7 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
-from skyward.cli.down import ask, said
+from skyward.cli.down import ask, failed, said
 from skyward.errors import PoolError, SkywardError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def gc(
     from skyward.nodes.journal import Journal
 
     journal = Journal()
-    found, asked = _found(journal, _collectors(journal, provider, region, profile))
+    found, asked = _found(journal, *_collectors(journal, provider, region, profile))
     chosen = [each for each in found if everything or each[2] == "gone"]
     outcomes: dict[str, Cleaned] = {}
     if not dry_run:
@@ -56,16 +56,15 @@ def gc(
     if output.wants_json():
         output.as_json([_document(each, outcomes) for each in found])
     else:
-        _tell(found, asked, outcomes, dry_run=dry_run)
-    failed = [each for each in outcomes.values() if each.failures]
-    failures = [f"{said(each)}; {'; '.join(each.failures)}" for each in failed]
-    if failures:
-        raise PoolError(f"not everything could be removed: {'. '.join(failures)}. Try again later")
+        _tell(found, outcomes, asked, dry_run=dry_run)
+    if failures := failed(outcomes.values()):
+        raise PoolError(f"{failures}. Try again later")
 
 
 def _collectors(
     journal: Journal, name: str | None, region: str | None, profile: str | None
-) -> list[Collector]:
+) -> tuple[list[Collector], list[str]]:
+    """The providers to ask, and why others cannot be made."""
     from skyward.providers import collects, find_provider, providers_with
 
     given = {"region": region, "profile": profile}
@@ -82,23 +81,26 @@ def _collectors(
                 f"--provider {name}: it does not know the pools of other processes; ask one of "
                 f"{', '.join(providers_with('remains')) or 'none'}, or use `sky down`"
             )
-        return [made]
+        return [made], []
     recorded = {(pool.provider, repr(pool.arguments)): pool for pool in journal.pools()}
     wanted: list[Any] = []
+    unmade: list[str] = []
     if not options:
         for pool in recorded.values():
             try:
                 recreated = find_provider(pool.provider)(**pool.arguments)
             except (TypeError, SkywardError) as problem:
-                click.echo(f"{pool.provider} is passed over: {problem}", err=True)
+                unmade.append(f"{pool.provider}: {problem}")
                 continue
             wanted += [recreated] if collects(recreated) else []
     for each, kind in providers_with("remains").items():
+        if _taken(kind, options) != options:
+            continue
         try:
-            wanted.append(kind(**_taken(kind, options)))
+            wanted.append(kind(**options))
         except (TypeError, SkywardError) as problem:
-            click.echo(f"{each} is passed over: {problem}", err=True)
-    return list(dict.fromkeys(wanted))
+            unmade.append(f"{each}: {problem}")
+    return list(dict.fromkeys(wanted)), unmade
 
 
 def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
@@ -107,28 +109,33 @@ def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def _found(journal: Journal, collectors: list[Collector]) -> tuple[list[Found], list[str]]:
-    """What the providers have, each pool once, and where they looked."""
+def _found(
+    journal: Journal, collectors: list[Collector], unmade: list[str]
+) -> tuple[list[Found], list[str]]:
+    """What the providers have, each pool once, and where they looked.
+
+    A provider that does not answer is passed over; raises `PoolError` if none answers.
+    """
     from skyward.nodes.cleaning import whose
     from skyward.providers import place_of
 
-    asked: list[str] = []
     found: dict[str, Found] = {}
-    failures: list[SkywardError] = []
+    asked: list[str] = []
+    failures = list(unmade)
     for collector in collectors:
         try:
             remains = asyncio.run(_remains(collector))
         except SkywardError as problem:
-            failures.append(problem)
-            if len(collectors) > 1:
-                click.echo(f"{place_of(collector)} is passed over: {problem}", err=True)
+            failures.append(f"{collector.name}: {problem}")
             continue
         asked.append(place_of(collector))
         for each in remains:
             found.setdefault(each.pool, (collector, each, whose(journal, each)))
-    if failures and len(failures) == len(collectors):
-        raise failures[0]
-    return list(found.values()), list(dict.fromkeys(asked))
+    if not asked:
+        raise PoolError(f"no provider answered: {'; '.join(failures) or 'there is none to ask'}")
+    for failure in failures:
+        click.echo(f"passed over: {failure}", err=True)
+    return list(found.values()), asked
 
 
 async def _remains(collector: Collector) -> list[Remains]:
@@ -136,24 +143,38 @@ async def _remains(collector: Collector) -> list[Remains]:
 
 
 def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Cleaned]:
-    from skyward.nodes.cleaning import clean_remains
-
     in_use = [
         f"{remains.name or 'a pool'} ({remains.pool}) of {remains.owner or 'an unknown user'}"
         for _, remains, whose in chosen
         if whose != "gone"
     ]
     ask(in_use, yes, "remove")
-    return {
-        remains.pool: clean_remains(journal, collector, remains) for collector, remains, _ in chosen
-    }
+    return {remains.pool: _removed(journal, collector, remains) for collector, remains, _ in chosen}
+
+
+def _removed(journal: Journal, collector: Collector, remains: Remains) -> Cleaned:
+    from skyward.nodes.cleaning import Cleaned, clean_remains
+
+    try:
+        return clean_remains(journal, collector, remains)
+    except Exception as problem:
+        # The other pools are removed all the same, and this one is told at the end.
+        failure = str(problem) or type(problem).__name__
+        return Cleaned(remains.pool, remains.name, (), (failure,))
+
+
+def _besides(remains: Remains, cleaned: Cleaned) -> list[str]:
+    """What a pool had besides the machines that were removed."""
+    machines = set(cleaned.removed)
+    return [each for each in remains.resources if each.rpartition(" ")[2] not in machines]
 
 
 def _tell(
-    found: list[Found], asked: list[str], outcomes: dict[str, Cleaned], *, dry_run: bool
+    found: list[Found], outcomes: dict[str, Cleaned], asked: list[str], *, dry_run: bool
 ) -> None:
-    for each in outcomes.values():
-        click.echo(said(each))
+    for _, remains, _ in found:
+        if cleaned := outcomes.get(remains.pool):
+            click.echo(said(cleaned, _besides(remains, cleaned)))
     left = [each for each in found if each[1].pool not in outcomes]
     if left:
         rows = [
@@ -170,12 +191,10 @@ def _tell(
         output.table(_HEADS, rows, right=())
         if not dry_run:
             click.echo("--all removes these, too", err=True)
-    if not asked:
-        click.echo("no provider could be asked for the pools of other processes")
-    elif not found:
-        click.echo(f"nothing of any pool was found; asked: {', '.join(asked)}")
-    else:
-        click.echo(f"asked: {', '.join(asked)}", err=True)
+    if not found:
+        click.echo(f"nothing of any pool: {', '.join(asked)}")
+    elif not left and not outcomes:
+        click.echo("nothing was left behind")
 
 
 def _document(found: Found, outcomes: dict[str, Cleaned]) -> dict[str, object]:

@@ -33,57 +33,87 @@ _RIGHT = ("vcpus", "memory", "$/hour")
 @click.option("--vcpus", type=float, help="At least so many.")
 @click.option("--memory", type=float, metavar="GB", help="At least so many gigabytes.")
 @click.option("--max-cost", type=float, metavar="DOLLARS", help="At most so much an hour.")
+@click.option("--spot", is_flag=True, help="Only machines that can be taken back.")
+@click.option("--on-demand", is_flag=True, help="Only machines that cannot be taken back.")
 @click.option(
-    "--spot/--on-demand",
-    default=None,
-    help="Only machines that can be taken back, or only those that cannot.",
+    "--limit",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="Show at most so many; 0 for all.",
 )
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="At most.")
 def offers(
     accelerator: str | None,
     region: str | None,
     vcpus: float | None,
     memory: float | None,
     max_cost: float | None,
-    spot: bool | None,
+    spot: bool,
+    on_demand: bool,
     limit: int,
 ) -> None:
     """List machines that one can buy, the cheapest first.
 
-    ACCELERATOR is a model and how many of it, such as H100, H100:8 or A100-40GB.
+    ACCELERATOR is a model and how many of it, such as H100, H100:8 or A100-40GB. A type that
+    several zones of a region sell is one line, with the cheapest zone; --json has them all.
     """
-    from skyward.compute.offers import offers as find
+    from skyward.compute.offers import search
 
-    found = find(
+    done = search(
         accelerator,
         vcpus=vcpus,
         memory_gb=memory,
         region=region,
-        allocation=None if spot is None else "spot" if spot else "on-demand",
+        allocation=None if spot == on_demand else "spot" if spot else "on-demand",
         max_hourly_cost=max_cost,
     )
-    shown = found[:limit]
+    found = done.offers
     if output.wants_json():
-        output.as_json([_document(offer) for offer in shown])
+        output.as_json([_document(offer) for offer in found[: limit or None]])
         return
     if not found:
-        click.echo("no provider sells such a machine")
+        click.echo(f"no provider sells such a machine: {done.why_none or _filters()}")
         return
-    output.table(_HEADS, [_row(offer) for offer in shown], right=_RIGHT)
-    if len(shown) < len(found):
-        click.echo(f"{len(found) - len(shown)} more cost as much or more; see --limit", err=True)
+    rows = _rows(found)
+    shown = rows[: limit or None]
+    output.table(_HEADS, shown, right=_RIGHT)
+    if len(shown) < len(rows):
+        click.echo(f"{len(rows) - len(shown)} more; --limit 0 shows all", err=True)
 
 
-def _row(offer: Offer) -> tuple[object, ...]:
+def _filters() -> str:
+    """The arguments of the command, as the user gave them."""
+    given = click.get_current_context().params
+    parts = [str(given["accelerator"])] if given["accelerator"] else []
+    for name in ("region", "vcpus", "memory", "max_cost"):
+        if given[name] is not None:
+            value = given[name]
+            told = value if isinstance(value, str) else f"{value:g}"
+            parts.append(f"--{name.replace('_', '-')} {told}")
+    parts += [f"--{each.replace('_', '-')}" for each in ("spot", "on_demand") if given[each]]
+    return " ".join(parts) or "none has any"
+
+
+def _rows(found: list[Offer]) -> list[tuple[object, ...]]:
+    """A row for each type and way to buy it, in the cheapest zone of a region."""
+    alike: dict[tuple[str, ...], list[Offer]] = {}
+    for offer in found:
+        key = (offer.provider, offer.region, offer.instance_type, offer.allocation)
+        alike.setdefault(key, []).append(offer)
+    return [_row(first, len(others)) for first, *others in alike.values()]
+
+
+def _row(offer: Offer, other_zones: int) -> tuple[object, ...]:
+    place = offer.zone or offer.region
     return (
         offer.provider,
         offer.instance_type,
         offer.accelerator or "",
         f"{offer.vcpus:g}",
         f"{offer.memory_gb:g} GB",
-        offer.zone or offer.region,
+        f"{place} and {other_zones} more" if other_zones else place,
         offer.allocation,
-        "" if offer.hourly_cost is None else money(offer.hourly_cost),
+        "unknown" if offer.hourly_cost is None else money(offer.hourly_cost),
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from skyward import checks
+from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
 from skyward.errors import ConfigurationError
@@ -21,7 +21,7 @@ from skyward.plugins.plugin import (
     composed,
     transformed,
 )
-from skyward.providers import Provider, Request, providers_with, sells
+from skyward.providers import Provider, Request, check_provider, providers_with, sells
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Volume, Worker
 
@@ -57,8 +57,8 @@ def resolve(
     Raises `ConfigurationError` for arguments that no pool can have.
     """
     provider = Local() if provider is None else provider
-    _require(provider, Provider, "provider", "sky.Local()")
-    _require(accelerator, Accelerator, "accelerator", "sky.accelerators.A100()", optional=True)
+    check_provider("Compute", provider)
+    accelerators.check("Compute", accelerator)
     _require(image, Image, "image", "sky.Image(...)", optional=True)
     _require(worker, Worker, "worker", "sky.Worker(...)", optional=True)
     _require(options, Options, "options", "sky.Options(...)", optional=True)
@@ -148,8 +148,7 @@ def _bought(
 
 
 def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:
-    # `isinstance` takes a class for an instance: it has the attributes that the protocol names.
-    if (value is None and optional) or (isinstance(value, kind) and not isinstance(value, type)):
+    if (value is None and optional) or isinstance(value, kind):
         return
     hint = " (give an instance, not the class)" if isinstance(value, type) else ""
     raise ConfigurationError(f"Compute({what}={value!r}): expected {example}{hint}")

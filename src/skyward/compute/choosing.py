@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from skyward import checks
+from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.spec import PoolSpec
-from skyward.providers import Provider, sells
+from skyward.providers import Provider, check_provider, sells
 
 Choose = Literal["cheapest", "first"]
 
@@ -36,28 +36,27 @@ class Spec:
     disk_gb: float | None = None
 
     def __post_init__(self) -> None:
-        provider: Any = self.provider
-        if isinstance(provider, type) or not isinstance(provider, Provider):
-            hint = " (give an instance, not the class)" if isinstance(provider, type) else ""
-            raise ConfigurationError(f"Spec(provider={provider!r}): expected sky.Local(){hint}")
-        if self.accelerator is not None and not isinstance(self.accelerator, Accelerator):
-            raise ConfigurationError(
-                f"Spec(accelerator={self.accelerator!r}): expected sky.accelerators.A100()"
-            )
+        check_provider("Spec", self.provider)
+        accelerators.check("Spec", self.accelerator)
         for what in ("vcpus", "memory_gb", "max_hourly_cost", "disk_gb"):
             checks.above_zero("Spec", what, getattr(self, what))
         check_region("Spec", self.region)
         check_allocation("Spec", self.allocation)
 
     def __str__(self) -> str:
-        parts: list[object] = [self.provider.name]
-        if self.accelerator is not None:
-            parts.append(self.accelerator)
+        """What tells this spec from others, such as "aws g6.xlarge, 8 vCPUs, spot in us-east-1"."""
+        chosen = getattr(self.provider, "instance_type", None)
+        name = f"{self.provider.name} {chosen}" if chosen else self.provider.name
+        parts = [str(self.accelerator)] if self.accelerator is not None else []
+        if self.vcpus is not None:
+            parts.append(f"{self.vcpus:g} vCPUs")
+        if self.memory_gb is not None:
+            parts.append(f"{self.memory_gb:g} GB")
         if sells(self.provider):
             parts.append("on demand" if self.allocation == "on-demand" else self.allocation)
-        if self.region is not None:
-            parts.append(f"in {self.region}")
-        return " ".join(map(str, parts))
+        told = f"{name} {', '.join(parts)}".rstrip()
+        region = self.region or getattr(self.provider, "region", None)
+        return f"{told} in {region}" if region else told
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,11 @@ class Failures:
     def error(self) -> UnavailableError:
         """The error if all candidates were passed over."""
         reasons = "".join(f"\n- {line}" for line in self._lines)
+        count = len(self._lines)
+        which = "its only spec is not" if count == 1 else f"none of its {count} specs is"
         return UnavailableError(
-            f"{self._name} did not start: none of its {len(self._lines)} specs is available; add "
-            f"another spec, or try again later:{reasons}"
+            f"{self._name} did not start: {which} available; add another spec, or try again later:"
+            f"{reasons}"
         )
 
 

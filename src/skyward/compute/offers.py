@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from skyward import accelerators, checks
@@ -12,10 +13,27 @@ from skyward.accelerators import Accelerator
 from skyward.console.plain import Quiet
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.market import Allocation, Offer, check_allocation, check_region
-from skyward.providers import Provider, Request, Seller, providers_with, sells
+from skyward.providers import (
+    Provider,
+    Request,
+    Seller,
+    check_provider,
+    providers_with,
+    sells,
+    why_none,
+)
 from skyward.spec import Image
 
 _BOTH: tuple[Allocation, ...] = ("on-demand", "spot")
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was found, or why nothing was."""
+
+    offers: list[Offer]
+    why_none: str = ""
+    """The reason of the provider, if only one was asked and it has one to give."""
 
 
 def offers(
@@ -34,23 +52,39 @@ def offers(
     answer is passed over, and a line on stderr says so; if it is the only one, its error is raised.
     `allocation=None` means both on-demand and spot machines.
 
-    >>> for offer in sky.offers("H100", max_hourly_cost=10): print(offer)
+    >>> for offer in sky.offers("L4", max_hourly_cost=2): print(offer)
     """
+    return search(
+        accelerator,
+        vcpus=vcpus,
+        memory_gb=memory_gb,
+        region=region,
+        allocation=allocation,
+        max_hourly_cost=max_hourly_cost,
+        providers=providers,
+    ).offers
+
+
+def search(
+    accelerator: Accelerator | str | None = None,
+    *,
+    vcpus: float | None = None,
+    memory_gb: float | None = None,
+    region: str | None = None,
+    allocation: Allocation | None = None,
+    max_hourly_cost: float | None = None,
+    providers: Iterable[Provider] | None = None,
+) -> Search:
+    """As `offers`, and with the reason if there is none."""
     if isinstance(accelerator, str):
         accelerator = accelerators.parse(accelerator)
-    if accelerator is not None and not isinstance(accelerator, Accelerator):
-        raise ConfigurationError(
-            f"offers({accelerator!r}): give an accelerator, such as 'H100' or "
-            "sky.accelerators.H100(count=8)"
-        )
+    accelerators.check("offers", accelerator)
     numbers = {"vcpus": vcpus, "memory_gb": memory_gb, "max_hourly_cost": max_hourly_cost}
     for what, number in numbers.items():
         checks.above_zero("offers", what, number)
     check_region("offers", region)
-    kinds: Sequence[Allocation] = _BOTH
     if allocation is not None:
         check_allocation("offers", allocation)
-        kinds = (allocation,)
     requests = [
         Request(
             accelerator,
@@ -61,7 +95,7 @@ def offers(
             allocation=kind,
             max_hourly_cost=max_hourly_cost,
         )
-        for kind in kinds
+        for kind in (_BOTH if allocation is None else (allocation,))
     ]
     found: list[Offer] = []
     failures: dict[str, SkywardError] = {}
@@ -78,13 +112,25 @@ def offers(
         raise next(iter(failures.values()))
     for name, failure in failures.items():
         Quiet().note(f"{name} is passed over: {failure}")
+    if not found and not failures and len(sellers) == 1:
+        return Search([], _why_none(_in_region(sellers[0], region), requests))
     unique = dict.fromkeys(found)
-    return sorted(unique, key=lambda offer: _cost(offer.hourly_cost))
+    return Search(sorted(unique, key=lambda offer: _cost(offer.hourly_cost)))
 
 
 def _asked(provider: Seller, region: str | None, requests: Iterable[Request]) -> list[Offer]:
-    there = provider if region is None else provider.in_region(region)
+    there = _in_region(provider, region)
     return [offer for request in requests for offer in there.offers(request)]
+
+
+def _in_region(provider: Seller, region: str | None) -> Seller:
+    return provider if region is None else provider.in_region(region)
+
+
+def _why_none(provider: Seller, requests: Iterable[Request]) -> str:
+    reasons = filter(None, (why_none(provider, request) for request in requests))
+    told = "; ".join(dict.fromkeys(reasons))
+    return told and f"{provider.name}: {told}"
 
 
 def _cost(cost: float | None) -> float:
@@ -96,9 +142,14 @@ def _sellers(
 ) -> tuple[list[Seller], dict[str, SkywardError]]:
     """The providers to ask, and why others cannot be made."""
     if providers is not None:
+        if isinstance(providers, str | type | Provider) or not isinstance(providers, Iterable):
+            raise ConfigurationError(
+                f"offers(providers={providers!r}): give a list of providers, such as [sky.AWS()]"
+            )
         given = list(providers)
         for each in given:
-            if isinstance(each, type) or not sells(each):
+            check_provider("offers", each)
+            if not sells(each):
                 raise ConfigurationError(
                     f"offers(providers=[{each!r}]): it sells no machines; give instances of "
                     f"{_named(providers_with('offers'))}"

@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import hashlib
 import importlib
+import inspect
 import os
 import socket
 import uuid
@@ -183,6 +184,12 @@ class Seller(Provider, Protocol):
 def sells(provider: Provider) -> TypeGuard[Seller]:
     """Whether a provider's machines cost money."""
     return hasattr(provider, "offers")
+
+
+def why_none(provider: Seller, request: Request) -> str:
+    """Why a seller has no offer, in its own words; empty if it has no method `why_none`."""
+    explain = getattr(provider, "why_none", None)
+    return "" if explain is None else str(explain(request))
 
 
 class Sweeper(Provider, Protocol):
@@ -380,3 +387,27 @@ def providers_with(attribute: str) -> dict[str, type[Any]]:
         with contextlib.suppress(ImportError):
             found[name] = find_provider(name)
     return {name: each for name, each in found.items() if hasattr(each, attribute)}
+
+
+def check_provider(call: str, provider: object) -> None:
+    """Refuse what is no provider, in the call of a function, and say what was probably meant."""
+    # `isinstance` takes a class for an instance: it has the attributes that the protocol names.
+    if isinstance(provider, Provider) and not isinstance(provider, type):
+        return
+    hint = " (give an instance, not the class)" if isinstance(provider, type) else ""
+    raise ConfigurationError(f"{call}(provider={provider!r}): expected {_meant(provider)}{hint}")
+
+
+def _meant(given: object) -> str:
+    """The call that makes the provider whose class or name was given."""
+    if isinstance(given, str) and given.lower() in provider_names():
+        given = find_provider(given.lower())
+    if not isinstance(given, type) or not isinstance(given, Provider):
+        return "sky.Local()"
+    prefix = "sky." if given.__module__.startswith("skyward.") else ""
+    required = [
+        each.name
+        for each in inspect.signature(given).parameters.values()
+        if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+    ]
+    return f"{prefix}{given.__name__}({'...' if required else ''})"
