@@ -103,6 +103,7 @@ def test_leaving_a_pool_leaves_no_process_behind():
 def test_an_exception_in_the_block_comes_out_as_it_is():
     with pytest.raises(LookupError, match="mine"), sky.Compute(options=QUIET) as pool:
         add(1) >> pool
+        assert repr(pool).endswith(": 1 node>")
         raise LookupError("mine")
 
     assert repr(pool).endswith(": closed>")

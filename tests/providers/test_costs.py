@@ -97,17 +97,18 @@ class TestLedger:
         self, ledger: Ledger, clock: Clock
     ) -> None:
         assert ledger.receipt() == ""
+        assert isinstance(ledger.cost, float)
         spot = [ledger.begin(an_offer("g6.xlarge", 0.5, "spot")) for _ in range(2)]
         clock.minutes = 12
         for entry in spot:
             ledger.end(entry)
-        assert ledger.receipt() == "cost $0.20: 2 x g6.xlarge spot for 12 min"
+        assert ledger.receipt() == "cost $0.20: 2 x g6.xlarge spot for 24 min in all"
         last = ledger.begin(an_offer("g6.xlarge", 1))
         clock.minutes = 12.5
         ledger.end(last)
-        assert ledger.receipt().endswith("12 min, 1 x g6.xlarge on demand for 30 s")
+        assert ledger.receipt().endswith("24 min in all, 1 x g6.xlarge on demand for 30 s")
         ledger.end(ledger.begin(an_offer("g6.xlarge", 0.5, "spot")))
-        assert "3 x g6.xlarge spot for 0 s to 12 min" in ledger.receipt()
+        assert "3 x g6.xlarge spot for 24 min in all" in ledger.receipt()
 
     def test_an_unknown_price_is_not_taken_for_nothing(self, ledger: Ledger, clock: Clock) -> None:
         ledger.begin(an_offer(cost=None))

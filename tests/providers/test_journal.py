@@ -211,6 +211,28 @@ class TestCommands:
         assert folder.exists()
         folder.rmdir()
 
+    def test_one_pools_failure_does_not_stop_the_others(self, journal: Journal) -> None:
+        journal.open_pool("p1", "lost", "nobody", {}, None)
+        pool = opened(journal)
+        folder = made(journal, pool, 0)
+
+        failed = CliRunner().invoke(command, ["down", "--all", "--yes"])
+
+        assert failed.exit_code == 1
+        assert "lost (p1): nothing removed" in failed.stdout
+        assert f"mine ({pool}): 1 machine removed\n" in failed.stdout
+        assert "not everything could be removed: lost: no provider is called" in failed.stderr
+        assert (folder.exists(), [each.id for each in journal.pools()]) == (False, ["p1"])
+
+    def test_a_machine_that_is_not_found_has_cost_that_much_at_most(self, journal: Journal) -> None:
+        pool = opened(journal)
+        journal.intend(pool, 0)
+        journal.made(pool, 0, "/no/such/machine", "10.0.0.1", 3600.0)
+
+        done = CliRunner().invoke(command, ["down", "--all", "--yes"])
+
+        assert f"mine ({pool}): no machine was left; cost at most " in done.output
+
     def test_what_is_to_be_forgotten_is_named(self, journal: Journal) -> None:
         refused = CliRunner().invoke(command, ["down", "--forget"])
 

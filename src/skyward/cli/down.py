@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -55,7 +56,9 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
         _tell_forgotten(chosen[0])
         return
     ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "remove")
-    outcomes = [clean(journal, pool) for pool in chosen]
+    outcomes = [
+        attempted(pool.id, pool.name, functools.partial(clean, journal, pool)) for pool in chosen
+    ]
     if output.wants_json():
         output.as_json(
             [
@@ -74,6 +77,16 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
             f"{failures}. The pool stays on record; if its machines are gone, take it off the "
             f"record: sky down {kept} --forget"
         )
+
+
+def attempted(pool: str, name: str, clean: Callable[[], Cleaned]) -> Cleaned:
+    """Remove a pool; if that fails altogether, the others are removed all the same."""
+    from skyward.nodes.cleaning import Cleaned
+
+    try:
+        return clean()
+    except Exception as problem:
+        return Cleaned(pool, name, (), (str(problem) or type(problem).__name__,))
 
 
 def said(cleaned: Cleaned, besides: Sequence[str] = ()) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
-from skyward.cli.down import ask, failed, said
+from skyward.cli.down import ask, attempted, failed, said
 from skyward.errors import PoolError, SkywardError
 
 if TYPE_CHECKING:
@@ -153,14 +154,10 @@ def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Clean
 
 
 def _removed(journal: Journal, collector: Collector, remains: Remains) -> Cleaned:
-    from skyward.nodes.cleaning import Cleaned, clean_remains
+    from skyward.nodes.cleaning import clean_remains
 
-    try:
-        return clean_remains(journal, collector, remains)
-    except Exception as problem:
-        # The other pools are removed all the same, and this one is told at the end.
-        failure = str(problem) or type(problem).__name__
-        return Cleaned(remains.pool, remains.name, (), (failure,))
+    removing = functools.partial(clean_remains, journal, collector, remains)
+    return attempted(remains.pool, remains.name, removing)
 
 
 def _besides(remains: Remains, cleaned: Cleaned) -> list[str]:

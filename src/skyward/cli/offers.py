@@ -55,7 +55,7 @@ def offers(
     """List machines that one can buy, the cheapest first.
 
     ACCELERATOR is a model and how many of it, such as H100, H100:8 or A100-40GB. A type that
-    several zones of a region sell is one line, with the cheapest zone; --json has them all.
+    several zones of a region sell is one line, with the cheapest zone; --json lists each zone.
     """
     from skyward.compute.offers import search
 

@@ -390,8 +390,11 @@ class Compute(Running):
     def __repr__(self) -> str:
         if self._pool is None:
             state = "not entered"
+        elif self._pool.closed:
+            state = "closed"
         else:
-            state = "closed" if self._pool.closed else f"{len(self._pool.nodes)} nodes"
+            count = len(self._pool.nodes)
+            state = "1 node" if count == 1 else f"{count} nodes"
         return f"<sky.Compute {self.name}: {state}>"
 
 

@@ -84,9 +84,8 @@ class Ledger:
         return f"cost {total}: {', '.join(bought)}"
 
     def _line(self, charges: list[Charge]) -> str:
-        times = sorted(self._seconds(charge) for charge in charges)
-        shortest, longest = duration(times[0]), duration(times[-1])
-        spans = shortest if shortest == longest else f"{shortest} to {longest}"
+        total = duration(sum(self._seconds(charge) for charge in charges))
+        spans = total if len(charges) == 1 else f"{total} in all"
         what = charges[0].what or ("machine" if len(charges) == 1 else "machines")
         count = f"{len(charges)} x " if charges[0].what else f"{len(charges)} "
         return f"{count}{what} for {spans}"
@@ -110,4 +109,4 @@ def _sum(costs: Iterable[float | None]) -> float | None:
         if cost is None:
             return None
         known.append(cost)
-    return sum(known)
+    return sum(known, 0.0)
