@@ -68,7 +68,6 @@ def _install(packages: dict[str, str], cuda: str, image: Image, cluster: Cluster
     accelerator = cluster.spec.accelerator
     wheels = cuda if accelerator is not None and accelerator.cuda else "cpu"
     if pretended_cuda.is_wanted():
-        wheels = "cpu"
         image = replace(image, env={**image.env, pretended_cuda.VARIABLE: "cpu"})
     index = PipIndex(f"{WHEELS}/{wheels}", tuple(packages))
     return extended(image, list(packages.values()), index)
