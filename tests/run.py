@@ -41,7 +41,7 @@ LANES = {
     "instances": re.compile(r"\bec2: |\(\"ec2\"\)"),
 }
 """What files have in them that need the one Podman, SSH hosts, the Kubernetes cluster, or EC2."""
-ORDER = (("pods", "instances", "containers"), ("hosts",))
+ORDER = (("instances", "containers"), ("hosts", "pods"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "instances")
 """What takes so long to start that one process runs all files that need it."""

@@ -177,6 +177,7 @@ class TestTwoInstances:
         monkeypatch.setenv("SKYWARD_STATE", str(two[0]))
         return two[1]
 
+    @only_in_all
     def test_train_together_over_their_private_addresses(
         self, compute: sky.Compute, aws_gateway: Gateway
     ) -> None:
