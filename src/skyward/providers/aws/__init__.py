@@ -225,9 +225,10 @@ class AWS:
         known = await self._pool(order.pool)
         for start in range(1, _STARTS + 1):
             bought = await known.launches.get(order)
-            order.bought(bought.id, bought.offer)
-            order.tell("waiting for the machine to start")
+            machine: AWSMachine | None = None
             try:
+                order.bought(bought.id, bought.offer)
+                order.tell("waiting for the machine to start")
                 instance = await known.instances.running(bought.id)
                 machine = AWSMachine(
                     known.instances,
@@ -242,7 +243,8 @@ class AWS:
                 await machine.make(order, watch(idle=request.idle_timeout, ttl=request.ttl))
                 return machine
             except BaseException as problem:
-                await asyncio.shield(known.instances.terminate(bought.id))
+                ending = machine.destroy() if machine else known.instances.terminate(bought.id)
+                await asyncio.shield(ending)
                 code = problem.code.partition(".")[2] if isinstance(problem, RequestError) else ""
                 if code not in CAPACITY or start == _STARTS:
                     raise

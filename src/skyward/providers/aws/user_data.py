@@ -7,6 +7,7 @@ import json
 LEAST_IDLE_SECONDS = 120
 """An instance must have time for its first command, however short `idle_timeout` is."""
 _WATCH = """
+cd /
 busy() {
     for each in /proc/[0-9]*; do
         case $(readlink "$each/cwd" 2>/dev/null) in */skyward/machines/*) return 0 ;; esac
