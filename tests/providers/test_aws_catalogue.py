@@ -140,12 +140,6 @@ def test_a_named_type_is_the_only_one_even_if_nobody_would_choose_it(
     assert str(part.accelerator) == "L4-3GB"
 
 
-def test_zones_limit_the_types(access: RecordedAccess) -> None:
-    wanted = a_request(accelerators.A100(memory="40GB"))
-    assert names(offers(access, wanted, zones=["us-east-1b"])) == ["p4d.24xlarge"]
-    assert why(access, wanted, zones=["us-east-1a"]) == "p4d.24xlarge: not sold in us-east-1a"
-
-
 def test_spot_instances_are_offered_zone_by_zone_cheapest_first(access: RecordedAccess) -> None:
     found = offers(access, a_request(accelerators.A10G(), allocation="spot"))
     assert [(each.instance_type, each.zone, each.hourly_cost) for each in found[:2]] == [

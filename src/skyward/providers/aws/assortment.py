@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyward.errors import ConfigurationError, UnavailableError
+from skyward.errors import ConfigurationError
 from skyward.market import Offer
 from skyward.providers import Request
 from skyward.providers.aws import images
@@ -135,12 +135,7 @@ class Assortment:
 
     def _given_image(self) -> MachineImage | None:
         ami = self._settings.ami
-        if ami is None:
-            return None
-        key = ami, ""
-        if key not in self._images:
-            self._images[key] = images.given_image(self._account, ami)
-        return self._images[key]
+        return images.given_image(self._account, ami) if ami is not None else None
 
     def _check_architecture(self, image: MachineImage, kind: InstanceType) -> None:
         if image.architecture not in kind.architectures:
@@ -148,8 +143,3 @@ class Assortment:
                 f"AWS(ami={image.id!r}): that AMI is for {image.architecture}, and {kind.name} is "
                 f"{' or '.join(kind.architectures)}; name an AMI for it, or leave ami out"
             )
-
-
-def unavailable(assortment: Assortment, request: Request) -> UnavailableError:
-    """The error for a request that nothing fulfils."""
-    return UnavailableError(f"AWS: {assortment.why_none(request)}")

@@ -6,7 +6,7 @@ import difflib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
@@ -49,7 +49,6 @@ class Catalogue:
         *,
         architecture: str | None = None,
         instance_type: str | None = None,
-        zones: Collection[str] | None = None,
         fresh: bool = False,
     ) -> list[Offer]:
         """What fulfils a request, cheapest first: spot instances zone by zone, others in any zone.
@@ -57,15 +56,15 @@ class Catalogue:
         With `fresh`, spot prices are those of the last minutes. Raises `UnavailableError` if there
         is a limit to the price, and AWS does not say what anything costs.
         """
-        found, _ = self._chosen(request, architecture, instance_type, zones)
-        offers = self._priced(request, found, architecture, zones, fresh)
+        found, _ = self._chosen(request, architecture, instance_type)
+        offers = self._priced(request, found, architecture, fresh)
         limit = request.max_hourly_cost
         if limit is None:
             return offers
         if not _any_price(offers):
             # The user may have got the permission meanwhile.
             self._forget_refusals()
-            offers = self._priced(request, found, architecture, zones, fresh)
+            offers = self._priced(request, found, architecture, fresh)
         if offers and not _any_price(offers):
             raise UnavailableError(
                 f"AWS does not say what {offers[0].instance_type} costs, so max_hourly_cost="
@@ -82,13 +81,12 @@ class Catalogue:
         *,
         architecture: str | None = None,
         instance_type: str | None = None,
-        zones: Collection[str] | None = None,
     ) -> str:
         """Why nothing fulfils a request, in a sentence."""
-        found, why = self._chosen(request, architecture, instance_type, zones)
+        found, why = self._chosen(request, architecture, instance_type)
         if why:
             return why
-        offers = self._priced(request, found, architecture, zones, False)
+        offers = self._priced(request, found, architecture, False)
         if not offers:
             return f"no zone of {self._account.region} sells {found[0].name} as a spot instance now"
         cheapest = min(offers, key=_rank)
@@ -122,16 +120,13 @@ class Catalogue:
         request: Request,
         architecture: str | None,
         instance_type: str | None,
-        zones: Collection[str] | None,
     ) -> tuple[list[InstanceType], str]:
         known = self._catalogue()
         requirements = choice.requirements(
             request,
             self._account.region,
-            known.zones,
             architecture=architecture,
             named=instance_type is not None,
-            zones=zones,
         )
         types = known.types if instance_type is None else [self.type(instance_type)]
         return choice.suitable(types, requirements)
@@ -141,7 +136,6 @@ class Catalogue:
         request: Request,
         kinds: Sequence[InstanceType],
         architecture: str | None,
-        zones: Collection[str] | None,
         fresh: bool,
     ) -> list[Offer]:
         known = self._catalogue()
@@ -157,7 +151,6 @@ class Catalogue:
                 offers += [
                     self._offer(kind, architecture, "spot", zone, cost)
                     for zone, cost in there.items()
-                    if zones is None or zone in zones
                 ]
             offers.sort(key=_rank)
         if request.allocation != "spot":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyward.accelerators import Accelerator
@@ -60,11 +60,9 @@ def is_usual(kind: InstanceType) -> bool:
 def requirements(
     request: Request,
     region: str,
-    zones_of: Mapping[str, Collection[str]],
     *,
     architecture: str | None,
     named: bool,
-    zones: Collection[str] | None,
 ) -> list[Requirement]:
     """What a request asks of a type, in the order in which a person would ask."""
     wanted = request.accelerator
@@ -100,13 +98,6 @@ def requirements(
                     f"{_names(left)}: sold in capacity blocks alone; buy one and name it with "
                     "AWS(reservation=...)"
                 ),
-            )
-        )
-    if zones is not None:
-        found.append(
-            Requirement(
-                lambda kind: bool(set(zones) & set(zones_of.get(kind.name, ()))),
-                lambda left: f"{_names(left)}: not sold in {', '.join(sorted(zones))}",
             )
         )
     return found

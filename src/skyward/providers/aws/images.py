@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,8 +72,9 @@ class MachineImage:
         return next((user for names, user in _USERS if names.search(self.name)), "ec2-user")
 
 
+@functools.lru_cache(maxsize=32)
 def given_image(account: Account, ami: str) -> MachineImage:
-    """The AMI that the user named."""
+    """The AMI that the user named; asked for once, since an AMI never changes."""
     found = account.call("ec2", "describe_images", ImageIds=[ami])["Images"]
     if not found:
         raise ConfigurationError(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 from skyward.errors import SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
 from skyward.providers.aws import failures, network
-from skyward.providers.aws.assortment import DEARER, Assortment, unavailable
+from skyward.providers.aws.assortment import DEARER, Assortment
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import TOGETHER_SECONDS, Instances
 from skyward.providers.aws.network import Subnet
@@ -28,7 +27,6 @@ class Launches:
         self._assortment = Assortment(instances.account, settings)
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
-        self._lock = threading.Lock()
         self._site: Site | None = None
         self.asked = False
         """Whether anything was ordered, in this process."""
@@ -91,7 +89,7 @@ class Launches:
                     waiting.set_exception(problem or UnavailableError("AWS: no instance"))
                     waiting.exception()
 
-    # On another thread.
+    # On another thread, one launch after the other.
 
     def _launch(self, orders: Sequence[Order], bought: dict[int, Bought]) -> Exception | None:
         """Buy an instance for each order; returns why some have none.
@@ -103,19 +101,18 @@ class Launches:
             order.tell("choosing a machine")
         offers = self._assortment.offers(request, fresh=request.allocation != "on-demand")
         if not offers:
-            raise unavailable(self._assortment, request)
-        with self._lock:
-            site = self._site
-            if site is None:
-                site = self._site = make_site(
-                    self._account,
-                    self._settings,
-                    orders[0],
-                    lambda: self._assortment.image(offers[0]),
-                )
-            elif self._settings.access == "ssh":
-                # The client may be in another network by now.
-                network.admit(self._account, site.subnets[0], site.group, self._settings.admit)
+            raise UnavailableError(f"AWS: {self._assortment.why_none(request)}")
+        site = self._site
+        if site is None:
+            site = self._site = make_site(
+                self._account,
+                self._settings,
+                orders[0],
+                lambda: self._assortment.image(offers[0]),
+            )
+        elif self._settings.access == "ssh":
+            # The client may be in another network by now.
+            network.admit(self._account, site.subnets[0], site.group, self._settings.admit)
         for order in orders:
             order.tell("asking AWS for the machine")
         reasons: list[str] = []
