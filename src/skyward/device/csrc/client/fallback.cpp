@@ -11,6 +11,7 @@
 
 #include "../wire/values.h"
 #include "keys.h"
+#include "settings.h"
 #include "shapes.h"
 
 namespace sky {
@@ -20,10 +21,14 @@ using torch::jit::Stack;
 
 namespace {
 
-void tell_settings(Session& session, uint32_t settings) {
+void tell_settings(Session& session, const Key& key, const OpInfo& info) {
+  auto settings = with_precision(key.settings, session.settings, info.product, session.on_cpu);
   if (C10_LIKELY(session.settings == settings)) return;
-  uint32_t record[] = {kSettings, settings};
-  session.put(record, sizeof record);
+  struct __attribute__((packed)) {
+    uint32_t kind;
+    uint64_t settings;
+  } record{kSettings, settings};
+  session.put(&record, sizeof record);
   session.settings = settings;
 }
 
@@ -185,7 +190,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     std::unique_lock lock(session.mutex);
     session.begin();
     session.stats.operations++;
-    tell_settings(session, key.settings);
+    tell_settings(session, key, info);
     Template* t = session.last ? session.last->next : nullptr;
     if (!t || t->op != &info || t->key != key.words) {
       auto h = hash(&info, key.words);
@@ -198,7 +203,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         made->known = infer(op, info, args, *made);
         lock.lock();
         session.begin();
-        tell_settings(session, key.settings);
+        tell_settings(session, key, info);
         t = find(session, info, key, h);
         if (!t) t = define(session, std::move(made), key, args, h);
       }

@@ -1,25 +1,13 @@
 #include "keys.h"
 
-#include <ATen/Context.h>
-#include <c10/core/DefaultDtype.h>
-
 #include "../wire/values.h"
+#include "settings.h"
 
 namespace sky {
 
 using c10::IValue;
 
 namespace {
-
-uint32_t settings_now() {
-  auto& context = at::globalContext();
-  auto flag = [](bool on, uint32_t bit) { return on ? bit : 0; };
-  return static_cast<uint32_t>(c10::get_default_dtype_as_scalartype()) |
-         flag(context.deterministicAlgorithms(), kDeterministic) |
-         flag(context.deterministicAlgorithmsWarnOnly(), kDeterministicWarns) |
-         flag(context.deterministicFillUninitializedMemory(), kFillsMemory) |
-         flag(context.benchmarkCuDNN(), kCudnnBenchmarks) | flag(context.deterministicCuDNN(), kCudnnDeterministic);
-}
 
 uint8_t bits_of(const at::Tensor& t) { return (t.is_conj() ? kConjugated : 0) | (t.is_neg() ? kNegated : 0); }
 
@@ -209,8 +197,12 @@ Session* find_session(const IValue& v) {
 }
 
 void key_settings(Key& key) {
+  static const uint64_t usual = settings_now();
   key.settings = settings_now();
-  if (C10_UNLIKELY(key.settings != kUsualSettings)) key.word(0xff | uint64_t{key.settings} << 8);
+  if (C10_UNLIKELY(key.settings != usual)) {
+    key.word(0xff);
+    key.word(key.settings);
+  }
 }
 
 uint64_t hash(const OpInfo* op, const std::vector<uint64_t>& words) {

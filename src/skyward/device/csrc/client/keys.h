@@ -20,7 +20,7 @@ struct Key {
     session = nullptr;
     masked = false;
   }
-  uint32_t settings = kUsualSettings;
+  uint64_t settings = 0;
   void word(uint64_t v) { words.push_back(v); }
   void raw(const void* p, size_t n) { payload.append(static_cast<const char*>(p), n); }
 };

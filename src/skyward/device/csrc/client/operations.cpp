@@ -2,6 +2,7 @@
 
 #include <ATen/core/enum_tag.h>
 
+#include <algorithm>
 #include <set>
 
 #include "shapes.h"
@@ -29,6 +30,19 @@ ListOf list_of(const c10::Type& element) {
     case c10::TypeKind::StringType: return kStrings;
     default: return kInts;
   }
+}
+
+// By parts of names: an operation too many costs it a look at the precision, one too few computes with another.
+Product product_of(const std::string& name) {
+  auto has = [&](std::initializer_list<const char*> parts) {
+    return std::any_of(parts.begin(), parts.end(), [&](auto* part) { return name.find(part) != std::string::npos; });
+  };
+  if (has({"conv"})) return Product::kConvolution;
+  if (has({"_rnn", "lstm", "gru"})) return Product::kRecurrent;
+  if (has({"mm", "mv", "dot", "matmul", "linear", "attention", "attn", "multi_head", "transformer", "linalg", "solve",
+           "cholesky", "qr", "lu_", "svd", "matrix", "cdist", "ger"}))
+    return Product::kMatmul;
+  return Product::kNone;
 }
 
 std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
@@ -67,6 +81,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   if (info->indexes) info->asks_always = false;
   // A number or a truth is about the data; which attention kernel fits is about the shapes.
   if (!returns_tensors && name != "aten::_fused_sdp_choice") info->asks_always = true;
+  info->product = product_of(name);
   info->shape = shape_kernel(*info->name);
   info->only_writes = only_writes(*info->name);
   // The worker's tables are sized by the longest target.

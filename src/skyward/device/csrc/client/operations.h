@@ -5,6 +5,9 @@
 
 namespace sky {
 
+// The kinds of products whose internal precision a user can choose.
+enum class Product : uint8_t { kNone, kMatmul, kConvolution, kRecurrent };
+
 struct OpInfo {
   const c10::OperatorName* name;
   size_t arguments = 0;
@@ -17,6 +20,7 @@ struct OpInfo {
   bool scalars_shape = false;                  // scalars decide the result's shape or value: arange and its kin
   bool indexes = false;                        // a mask among its indices makes it depend on data
   bool only_writes = false;                    // it makes no tensors and resizes none
+  Product product = Product::kNone;
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results
 };
 

@@ -25,7 +25,6 @@ namespace sky {
 
 constexpr auto kSky = c10::DeviceType::PrivateUse1;
 constexpr int kDevicesMax = 64;
-constexpr uint32_t kUsualSettings = static_cast<uint32_t>(c10::ScalarType::Float) | kFillsMemory;
 
 struct Layout {
   c10::ScalarType dtype{};
@@ -131,7 +130,7 @@ class Session {
   std::unordered_multimap<uint64_t, std::unique_ptr<Template>> templates;
   uint32_t template_count = 0;
   Template* last = nullptr;
-  uint32_t settings = kUsualSettings;  // as the worker knows them
+  uint64_t settings = 0;  // as the worker knows them; 0: not told yet
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {

@@ -30,7 +30,8 @@ enum Record : uint32_t {
   kEvent = 0x7fffff0cu,      // u32 event, u8 action, u32 stream or other event; some actions are replied
   kMemory = 0x7fffff0du,     // u8 action; replied: how much is in use
   kExport = 0x7fffff0eu,  // u32 length, slots; replied for each: text, how others on its node open its memory, or none
-  kSettings = 0x7fffff0fu,  // u32 settings, for everything after it
+  kSettings = 0x7fffff0fu,  // u64 settings, for everything after it
+  kTraits = 0x7fffff11u,    // replied: what of the worker's device decides how PyTorch computes, each a u64
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -109,13 +110,32 @@ enum MemoryAction : uint8_t { kTellMemory, kResetPeak, kEmptyCache };
 enum MemoryFigure { kAllocated, kAllocatedPeak, kReserved, kReservedPeak, kFreeMemory, kTotalMemory, kMemoryFigures };
 
 // What PyTorch keeps for the whole process and operations depend on: a default dtype in the low byte, and flags.
-enum Setting : uint32_t {
+enum Setting : uint64_t {
   kDeterministic = 1u << 8,
   kDeterministicWarns = 1u << 9,
   kFillsMemory = 1u << 10,
   kCudnnBenchmarks = 1u << 11,
   kCudnnDeterministic = 1u << 12,
+  kCudnn = 1u << 13,
+  // Attention: the kernels that may be chosen.
+  kFlashAttention = 1u << 14,
+  kEfficientAttention = 1u << 15,
+  kMathAttention = 1u << 16,
+  kCudnnAttention = 1u << 17,
+  kReducedMathAttention = 1u << 18,
+  // Products of half precision on a GPU.
+  kHalfAccumulates = 1u << 19,
 };
+// Fields of more than a bit, each at its place. A reduction is a CuBLASReductionOption, a priority five kernels.
+constexpr int kHalfReductionAt = 20, kBrainReductionAt = 22, kAttentionPriorityAt = 24, kPriorityBits = 3;
+constexpr int kPriorities = 5;
+constexpr int kBenchmarkLimitAt = 40, kBenchmarkLimitBits = 8;
+// Internal precision of float32: two bits for each kind of product; for a GPU, whether TF32 may be used.
+constexpr int kMatmulPrecisionAt = 48, kConvolutionPrecisionAt = 50, kRecurrentPrecisionAt = 52;
+constexpr uint64_t kPrecisionMask = 3;
+
+// What of the worker's device decides how PyTorch computes, in this order.
+enum Trait { kCudnnVersion, kCudnnRecurrentBrain, kTraitCount };
 
 // A reply: u32 length of what follows, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.

@@ -2,13 +2,13 @@
 // and what depends on it is poisoned.
 #include "session.h"
 #include "exports.h"
+#include "settings.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/DefaultDtype.h>
 
 #include <array>
 #include <fstream>
@@ -94,7 +94,8 @@ size_t Session::step(const char* data, size_t size) {
       return fixed(data, size, 8, [&](Reader& r) { attempt("choosing a stream", [&] { streams_.use(r.u32()); }); });
     case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
-    case kSettings: return fixed(data, size, 8, [&](Reader& r) { settle(r.u32()); });
+    case kSettings: return fixed(data, size, 12, [&](Reader& r) { settle(r.u64(), device_); });
+    case kTraits: return fixed(data, size, 4, [&](Reader&) { tell_traits(); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     default: throw Malformed("a record of unknown kind");
@@ -153,15 +154,16 @@ void Session::used_on(Reader& r) {
   if (held.storage) attempt("record_stream", [&] { streams_.used_on(held.storage, stream); });
 }
 
-void Session::settle(uint32_t settings) {
-  auto dtype = static_cast<c10::ScalarType>(settings & 0xff);
-  if (dtype >= c10::ScalarType::NumOptions) throw Malformed("an unknown dtype");
-  auto& context = at::globalContext();
-  c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
-  context.setDeterministicAlgorithms(settings & kDeterministic, settings & kDeterministicWarns);
-  context.setDeterministicFillUninitializedMemory(settings & kFillsMemory);
-  context.setBenchmarkCuDNN(settings & kCudnnBenchmarks);
-  context.setDeterministicCuDNN(settings & kCudnnDeterministic);
+void Session::tell_traits() {
+  reply_with([&](Writer& w) {
+    std::array<uint64_t, kTraitCount> traits{};
+    auto& hooks = at::detail::getCUDAHooks();
+    if (device_.is_cuda() && hooks.compiledWithCuDNN()) {
+      traits[kCudnnVersion] = static_cast<uint64_t>(hooks.versionCuDNN());
+      traits[kCudnnRecurrentBrain] = hooks.supportsBFloat16RNNWithCuDNN();
+    }
+    for (auto trait : traits) w.u64(trait);
+  });
 }
 
 // Generator 0 is the device's own.

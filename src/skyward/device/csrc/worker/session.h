@@ -77,7 +77,7 @@ class Session {
   size_t sized(const char* data, size_t size, F&& f);
   void synchronize(Reader& r);
   void used_on(Reader& r);
-  void settle(uint32_t settings);
+  void tell_traits();
   at::Generator generator_of(uint32_t id);
   void generator(Reader& r);
   void memory(Reader& r);
