@@ -116,14 +116,62 @@ def test_an_upload_takes_what_the_memory_held_at_the_call(
     host = host.pin_memory() if pinned else host
     expected = host.clone()
     busy(torch.randn(512, 512, device=device), 10)
-    there = [host.to(device, non_blocking=True)]
+    there = [host.to(device, non_blocking=not pinned)]
     host.zero_()
-    there.append(host.to(device, non_blocking=True))
+    there.append(host.to(device, non_blocking=not pinned))
     host.fill_(1)
     there.append(host.to(device))
     assert torch.equal(there[0].cpu(), expected)
     assert not there[1].cpu().any()
     assert there[2].cpu().eq(1).all()
+
+
+def test_pinned_memory_that_is_freed_while_it_is_copied_is_not_used_again(
+    device: torch.device,
+) -> None:
+    there = []
+    for number in range(20):
+        host = torch.full((300_000,), float(number)).pin_memory()
+        there.append(host.to(device, non_blocking=True))
+        if number % 5 == 0:
+            busy(torch.randn(512, 512, device=device), 5)
+        del host
+    assert [t.mean().item() for t in there] == list(range(20))
+
+
+def test_pinned_memory_may_be_changed_after_an_event_behind_its_upload(
+    device: torch.device,
+) -> None:
+    host = torch.arange(100_000, dtype=torch.float32).pin_memory()
+    expected = host.clone()
+    busy(torch.randn(512, 512, device=device), 10)
+    there = host.to(device, non_blocking=True)
+    done = torch.Event(device)
+    done.record()
+    done.synchronize()
+    host.zero_()
+    assert torch.equal(there.cpu(), expected)
+
+
+def test_a_part_of_pinned_memory_goes_up_and_comes_back(device: torch.device) -> None:
+    host = torch.arange(400_000, dtype=torch.float32).pin_memory()
+    part = host[100_000:300_000]
+    there = part.to(device, non_blocking=True)
+    back = torch.zeros(400_000).pin_memory()
+    back[50_000:250_000].copy_(there, non_blocking=True)
+    torch.sky.synchronize(device)
+    assert torch.equal(back[50_000:250_000], part)
+    assert not back[:50_000].any() and not back[250_000:].any()
+    back[50_000:250_000].copy_(there * 2)
+    assert torch.equal(back[50_000:250_000], part * 2)
+
+
+def test_two_devices_copy_from_the_same_pinned_memory(
+    device: torch.device, other_device: torch.device
+) -> None:
+    host = torch.arange(300_000, dtype=torch.float32).pin_memory()
+    there = [host.to(where, non_blocking=True) for where in (device, other_device, device)]
+    assert all(torch.equal(t.cpu(), host) for t in there)
 
 
 @pytest.mark.parametrize("elements", [10, LARGE])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from skyward.device import recurrent
 from skyward.device.library import Core
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def install(core: Core) -> None:
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     for method in (_byteswap, _write_file, _set_from_file):
         setattr(torch.UntypedStorage, method.__name__, method)
+    recurrent.flatten_on_sky()
 
 
 # PyTorch's own take every address for one of the CPU, or lose what keeps its memory alive.

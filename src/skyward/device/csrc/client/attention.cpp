@@ -64,24 +64,21 @@ at::Tensor flash(const at::Tensor& query, const at::Tensor& key, const at::Tenso
   return out.size(-1) == width ? out : out.narrow(-1, 0, width);
 }
 
-Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor& key) {
-  if (!mask) return mask;
-  return padded(*mask, 16)
-      .narrow(-1, 0, mask->size(-1))
-      .expand({query.size(0), query.size(1), query.size(2), key.size(2)});
+// Its rows begin where the kernel can load several elements at once.
+bool is_aligned(const at::Tensor& t, int64_t multiple) {
+  for (int64_t i = 0; i + 1 < t.dim(); i++)
+    if (t.stride(i) % multiple) return false;
+  return t.stride(-1) == 1;
 }
 
-// The worker's choice, less what `torch.nn.attention.sdpa_kernel` rules out here.
-int64_t choose(int64_t offered, bool on_cpu, bool masked) {
-  auto& context = at::globalContext();
-  if (offered == kFlash && !context.userEnabledFlashSDP())
-    offered = !on_cpu && context.userEnabledMemEfficientSDP() ? kEfficient : kMath;
-  if (offered == kEfficient && !context.userEnabledMemEfficientSDP())
-    offered = !masked && context.userEnabledFlashSDP() ? kFlash : kMath;
-  if (offered == kCudnn && !context.userEnabledCuDNNSDP()) offered = kMath;
-  if (offered < kMath || offered > kCudnn) offered = kMath;
-  SKY_CHECK(offered != kMath || context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
-  return offered;
+Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor& key) {
+  constexpr int64_t kMultiple = 8;
+  if (!mask) return mask;
+  auto width = mask->size(-1);
+  auto rows = *mask;
+  if (!is_aligned(rows, kMultiple))
+    rows = at::constant_pad_nd(rows, {0, kMultiple - width % kMultiple}).narrow(-1, 0, width);
+  return rows.expand({query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
@@ -96,7 +93,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
       by_hand ? int64_t{kMath} : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
   auto bias = additive(mask, query);
   bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());
-  switch (choose(offered, on_cpu, mask.has_value())) {
+  switch (offered) {
     case kFlash:
       if (on_cpu)
         return std::get<0>(
@@ -106,11 +103,12 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
       return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, aligned(bias, query, key),
                                                                      keeps_graph, dropout, causal, scale));
     case kCudnn:
-      return std::get<0>(at::_scaled_dot_product_cudnn_attention(query, key, value, aligned(bias, query, key),
-                                                                 keeps_graph, dropout, causal, false, scale));
-    default:
+      return std::get<0>(
+          at::_scaled_dot_product_cudnn_attention(query, key, value, bias, keeps_graph, dropout, causal, false, scale));
+    case kMath:
       return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt,
                                                                 scale, grouped));
+    default: SKY_CHECK(false, "No available kernel. Aborting execution.");
   }
 }
 

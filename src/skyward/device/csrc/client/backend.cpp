@@ -6,7 +6,7 @@
 #include <atomic>
 #include <random>
 
-#include "memory.h"
+#include "pinned.h"
 #include "session.h"
 
 namespace sky {
@@ -31,6 +31,7 @@ class Generator final : public c10::GeneratorImpl {
 
   void set_current_seed(uint64_t seed) override {
     seed_ = seed;
+    note_seeding();
     tell(kSeed, std::string_view(reinterpret_cast<const char*>(&seed), 8), false);
   }
   uint64_t current_seed() const override { return seed_; }
@@ -43,6 +44,7 @@ class Generator final : public c10::GeneratorImpl {
   void set_offset(uint64_t) override { SKY_CHECK(false, "a sky generator has no offset to set; use set_state"); }
   uint64_t get_offset() const override { return id_; }
   void set_state(const c10::TensorImpl& state) override {
+    note_seeding();
     tell(kSetState, std::string_view(static_cast<const char*>(state.data()), state.numel()), true);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
@@ -53,6 +55,11 @@ class Generator final : public c10::GeneratorImpl {
   }
 
  private:
+  // What was drawn from the device's own generator for later use is drawn anew.
+  void note_seeding() {
+    if (!id_) session_at(device().index()).seedings++;
+  }
+
   std::string tell(GeneratorAction action, std::string_view content, bool replied) const {
     auto& session = session_at(device().index());
     Writer w;

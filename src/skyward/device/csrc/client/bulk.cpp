@@ -10,9 +10,7 @@ constexpr uint64_t kQueuedMost = 256 << 20;
 
 }  // namespace
 
-Bulk::Bulk(int socket, bool shares_memory) : socket_(socket) {
-  if (shares_memory) rings_ = SharedRings::make(socket);
-}
+Bulk::Bulk(int socket, SharedRings* rings) : socket_(socket), rings_(rings) {}
 
 Bulk::~Bulk() { retire(); }
 
@@ -20,11 +18,14 @@ void Bulk::retire() {
   close();
   if (sender_.joinable()) sender_.join();
   if (receiver_.joinable()) receiver_.join();
-  rings_.reset();
 }
 
 void Bulk::close() noexcept {
   ::shutdown(socket_, SHUT_RDWR);
+  if (rings_) {
+    rings_->up.wake();
+    rings_->down.wake();
+  }
   std::lock_guard lock(mutex_);
   ending_ = true;
   changed_.notify_all();

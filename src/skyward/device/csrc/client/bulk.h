@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "../wire/records.h"
-#include "../wire/ring.h"
+#include "../wire/shared_memory.h"
 
 namespace sky {
 
@@ -23,7 +23,8 @@ struct Complaint {
 
 class Bulk {
  public:
-  Bulk(int socket, bool shares_memory);
+  // Through the rings if there are any; they belong to the caller.
+  Bulk(int socket, SharedRings* rings);
   ~Bulk();
   Bulk(const Bulk&) = delete;
 
@@ -37,7 +38,8 @@ class Bulk {
   bool is_idle();
 
   void close() noexcept;
-  void retire();  // ends its threads and gives its memory back; nothing may be sent any more
+  void retire();  // ends its threads; nothing may be sent any more
+  void send_descriptor(int fd) { sky::send_descriptor(socket_, fd); }
 
  private:
   struct Parcel {
@@ -51,7 +53,7 @@ class Bulk {
   void check();
 
   int socket_;
-  std::unique_ptr<SharedRings> rings_;
+  SharedRings* rings_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Parcel> parcels_;

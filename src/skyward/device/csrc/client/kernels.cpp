@@ -13,7 +13,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "memory.h"
+#include "pinned.h"
 #include "session.h"
 
 namespace sky {

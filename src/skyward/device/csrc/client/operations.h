@@ -11,15 +11,15 @@ enum class Product : uint8_t { kNone, kMatmul, kConvolution, kRecurrent };
 struct OpInfo {
   const c10::OperatorName* name;
   size_t arguments = 0;
-  std::vector<bool> number;                    // arguments of type Scalar
-  std::vector<bool> written;                   // arguments it writes to
-  std::vector<size_t> outs;                    // arguments it may resize
-  std::vector<ListOf> list;                    // element type of list arguments
-  std::vector<int> returns;                    // the argument each return is, or -1 if it is new
-  bool asks_always = false;                    // its shapes depend on data
-  bool scalars_shape = false;                  // scalars decide the result's shape or value: arange and its kin
-  bool indexes = false;                        // a mask among its indices makes it depend on data
-  bool only_writes = false;                    // it makes no tensors and resizes none
+  std::vector<bool> number;    // arguments of type Scalar
+  std::vector<bool> written;   // arguments it writes to
+  std::vector<size_t> outs;    // arguments it may resize
+  std::vector<ListOf> list;    // element type of list arguments
+  std::vector<int> returns;    // the argument each return is, or -1 if it is new
+  bool asks_always = false;    // its shapes depend on data
+  bool scalars_shape = false;  // scalars decide the result's shape or value: arange and its kin
+  bool indexes = false;        // a mask among its indices makes it depend on data
+  bool only_writes = false;    // it makes no tensors and resizes none
   Product product = Product::kNone;
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results
 };

@@ -17,6 +17,7 @@ thread_local uint32_t current_streams[kDevicesMax] = {};
 
 void disown_all() {
   for (auto& session : sessions) session->disown();
+  forget_free_pinned();
 }
 
 // What closed the last device of this index, if there was one.
@@ -72,6 +73,11 @@ int open_count() {
   for (int i = 0; i < kDevicesMax; i++)
     if (by_index[i]) count = i + 1;
   return count;
+}
+
+void unshare_everywhere(uint32_t area) {
+  for (int i = 0; i < kDevicesMax; i++)
+    if (auto* session = by_index[i]) session->unshare(area);
 }
 
 bool in_bad_fork() {

@@ -34,7 +34,13 @@ constexpr uint64_t kOperationsPerWait = 12;
 }  // namespace
 
 Session::Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu)
-    : index(index), serial(serial), on_cpu(on_cpu), ops_(ops), bulk_(bulk, shares_memory) {
+    : index(index),
+      serial(serial),
+      on_cpu(on_cpu),
+      rings_(shares_memory ? SharedRings::make(ops, bulk) : nullptr),
+      ops_(ops, rings_ ? &rings_->records : nullptr, rings_ ? &rings_->replies : nullptr),
+      bulk_(bulk, rings_.get()) {
+  if (rings_) rings_->replies.spin(std::thread::hardware_concurrency() > 2);
   out_.reserve(1 << 16);
   flusher_ = std::thread([this] { flush_later(); });
 }
@@ -50,6 +56,7 @@ void Session::retire() {
   if (flusher_.joinable()) flusher_.join();
   std::lock_guard lock(mutex);
   bulk_.retire();
+  if (rings_) rings_->retire();
   templates.clear();
   last = nullptr;
 }
@@ -82,10 +89,10 @@ void Session::flush() {
   dirty_.store(false, std::memory_order_relaxed);
   if (out_.empty()) return;
   try {
-    auto sent = send_some(ops_, out_.data(), out_.size());
+    auto sent = ops_.send_some(out_.data(), out_.size());
     if (sent < out_.size()) {
       OutsidePython outside;
-      send_all(ops_, out_.data() + sent, out_.size() - sent);
+      ops_.send(out_.data() + sent, out_.size() - sent);
     }
   } catch (const Disconnected& e) {
     broken(e.what());
@@ -128,7 +135,7 @@ void Session::close(const std::string& why) {
     if (reason_.empty()) reason_ = why;
   }
   // Whoever waits for the worker holds the mutex: the end of the sockets wakes it, and the reason is there.
-  ::shutdown(ops_, SHUT_RDWR);
+  ops_.close();
   bulk_.close();
   std::lock_guard lock(mutex);
   if (is_closed_) return;
@@ -156,11 +163,11 @@ std::string Session::reply() {
   try {
     char head[5];
     OutsidePython outside;
-    receive_all(ops_, head, sizeof head);
+    ops_.receive(head, sizeof head);
     uint32_t length;
     std::memcpy(&length, head, 4);
     std::string content(length, '\0');
-    receive_all(ops_, content.data(), length);
+    ops_.receive(content.data(), length);
     if (head[4] == kOk) return content;
     raise({static_cast<Status>(head[4]), std::move(content)});
   } catch (const Disconnected& e) {
@@ -178,6 +185,12 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   std::lock_guard lock(mutex);
   begin();
   bool is_inline = size <= kInlineUpload;
+  if (later && !is_inline && rings_)
+    if (auto pinned = use_pinned(data, size, serial, copies_ + 1)) {
+      stats.uploaded += size;
+      copy_in(slot, offset, size, *pinned);
+      return;
+    }
   struct __attribute__((packed)) {
     uint32_t kind, slot;
     uint64_t offset, size;
@@ -213,29 +226,45 @@ void Session::notice_waiting() {
                          false));
 }
 
-std::string Session::written(const at::Tensor& source, bool later) {
+std::string Session::located(const at::Tensor& source) const {
   Writer w;
   auto place = place_of(source.unsafeGetTensorImpl());
-  w.u8(later);
   w.u32(place.slot);
   w.u8(static_cast<uint8_t>(source.scalar_type()));
   w.u8(static_cast<uint8_t>(source.dim()));
   for (auto s : source.sizes()) w.i64(s);
   for (auto s : source.strides()) w.i64(s);
   w.i64(place.offset);
-  Writer record;
-  record.u32(kFetch);
-  record.text(w.bytes());
-  return record.bytes();
+  return w.bytes();
 }
+
+namespace {
+
+std::string fetch_record(const std::string& located, bool later) {
+  Writer w;
+  w.u32(kFetch);
+  w.u32(static_cast<uint32_t>(1 + located.size()));
+  w.u8(later);
+  w.raw(located.data(), located.size());
+  return w.bytes();
+}
+
+}  // namespace
 
 void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
   notice_waiting();
   std::lock_guard lock(mutex);
   begin();
-  auto record = written(source, false);
-  auto content = ask(record.data(), record.size());
   stats.fetched += size;
+  if (size > kInlineFetch && rings_)
+    if (auto pinned = use_pinned(into, size, serial, copies_ + 1)) {
+      copy_out(source, *pinned);
+      uint32_t record[] = {kSync, stream_};
+      ask(record, sizeof record);
+      return;
+    }
+  auto record = fetch_record(located(source), false);
+  auto content = ask(record.data(), record.size());
   if (size <= kInlineFetch) {
     SKY_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
     std::memcpy(into, content.data(), size);
@@ -252,14 +281,66 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
 void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
   std::lock_guard lock(mutex);
   begin();
-  auto record = written(source, true);
   stats.fetched += into.nbytes();
+  if (rings_)
+    if (auto pinned = use_pinned(into.const_data_ptr(), into.nbytes(), serial, copies_ + 1)) {
+      copy_out(source, *pinned);
+      return;
+    }
+  auto record = fetch_record(located(source), true);
   try {
     bulk_.receive_later(std::move(into));
   } catch (const Disconnected& e) {
     broken(e.what());
   }
   put(record.data(), record.size());
+}
+
+// Pinned memory that the worker has not seen yet is mapped there first.
+void Session::share(const PinnedPlace& pinned) {
+  if (!areas_.insert(pinned.area).second) return;
+  struct __attribute__((packed)) {
+    uint32_t kind, area;
+    uint64_t size;
+  } record{kShare, pinned.area, pinned.area_size};
+  put(&record, sizeof record);
+  try {
+    bulk_.send_descriptor(pinned.descriptor);
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+}
+
+void Session::unshare(uint32_t area) {
+  std::lock_guard lock(mutex);
+  if (is_closed_ || !areas_.erase(area)) return;
+  uint32_t record[] = {kUnshare, area};
+  put(record, sizeof record);
+}
+
+void Session::copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned) {
+  share(pinned);
+  struct __attribute__((packed)) {
+    uint32_t kind, slot;
+    uint64_t offset, size;
+    uint32_t area;
+    uint64_t from;
+  } record{kCopyIn, slot, offset, size, pinned.area, pinned.offset};
+  put(&record, sizeof record);
+  copies_++;
+}
+
+void Session::copy_out(const at::Tensor& source, const PinnedPlace& pinned) {
+  share(pinned);
+  auto from = located(source);
+  Writer w;
+  w.u32(kCopyOut);
+  w.u32(static_cast<uint32_t>(from.size() + 4 + 8));
+  w.raw(from.data(), from.size());
+  w.u32(pinned.area);
+  w.u64(pinned.offset);
+  put(w.bytes().data(), w.size());
+  copies_++;
 }
 
 // Waits for what `fetch_later` promised.
@@ -318,6 +399,20 @@ std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
   SKY_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
   std::memcpy(figures.data(), content.data(), sizeof figures);
   return figures;
+}
+
+const std::array<uint64_t, kTraitCount>& Session::traits() {
+  std::lock_guard lock(mutex);
+  if (!traits_) {
+    begin();
+    uint32_t record = kTraits;
+    auto content = ask(&record, sizeof record);
+    auto told = std::make_unique<std::array<uint64_t, kTraitCount>>();
+    SKY_CHECK(content.size() == sizeof *told, "the worker answered with ", content.size(), " bytes");
+    std::memcpy(told->data(), content.data(), sizeof *told);
+    traits_ = std::move(told);
+  }
+  return *traits_;
 }
 
 std::string Session::exported(const std::vector<uint32_t>& slots) {

@@ -9,16 +9,19 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "../wire/records.h"
+#include "../wire/stream.h"
 #include "address.h"
 #include "bulk.h"
 #include "errors.h"
 #include "interpreter.h"
+#include "pinned.h"
 #include "slots.h"
 
 namespace sky {
@@ -115,12 +118,17 @@ class Session {
   void used_on(uint32_t slot, uint32_t stream);
   std::string event(uint32_t event, EventAction action, uint32_t other);
   std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
+  const std::array<uint64_t, kTraitCount>& traits();
+  void unshare(uint32_t area);  // pinned memory that is no more
   std::string exported(const std::vector<uint32_t>& slots);
   void close(const std::string& why);
   void retire();  // after closing: its threads end, and what it held is given back
   void check_open() const;
   void disown();  // in a forked child: the connection is the parent's
   bool is_disowned() const { return is_disowned_; }
+
+  // How many copies from and to pinned memory the worker has finished.
+  uint64_t copies_done() const { return rings_ ? rings_->counters().copies.load() : ~uint64_t{0}; }
 
   Mutex mutex;
   const int index;
@@ -130,6 +138,7 @@ class Session {
   std::unordered_multimap<uint64_t, std::unique_ptr<Template>> templates;
   uint32_t template_count = 0;
   Template* last = nullptr;
+  uint64_t seedings = 0;  // of the device's own generator
   uint64_t settings = 0;  // as the worker knows them; 0: not told yet
 
  private:
@@ -140,14 +149,22 @@ class Session {
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
-  std::string written(const at::Tensor& source, bool later);
+  std::string located(const at::Tensor& source) const;  // its slot, layout and offset, as records have them
   void raise_late();
   void notice_waiting();
   void flush_later();
   [[noreturn]] void broken(const char* what);
 
-  int ops_;
+  void copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned);
+  void copy_out(const at::Tensor& source, const PinnedPlace& pinned);
+  void share(const PinnedPlace& pinned);
+
+  const std::unique_ptr<SharedRings> rings_;  // none over a network
+  Stream ops_;
   Bulk bulk_;
+  std::set<uint32_t> areas_;  // of pinned memory that the worker knows
+  uint64_t copies_ = 0;       // from and to pinned memory, asked of the worker
+  std::unique_ptr<const std::array<uint64_t, kTraitCount>> traits_;
   uint32_t stream_ = 0;
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
   bool warned_ = false;
@@ -178,6 +195,7 @@ void forget_index(const Session& session);              // it is closed, and its
 int open_count();
 bool in_bad_fork();  // all there are were opened before this process was forked
 bool synchronous();
+void unshare_everywhere(uint32_t area);
 
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,19 +10,28 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
-#include <memory>
-#include <string>
 
 #include "socket.h"
 
 namespace sky {
 
-constexpr size_t kRing = 16 << 20;
 // Small enough that the reader begins early, large enough that a wake-up is rare.
 constexpr size_t kRingStep = 512 << 10;
+// A look costs nothing while both ends are awake; a wake-up by the kernel takes 5 to 10 us.
+constexpr auto kSpin = std::chrono::microseconds(40);
+
+// Tells the processor that this is a loop that waits.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 struct RingHead {
   alignas(64) std::atomic<uint64_t> written;
@@ -35,25 +43,54 @@ struct RingHead {
 class Ring {
  public:
   // `alive` is a socket to the other end: its closing ends a wait.
-  Ring(RingHead* head, char* bytes, int alive) : head_(head), bytes_(bytes), alive_(alive) {}
+  Ring(RingHead* head, char* bytes, size_t size, int alive) : head_(head), bytes_(bytes), size_(size), alive_(alive) {}
 
-  size_t room() const { return kRing - static_cast<size_t>(head_->written.load() - head_->read.load()); }
+  size_t room() const { return size_ - static_cast<size_t>(head_->written.load() - head_->read.load()); }
+  // Bytes to read, without those that the reader keeps.
+  size_t available() const { return static_cast<size_t>(head_->written.load() - head_->read.load()) - kept_; }
 
   // The next part to fill or to empty, at most `wanted` bytes; waits until there is some.
   char* to_write(size_t wanted, size_t& got) {
     while (!room()) wait([this] { return room() > 0; });
-    auto at = head_->written.load(std::memory_order_relaxed) % kRing;
-    got = std::min({wanted, room(), kRing - at, kRingStep});
+    auto at = head_->written.load(std::memory_order_relaxed) % size_;
+    got = std::min({wanted, room(), static_cast<size_t>(size_ - at), kRingStep});
     return bytes_ + at;
   }
   const char* to_read(size_t wanted, size_t& got) {
     while (!available()) wait([this] { return available() > 0; });
-    auto at = head_->read.load(std::memory_order_relaxed) % kRing;
-    got = std::min({wanted, available(), kRing - at, kRingStep});
+    auto at = (head_->read.load(std::memory_order_relaxed) + kept_) % size_;
+    got = std::min({wanted, available(), static_cast<size_t>(size_ - at), kRingStep});
     return bytes_ + at;
   }
   void wrote(size_t n) { advance(head_->written, n); }
   void took(size_t n) { advance(head_->read, n); }
+
+  // The reader still uses the part it got last, and goes on with the next; `release` gives the oldest back.
+  void keep(size_t n) { kept_ += n; }
+  void release(size_t n) {
+    kept_ -= n;
+    took(n);
+  }
+
+  // What goes in without waiting.
+  size_t write_some(const void* data, size_t size) {
+    auto n = std::min(size, room());
+    write(data, n);
+    return n;
+  }
+  // At least one byte; waits at most so long if that is given, and then returns 0.
+  size_t read_some(void* into, size_t size, const timespec* most) {
+    if (!available() && !wait([this] { return available() > 0; }, most)) return 0;
+    auto n = std::min(size, available());
+    read(into, n);
+    return n;
+  }
+  // Whoever waits looks whether the other end is still there.
+  void wake() {
+    head_->turns.fetch_add(1);
+    wake_all();
+  }
+  void spin(bool on) { spins_ = on; }
 
   void write(const void* data, size_t size) {
     for (auto* p = static_cast<const char*>(data); size;) {
@@ -77,125 +114,42 @@ class Ring {
   }
 
  private:
-  size_t available() const { return static_cast<size_t>(head_->written.load() - head_->read.load()); }
+  void wake_all() { ::syscall(SYS_futex, &head_->turns, FUTEX_WAKE, 2, nullptr, nullptr, 0); }
 
   void advance(std::atomic<uint64_t>& counter, size_t n) {
     counter.fetch_add(n);
     head_->turns.fetch_add(1);
-    if (head_->waiting.load()) ::syscall(SYS_futex, &head_->turns, FUTEX_WAKE, 2, nullptr, nullptr, 0);
+    if (head_->waiting.load()) wake_all();
   }
 
+  // Waits for a moment, or `most` if that is given; returns whether it is ready.
   template <typename F>
-  void wait(F&& ready) {
-    for (int i = 0; i < 200; i++)
-      if (ready()) return;
+  bool wait(F&& ready, const timespec* most = nullptr) {
+    auto until = std::chrono::steady_clock::now() + kSpin;
+    do {
+      for (int i = 0; i < 100; i++, pause())
+        if (ready()) return true;
+    } while (spins_ && std::chrono::steady_clock::now() < until);
     auto turns = head_->turns.load();
-    if (ready()) return;
+    if (ready()) return true;
     head_->waiting.fetch_add(1);
     timespec moment{0, 100'000'000};
-    if (!ready()) ::syscall(SYS_futex, &head_->turns, FUTEX_WAIT, turns, &moment, nullptr, 0);
+    if (!ready()) ::syscall(SYS_futex, &head_->turns, FUTEX_WAIT, turns, most ? most : &moment, nullptr, 0);
     head_->waiting.fetch_sub(1);
+    if (ready()) return true;
     char byte;
     auto peeked = ::recv(alive_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     bool open = peeked > 0 || (peeked < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
-    if (!open && !ready()) throw Disconnected("the other end is gone");
+    if (!open) throw Disconnected("the other end is gone");
+    return false;
   }
 
   RingHead* head_;
   char* bytes_;
+  size_t size_;
   int alive_;
-};
-
-// Two rings, one for each direction.
-class SharedRings {
-  static constexpr size_t kHeads = 4096;
-  void* memory_;
-
- public:
-  static constexpr size_t kSize = kHeads + 2 * kRing;
-
-  SharedRings(int fd, int socket)
-      : memory_(map(fd)), up(head(0), bytes(), socket), down(head(1), bytes() + kRing, socket) {}
-  SharedRings(const SharedRings&) = delete;
-  ~SharedRings() { ::munmap(memory_, kSize); }
-
-  // Made here, and told over the socket to the one who calls `join`; null where the kernel gives no memory.
-  static std::unique_ptr<SharedRings> make(int socket) {
-    int fd = static_cast<int>(::syscall(SYS_memfd_create, "skyward-device", 1u /* close on exec */));
-    if (fd >= 0 && ::ftruncate(fd, kSize)) {
-      ::close(fd);
-      fd = -1;
-    }
-    send_descriptor(socket, fd);
-    return over(fd, socket);
-  }
-
-  static std::unique_ptr<SharedRings> join(int socket) { return over(receive_descriptor(socket), socket); }
-
-  void* memory() const { return memory_; }
-
-  Ring up, down;
-
- private:
-  static std::unique_ptr<SharedRings> over(int fd, int socket) {
-    if (fd < 0) return nullptr;
-    auto rings = std::make_unique<SharedRings>(fd, socket);
-    ::close(fd);
-    return rings;
-  }
-
-  static void* map(int fd) {
-    void* memory = ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED) throw Disconnected(std::string("shared memory: ") + std::strerror(errno));
-    return memory;
-  }
-
-  char* bytes() const { return static_cast<char*>(memory_) + kHeads; }
-  RingHead* head(int which) const {
-    return reinterpret_cast<RingHead*>(static_cast<char*>(memory_) + which * sizeof(RingHead));
-  }
-
-  static void send_descriptor(int socket, int fd) {
-    char byte = fd >= 0;
-    iovec part{&byte, 1};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    if (fd >= 0) {
-      message.msg_control = control;
-      message.msg_controllen = sizeof control;
-      auto* head = CMSG_FIRSTHDR(&message);
-      head->cmsg_level = SOL_SOCKET;
-      head->cmsg_type = SCM_RIGHTS;
-      head->cmsg_len = CMSG_LEN(sizeof(int));
-      std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
-    }
-    ssize_t sent;
-    do sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
-    while (sent < 0 && errno == EINTR);
-    if (sent != 1) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
-  }
-
-  static int receive_descriptor(int socket) {
-    char byte = 0;
-    iovec part{&byte, 1};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-    ssize_t got;
-    do got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-    while (got < 0 && errno == EINTR);
-    if (got != 1) throw Disconnected("the other end is gone");
-    auto* head = CMSG_FIRSTHDR(&message);
-    if (!byte || !head || head->cmsg_type != SCM_RIGHTS) return -1;
-    int fd;
-    std::memcpy(&fd, CMSG_DATA(head), sizeof fd);
-    return fd;
-  }
+  size_t kept_ = 0;
+  bool spins_ = false;
 };
 
 }  // namespace sky

@@ -1,11 +1,14 @@
 // Blocking sockets that say what went wrong.
 #pragma once
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/types.h>
+
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <ctime>
 #include <stdexcept>
 #include <string>
 
@@ -46,6 +49,13 @@ inline size_t receive_some(int fd, void* into, size_t size) {
     if (n < 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
     return static_cast<size_t>(n);
   }
+}
+
+// Whether there is something to read, or becomes so within that time.
+inline bool is_readable(int fd, const timespec& most) {
+  pollfd watched{fd, POLLIN, 0};
+  auto milliseconds = most.tv_sec * 1000 + (most.tv_nsec + 999'999) / 1'000'000;
+  return ::poll(&watched, 1, static_cast<int>(milliseconds)) > 0;
 }
 
 inline void receive_all(int fd, void* into, size_t size) {

@@ -3,7 +3,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <dlfcn.h>
 
 namespace sky {
 namespace {
@@ -60,6 +59,17 @@ void Session::resize(Reader& r) {
   if (failed) held.poison = failed;
 }
 
+// Whether the slot can take the bytes. A slice may have been made before its storage shrank.
+bool Session::accepts(Slot& held, uint64_t offset, uint64_t bytes) {
+  if (held.poison) return false;
+  if (!held.storage) throw Malformed("an upload to an empty slot");
+  if (bytes <= held.storage.nbytes() && offset <= held.storage.nbytes() - bytes) return true;
+  note("copying to the device: " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
+           " do not fit a storage of " + std::to_string(held.storage.nbytes()),
+       kFailed);
+  return false;
+}
+
 size_t Session::upload(const char* data, size_t size) {
   constexpr size_t head = 4 + 4 + 8 + 8 + 1;
   if (size < head) return 0;
@@ -68,14 +78,8 @@ size_t Session::upload(const char* data, size_t size) {
   auto offset = r.u64(), bytes = r.u64();
   bool is_inline = r.u8();
   if (is_inline && size < head + bytes) return 0;
-  if (!held.poison && !held.storage) throw Malformed("an upload to an empty slot");
-  // A slice may have been made before its storage shrank. The bytes are taken from the stream and dropped.
-  bool fits = held.poison || (bytes <= held.storage.nbytes() && offset <= held.storage.nbytes() - bytes);
-  if (!fits)
-    note("copying to the device: " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
-             " do not fit a storage of " + std::to_string(held.storage.nbytes()),
-         kFailed);
-  bool drop = held.poison || !fits;
+  // If not, the bytes are taken from the stream and dropped.
+  bool drop = !accepts(held, offset, bytes);
   if (is_inline) {
     if (!drop) put(held, offset, data + head, bytes);
     return head + bytes;
@@ -89,8 +93,10 @@ void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes)
     std::memcpy(static_cast<char*>(held.storage.mutable_data()) + offset, from, bytes);
     return;
   }
-  auto failed =
-      attempt("copying to the device", [&] { byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes)); });
+  // Page-locked memory is read later; any other has been read when this returns.
+  auto failed = attempt("copying to the device", [&] {
+    byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes), /*non_blocking=*/true);
+  });
   if (failed) held.poison = failed;
 }
 
@@ -101,36 +107,55 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
     else receive_all(bulk_, into, bytes);
     return;
   }
-  for (uint64_t done = 0; done < bytes;) {
+  int turn = 0;
+  for (uint64_t done = 0; done < bytes; turn ^= 1) {
     size_t n;
-    const char* from;
     if (rings_) {
-      from = rings_->up.to_read(bytes - done, n);
+      // The client needs room to go on.
+      copies_.await(SharedRings::kBytes / 2);
+      auto* from = rings_->up.to_read(bytes - done, n);
+      if (!drop && !held.poison) {
+        put(held, offset + done, from, n);
+        copies_.from_ring(n);
+      } else {
+        rings_->up.keep(n);
+        rings_->up.release(n);
+      }
     } else {
       n = std::min<uint64_t>(kStage, bytes - done);
-      receive_all(bulk_, staging().mutable_data_ptr(), n);
-      from = static_cast<const char*>(staging().const_data_ptr());
+      auto& stage = staging(turn);
+      receive_all(bulk_, stage.mutable_data_ptr(), n);
+      if (!drop && !held.poison) put(held, offset + done, static_cast<const char*>(stage.const_data_ptr()), n);
+      if (device_.is_cuda()) streams_.mark(staged_[turn]);
     }
-    if (!drop && !held.poison) put(held, offset + done, from, n);
-    if (rings_) rings_->up.took(n);
     done += n;
   }
 }
 
-// Page-locked where the device can copy from it directly.
-at::Tensor& Session::staging() {
-  if (!staging_.defined())
-    staging_ = at::empty({static_cast<int64_t>(kStage)},
-                         at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
-  return staging_;
+// Page-locked where the device can copy from it directly. Free to be written to.
+at::Tensor& Session::staging(int which) {
+  auto& stage = staging_[which];
+  if (!stage.defined())
+    stage = at::empty({static_cast<int64_t>(kStage)},
+                      at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
+  if (staged_[which]) staged_[which]->synchronize();
+  return stage;
 }
 
-// A GPU copies from and to the rings themselves once they are page-locked. There are no CUDA headers to
-// build with, but where there is a GPU its runtime is in this process.
-void Session::use_rings() {
-  using Register = int (*)(void*, size_t, unsigned);
-  auto lock = device_.is_cuda() ? reinterpret_cast<Register>(::dlsym(RTLD_DEFAULT, "cudaHostRegister")) : nullptr;
-  if (lock) lock(rings_->memory(), SharedRings::kSize, 0);
+at::Tensor Session::dense(Slot& held, const Layout& layout, int64_t offset) {
+  TORCH_CHECK(held.storage, "the tensor has no memory");
+  return make_view(held.storage, layout, offset).contiguous();
+}
+
+// Its bytes. A GPU copies into page-locked memory without the detour that it takes into any other.
+std::string Session::small(const at::Tensor& dense) {
+  auto bytes = dense.nbytes();
+  if (dense.is_cpu()) return {static_cast<const char*>(dense.const_data_ptr()), bytes};
+  auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
+  auto part = staging(0).narrow(0, 0, static_cast<int64_t>(bytes));
+  if (bytes) part.copy_(byte_view(dense.storage(), start, bytes), /*non_blocking=*/true);
+  streams_.synchronize_current();
+  return {static_cast<const char*>(part.const_data_ptr()), bytes};
 }
 
 // Later: the client goes on, and a thread of its own takes status, size and bytes from the bulk connection.
@@ -153,22 +178,21 @@ void Session::fetch(Reader& r) {
     answer(failure->kind, failure->text, 0);
     return;
   }
-  at::Tensor dense;
+  at::Tensor whole;
+  std::string content;
   try {
-    TORCH_CHECK(held.storage, "the tensor has no memory");
-    dense = make_view(held.storage, layout, offset).contiguous();
-    if (dense.nbytes() <= kInlineFetch) dense = dense.cpu();
+    whole = dense(held, layout, offset);
+    if (whole.nbytes() <= kInlineFetch) content = small(whole);
   } catch (const std::exception& e) {
     answer(kind_of(e), "copying to the host: " + text_of(e), 0);
     return;
   }
-  size_t bytes = dense.nbytes();
-  if (bytes <= kInlineFetch) {
-    answer(kOk, std::string_view(static_cast<const char*>(dense.const_data_ptr()), bytes), 0);
+  if (whole.nbytes() <= kInlineFetch) {
+    answer(kOk, content, 0);
     return;
   }
-  answer(kOk, "", bytes);
-  send_tensor(dense);
+  answer(kOk, "", whole.nbytes());
+  send_tensor(whole);
 }
 
 void Session::send_bulk(const void* data, size_t bytes) {
@@ -182,21 +206,20 @@ void Session::send_tensor(const at::Tensor& dense) {
     send_bulk(dense.const_data_ptr(), bytes);
     return;
   }
-  // Through page-locked memory: a copy into fresh pages runs at the speed of their page faults.
+  // Through page-locked memory: a copy into fresh pages runs at the speed of their page faults. While a part is sent,
+  // the GPU copies the next one.
   auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
-  for (uint64_t done = 0; done < bytes;) {
-    size_t n;
-    if (rings_) {
-      auto* into = rings_->down.to_write(bytes - done, n);
-      host_view(into, n).copy_(byte_view(dense.storage(), start + done, n));
-      rings_->down.wrote(n);
-    } else {
-      n = std::min<uint64_t>(kStage, bytes - done);
-      auto part = staging().narrow(0, 0, static_cast<int64_t>(n));
-      part.copy_(byte_view(dense.storage(), start + done, n));
-      send_all(bulk_, part.const_data_ptr(), n);
-    }
-    done += n;
+  auto begin = [&](uint64_t at, int which) {
+    auto n = std::min<uint64_t>(kStage, bytes - at);
+    auto part = staging(which).narrow(0, 0, static_cast<int64_t>(n));
+    part.copy_(byte_view(dense.storage(), start + at, n), /*non_blocking=*/true);
+    streams_.mark(staged_[which]);
+  };
+  int turn = 0;
+  begin(0, turn);
+  for (uint64_t done = 0; done < bytes; done += kStage, turn ^= 1) {
+    if (done + kStage < bytes) begin(done + kStage, turn ^ 1);
+    send_bulk(staging(turn).const_data_ptr(), std::min<uint64_t>(kStage, bytes - done));
   }
 }
 

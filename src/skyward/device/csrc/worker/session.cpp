@@ -2,6 +2,7 @@
 // and what depends on it is poisoned.
 #include "session.h"
 #include "exports.h"
+#include "pages.h"
 #include "settings.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,6 +13,7 @@
 
 #include <array>
 #include <fstream>
+#include <thread>
 #include <utility>
 
 namespace sky {
@@ -31,18 +33,35 @@ std::pair<uint64_t, uint64_t> host_memory() {
 }  // namespace
 
 Session::Session(int ops, int bulk, bool shares_memory, c10::Device device)
-    : ops_(ops), bulk_(bulk), device_(device), streams_(device) {
-  if (shares_memory) rings_ = SharedRings::join(bulk);
-  if (rings_) use_rings();
+    : bulk_(bulk),
+      rings_(shares_memory ? SharedRings::join(ops, bulk) : nullptr),
+      ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
+      device_(device),
+      streams_(device),
+      copies_(device, rings_.get()) {
+  if (!rings_) return;
+  // The processor is then the GPU's; on a CPU it has other work to do.
+  rings_->records.spin(device.is_cuda() && std::thread::hardware_concurrency() > 2);
+  if (device.is_cuda()) lock_pages(rings_->memory(), SharedRings::kSize);
+}
+
+Session::~Session() {
+  for (auto& [number, area] : areas_)
+    if (device_.is_cuda()) unlock_pages(area->bytes());
 }
 
 void Session::serve() {
   std::vector<char> buffer(1 << 20);
   size_t have = 0;
+  // The client may wait for a copy to be done: while there are some, they are looked after.
+  constexpr timespec kMoment{0, 100'000};
   for (;;) {
     if (have == buffer.size()) buffer.resize(2 * buffer.size());
-    size_t n = receive_some(ops_, buffer.data() + have, buffer.size() - have);
-    if (!n) return;
+    size_t n = 0;
+    auto arrival =
+        ops_.receive_some(buffer.data() + have, buffer.size() - have, n, copies_.is_empty() ? nullptr : &kMoment);
+    if (arrival == Stream::kEnd) return;
+    if (!copies_.is_empty()) attempt("copying", [&] { copies_.collect(); });
     have += n;
     size_t at = 0;
     while (size_t used = step(buffer.data() + at, have - at)) at += used;
@@ -95,6 +114,10 @@ size_t Session::step(const char* data, size_t size) {
     case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
     case kSettings: return fixed(data, size, 12, [&](Reader& r) { settle(r.u64(), device_); });
+    case kShare: return fixed(data, size, 16, [&](Reader& r) { share(r); });
+    case kUnshare: return fixed(data, size, 8, [&](Reader& r) { unshare(r); });
+    case kCopyIn: return fixed(data, size, 36, [&](Reader& r) { copy_in(r); });
+    case kCopyOut: return sized(data, size, [&](Reader& r) { copy_out(r); });
     case kTraits: return fixed(data, size, 4, [&](Reader&) { tell_traits(); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
@@ -107,7 +130,7 @@ void Session::reply(Status status, std::string_view content) {
   w.u32(static_cast<uint32_t>(content.size()));
   w.u8(status);
   w.raw(content.data(), content.size());
-  send_all(ops_, w.bytes().data(), w.size());
+  ops_.send(w.bytes().data(), w.size());
 }
 
 // Replies what `f` writes, or how it failed.

@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "../wire/records.h"
-#include "../wire/ring.h"
+#include "../wire/shared_memory.h"
+#include "../wire/stream.h"
+#include "copies.h"
 #include "failures.h"
 #include "layouts.h"
 #include "slots.h"
@@ -61,6 +63,7 @@ struct Template {
 class Session {
  public:
   Session(int ops, int bulk, bool shares_memory, c10::Device device);
+  ~Session();
 
   // Until the client leaves.
   void serve();
@@ -132,16 +135,26 @@ class Session {
   void allocate(Reader& r);
   void resize(Reader& r);
   size_t upload(const char* data, size_t size);
+  bool accepts(Slot& held, uint64_t offset, uint64_t bytes);
   void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
   void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
   void send_bulk(const void* data, size_t bytes);
   void send_tensor(const at::Tensor& dense);
-  at::Tensor& staging();
-  void use_rings();
+  at::Tensor& staging(int which);
+  at::Tensor dense(Slot& held, const Layout& layout, int64_t offset);
+  std::string small(const at::Tensor& dense);
 
-  int ops_, bulk_;
+  // shared.cpp: memory of the client's that is mapped here as well.
+  void share(Reader& r);
+  void unshare(Reader& r);
+  void copy_in(Reader& r);
+  void copy_out(Reader& r);
+  char* shared(uint32_t area, uint64_t offset, uint64_t bytes);
+
+  int bulk_;
   std::unique_ptr<SharedRings> rings_;
+  Stream ops_;
   c10::Device device_;
   Slots slots_;
   Layouts layouts_;
@@ -149,7 +162,10 @@ class Session {
   std::vector<std::pair<at::Tensor, int>> asked_;
   std::unordered_map<uint32_t, at::Generator> generators_;
   Streams streams_;
-  at::Tensor staging_;
+  Copies copies_;
+  std::array<at::Tensor, 2> staging_;
+  std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
+  std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
   Reason first_error_;
   uint64_t count_ = 0;

@@ -62,12 +62,10 @@ void settle(uint64_t settings, c10::Device device) {
   context.setDeterministicCuDNN(settings & kCudnnDeterministic);
   context.setBenchmarkLimitCuDNN(static_cast<int>(field(settings, kBenchmarkLimitAt, kBenchmarkLimitBits)));
   context.setAllowFP16AccumulationCuBLAS(settings & kHalfAccumulates);
-  settle_reduction(field(settings, kHalfReductionAt, 2), [&](bool allowed, bool split) {
-    context.setAllowFP16ReductionCuBLAS(allowed, split);
-  });
-  settle_reduction(field(settings, kBrainReductionAt, 2), [&](bool allowed, bool split) {
-    context.setAllowBF16ReductionCuBLAS(allowed, split);
-  });
+  settle_reduction(field(settings, kHalfReductionAt, 2),
+                   [&](bool allowed, bool split) { context.setAllowFP16ReductionCuBLAS(allowed, split); });
+  settle_reduction(field(settings, kBrainReductionAt, 2),
+                   [&](bool allowed, bool split) { context.setAllowBF16ReductionCuBLAS(allowed, split); });
   settle_attention(context, settings);
   settle_precision(context, settings, device.is_cpu());
 }

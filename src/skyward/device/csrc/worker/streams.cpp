@@ -34,6 +34,15 @@ void Streams::synchronize(uint32_t number) {
   else guard_->synchronizeStream(stream(number));
 }
 
+void Streams::synchronize_current() {
+  if (real_) guard_->synchronizeStream(guard_->getStream(device_));
+}
+
+void Streams::mark(std::optional<c10::Event>& event) {
+  if (!event) event.emplace(device_.type());
+  event->record(guard_->getStream(device_));
+}
+
 bool Streams::is_done(uint32_t number) { return !real_ || guard_->queryStream(stream(number)); }
 
 void Streams::record(uint32_t number, uint32_t on, bool timed) {

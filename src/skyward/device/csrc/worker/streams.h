@@ -22,6 +22,9 @@ class Streams {
   void use(uint32_t stream);
   void used_on(const c10::Storage& storage, uint32_t stream);
   void synchronize(uint32_t stream);
+  void synchronize_current();
+  // The event of all that the current stream was given so far; made anew or used again. Not for a CPU.
+  void mark(std::optional<c10::Event>& event);
   bool is_done(uint32_t stream);
 
   void record(uint32_t event, uint32_t stream, bool timed);

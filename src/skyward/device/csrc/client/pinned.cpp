@@ -1,0 +1,180 @@
+#include "pinned.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+
+#include <bit>
+#include <map>
+#include <vector>
+
+#include "../wire/shared_memory.h"
+#include "session.h"
+
+namespace sky {
+namespace {
+
+// Small blocks are cut from areas that stay; a large block has an area of its own, which goes with it.
+constexpr size_t kSmallest = 4096, kLarge = 4 << 20, kArea = 16 << 20;
+// Free blocks are kept up to this size: the first touch of fresh memory costs more than a copy into it.
+constexpr size_t kKeptMost = 512 << 20;
+
+struct Area {
+  Area(uint32_t number, size_t size) : number(number), memory(size) {}
+  uint32_t number;
+  SharedMemory memory;
+  size_t used = 0;
+};
+
+struct Block {
+  size_t size;
+  std::shared_ptr<Area> area;
+  // The last copy from or to it that a worker was asked for.
+  uint32_t serial = 0;
+  uint64_t copy = 0;
+
+  bool is_busy() const {
+    auto* session = serial ? session_by_serial(serial) : nullptr;
+    return session && session->copies_done() < copy;
+  }
+};
+
+class Pinned final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (!bytes) return {nullptr, c10::Device(c10::kCPU)};
+    auto* block = take(std::bit_ceil(std::max(bytes, kSmallest)));
+    return {block, block, &give_back, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  void copy_data(void* into, const void* from, size_t bytes) const override { default_copy_data(into, from, bytes); }
+
+  bool holds(const void* at) {
+    std::lock_guard lock(mutex_);
+    return find(at) != used_.end();
+  }
+
+  std::optional<PinnedPlace> use(const void* at, uint64_t bytes, uint32_t serial, uint64_t copy) {
+    std::lock_guard lock(mutex_);
+    auto found = find(at);
+    if (found == used_.end()) return std::nullopt;
+    auto& [start, block] = *found;
+    if (reinterpret_cast<uintptr_t>(at) + bytes > start + block.size) return std::nullopt;
+    // Two devices may copy from one block: only one of them is remembered, so the other is not let in.
+    if (block.serial != serial && block.is_busy()) return std::nullopt;
+    block.serial = serial;
+    block.copy = copy;
+    auto& memory = block.area->memory;
+    auto offset = static_cast<const char*>(at) - memory.bytes();
+    return PinnedPlace{block.area->number, static_cast<uint64_t>(offset), memory.descriptor(), memory.size()};
+  }
+
+  void forget_free() noexcept {
+    std::construct_at(&mutex_);
+    free_.clear();
+    waiting_.clear();
+    current_.reset();
+    kept_ = 0;
+  }
+
+ private:
+  using Blocks = std::map<uintptr_t, Block>;
+
+  Blocks::iterator find(const void* at) {
+    auto next = used_.upper_bound(reinterpret_cast<uintptr_t>(at));
+    if (next == used_.begin()) return used_.end();
+    auto found = std::prev(next);
+    return reinterpret_cast<uintptr_t>(at) < found->first + found->second.size ? found : used_.end();
+  }
+
+  void* take(size_t size) {
+    std::vector<uint32_t> gone;
+    std::unique_lock lock(mutex_);
+    keep_finished(gone);
+    uintptr_t start;
+    if (auto found = free_.find(size); found != free_.end()) {
+      start = found->second.first;
+      used_.emplace(start, std::move(found->second.second));
+      free_.erase(found);
+      kept_ -= size;
+    } else {
+      auto block = fresh(size, start);
+      used_.emplace(start, std::move(block));
+    }
+    lock.unlock();
+    for (auto area : gone) unshare_everywhere(area);
+    return reinterpret_cast<void*>(start);
+  }
+
+  Block fresh(size_t size, uintptr_t& start) try {
+    auto area = size >= kLarge ? std::make_shared<Area>(next_++, size) : current_;
+    if (!area || area->used + size > area->memory.size()) area = current_ = std::make_shared<Area>(next_++, kArea);
+    start = reinterpret_cast<uintptr_t>(area->memory.bytes()) + area->used;
+    area->used += size;
+    return {size, area};
+  } catch (const Disconnected& e) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "no ", size, " bytes of host memory to pin: ", e.what());
+  }
+
+  void give(void* block) noexcept {
+    std::vector<uint32_t> gone;
+    {
+      std::lock_guard lock(mutex_);
+      auto found = used_.find(reinterpret_cast<uintptr_t>(block));
+      waiting_.emplace_back(found->first, std::move(found->second));
+      used_.erase(found);
+      keep_finished(gone);
+    }
+    for (auto area : gone) unshare_everywhere(area);
+  }
+
+  // Blocks that no worker copies from any more are free; `gone` gets the areas of those that are not kept.
+  void keep_finished(std::vector<uint32_t>& gone) {
+    std::erase_if(waiting_, [&](auto& waiting) {
+      auto& [start, block] = waiting;
+      if (block.is_busy()) return false;
+      if (block.size >= kLarge && kept_ + block.size > kKeptMost) {
+        gone.push_back(block.area->number);
+      } else {
+        auto size = block.size;
+        free_.emplace(size, std::pair(start, std::move(block)));
+        kept_ += size;
+      }
+      return true;
+    });
+  }
+
+  static void give_back(void* block);
+
+  std::mutex mutex_;
+  Blocks used_;
+  std::multimap<size_t, std::pair<uintptr_t, Block>> free_;
+  std::vector<std::pair<uintptr_t, Block>> waiting_;  // given back, but a worker may still copy
+  std::shared_ptr<Area> current_;
+  uint32_t next_ = 1;
+  size_t kept_ = 0;
+};
+
+// Never destroyed: tensors may outlive everything static.
+Pinned& pinned() {
+  static auto& instance = *std::make_unique<Pinned>().release();
+  return instance;
+}
+
+void Pinned::give_back(void* block) { pinned().give(block); }
+
+}  // namespace
+
+c10::Allocator* pinned_allocator() { return &pinned(); }
+
+bool is_pinned(const void* at) {
+  // Where PyTorch finds a GPU here too, it pins for that one.
+  return pinned().holds(at) || (at::globalContext().hasCUDA() && at::detail::getCUDAHooks().isPinnedPtr(at));
+}
+
+std::optional<PinnedPlace> use_pinned(const void* at, uint64_t bytes, uint32_t serial, uint64_t copy) {
+  return pinned().use(at, bytes, serial, copy);
+}
+
+void forget_free_pinned() noexcept { pinned().forget_free(); }
+
+}  // namespace sky

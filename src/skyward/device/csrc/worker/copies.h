@@ -1,0 +1,49 @@
+// Copies that the device makes on its own time, in the order in which they were asked for.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "../wire/shared_memory.h"
+
+namespace sky {
+
+// A CPU has copied when it returns; a GPU is asked by an event whether it has.
+class Copies {
+ public:
+  Copies(c10::Device device, SharedRings* rings);
+
+  // The last bytes read from the ring are being copied: they are the ring's again when that is done.
+  void from_ring(size_t bytes);
+  // A copy from or to memory that the client shares; the client is told how many of those are done.
+  void of_shared();
+
+  bool is_empty() const { return pending_.empty(); }
+  // Takes note of those that are done.
+  void collect();
+  // Waits until at most so many bytes of the ring are still in use.
+  void await(size_t most);
+
+ private:
+  struct Pending {
+    c10::Event event;
+    size_t bytes;
+    uint64_t shared;
+  };
+  void add(size_t bytes, uint64_t shared);
+  void finish(size_t bytes, uint64_t shared);
+
+  c10::Device device_;
+  SharedRings* rings_;
+  std::optional<c10::impl::VirtualGuardImpl> guard_;
+  std::deque<Pending> pending_;
+  std::vector<c10::Event> spare_;  // making one costs more than recording one again
+  size_t held_ = 0;
+  uint64_t shared_ = 0;
+};
+
+}  // namespace sky

@@ -1,0 +1,80 @@
+// Memory of the client's that is mapped here as well: copies between it and the device pass through nothing else.
+#include "pages.h"
+#include "session.h"
+
+#include <ATen/ops/from_blob.h>
+#include <sys/stat.h>
+
+namespace sky {
+namespace {
+
+at::Tensor host_view(char* at, uint64_t bytes) {
+  return at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+}
+
+}  // namespace
+
+void Session::share(Reader& r) {
+  auto number = r.u32();
+  auto bytes = r.u64();
+  if (!rings_) throw Malformed("shared memory from another host");
+  int fd = receive_descriptor(bulk_);
+  if (fd < 0) throw Malformed("shared memory without a descriptor");
+  struct stat told{};
+  if (::fstat(fd, &told) || static_cast<uint64_t>(told.st_size) < bytes) {
+    ::close(fd);
+    throw Malformed("shared memory of another size");
+  }
+  auto area = std::make_unique<SharedMemory>(fd, bytes);
+  area->close_descriptor();
+  if (device_.is_cuda()) lock_pages(area->bytes(), bytes);
+  areas_[number] = std::move(area);
+}
+
+// The client gives memory back only after all copies from and to it are done.
+void Session::unshare(Reader& r) {
+  auto found = areas_.find(r.u32());
+  if (found == areas_.end()) throw Malformed("an unknown area");
+  if (device_.is_cuda()) unlock_pages(found->second->bytes());
+  areas_.erase(found);
+}
+
+char* Session::shared(uint32_t number, uint64_t offset, uint64_t bytes) {
+  auto found = areas_.find(number);
+  if (found == areas_.end()) throw Malformed("an unknown area");
+  auto& area = *found->second;
+  if (bytes > area.size() || offset > area.size() - bytes) throw Malformed("bytes beyond an area");
+  return area.bytes() + offset;
+}
+
+void Session::copy_in(Reader& r) {
+  auto& held = slots_[r.u32()];
+  auto offset = r.u64(), bytes = r.u64();
+  auto area = r.u32();
+  auto* from = shared(area, r.u64(), bytes);
+  if (accepts(held, offset, bytes)) put(held, offset, from, bytes);
+  copies_.of_shared();
+}
+
+void Session::copy_out(Reader& r) {
+  auto& held = slots_[r.u32()];
+  auto dtype = r.u8(), dim = r.u8();
+  auto layout = Layout::read(r, dtype, dim, 0);
+  auto offset = r.i64();
+  auto area = r.u32();
+  auto at = r.u64();
+  if (held.poison) {
+    if (!first_error_) first_error_ = held.poison;
+  } else {
+    attempt("copying to the host", [&] {
+      auto whole = dense(held, layout, offset);
+      auto bytes = whole.nbytes();
+      auto* into = shared(area, at, bytes);
+      auto start = static_cast<uint64_t>(whole.storage_offset()) * whole.itemsize();
+      host_view(into, bytes).copy_(byte_view(whole.storage(), start, bytes), /*non_blocking=*/true);
+    });
+  }
+  copies_.of_shared();
+}
+
+}  // namespace sky
