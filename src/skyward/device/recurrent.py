@@ -1,4 +1,4 @@
-"""Weights of recurrent layers on a sky device: in one buffer, where the worker's cuDNN wants them."""
+"""Weights of recurrent layers on a sky device: one buffer, laid out as the worker's cuDNN does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.nn import RNNBase
+
+CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+"""How cuDNN numbers the kinds of recurrent layers."""
 
 
 def flatten_on_sky() -> None:
@@ -23,7 +26,7 @@ def flatten_on_sky() -> None:
         else:
             flatten(layer)
 
-    torch.nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]
+    setattr(torch.nn.RNNBase, flatten.__name__, flatten_parameters)
 
 
 def _flatten(layer: Any, weights: list[Any]) -> None:
@@ -47,7 +50,7 @@ def _flatten(layer: Any, weights: list[Any]) -> None:
             weights,
             (4 if layer.bias else 2) + (1 if layer.proj_size else 0),
             layer.input_size,
-            torch.backends.cudnn.rnn.get_cudnn_mode(layer.mode),
+            CUDNN_MODES[layer.mode],
             layer.hidden_size,
             layer.proj_size,
             layer.num_layers,
