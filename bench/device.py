@@ -28,7 +28,7 @@ from slow_link import ROUND_TRIP, NoLinkError, slow_link, steps_over
 from training import QUIET, mlp, stepper, transformer
 
 import skyward as sky
-from skyward.device import build
+from skyward.device import compiling
 
 MIB = 2**20
 KIND = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
@@ -247,9 +247,9 @@ def floor_library() -> ctypes.CDLL:
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(prefix="sky-floor-") as folder:
         made = Path(folder, "floor.so")
-        build._run(
+        compiling.run(
             os.environ.get("CXX", "g++"),
-            *build.FLAGS,
+            *compiling.FLAGS,
             f"-I{home / 'include'}",
             "-shared",
             str(Path(__file__).with_name("floor.cpp")),

@@ -66,5 +66,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if _ours(session.items) and has_compiler():
         from skyward.device import build
 
-        build.library("client")
-        build.library("worker")
+        build.libraries()

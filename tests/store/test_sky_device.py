@@ -54,8 +54,7 @@ def device(compute: sky.Compute) -> torch.device:
     """A CPU of the first node."""
     from skyward.device import build
 
-    build.library("client")
-    build.library("worker")
+    build.libraries()
     return compute.device("cpu")
 
 

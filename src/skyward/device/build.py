@@ -1,57 +1,68 @@
-"""The device's C++ cores: compiled on first use, and then kept in a cache."""
+"""The device's C++ cores: those of the installed wheel, else compiled on first use and cached."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import hashlib
 import os
 import platform
+import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import platformdirs
 
-from skyward.errors import SkywardError
+from skyward.device import compiling
+from skyward.device.compiling import FLAGS, PARTS, Compiler, CompilerError
 
-SOURCES = Path(__file__).parent / "csrc"
-PARTS = ("client", "worker")
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-unused-function")
-UNITS = 2
-"""Into how many pieces the sources of a core are joined before they are compiled.
+__all__ = ["CompilerError", "check", "libraries", "library", "shipped_name"]
 
-Nearly all of a compiler's time goes to torch's headers: 19 sources of the client one by one take
-226 s of processor time, all in one piece 49 s. Two pieces keep two processors busy.
-"""
+SHIPPED = Path(__file__).parent / "cores"
+"""Where a wheel for one platform has its cores; the wheel for all platforms has none."""
 # What `make check` compiles with; users' compilers may know warnings that nobody here has seen.
 STRICT_FLAGS = ("-std=c++20", "-fPIC", "-fsyntax-only", "-Wall", "-Wextra", "-Werror")
-
-
-class CompilerError(SkywardError):
-    """The device's core could not be compiled; the message carries what the compiler said."""
+KEPT = 16
+"""How many cores, and how many objects, stay in the cache: for other versions of torch, of the
+sources and of the compiler. All of them take less than 50 MB."""
+STALE_SECONDS = 3600
+"""What a killed compiler leaves behind is removed after this time."""
 
 
 def library(part: str) -> Path:
-    """The compiled "client" or "worker" core for this torch, from the cache or made now."""
-    import torch
+    """The "client" or "worker" core for this torch: from the wheel, from the cache, or made now."""
+    return libraries([part])[0]
 
-    home = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    digest = _digest(_files_of(part), (*FLAGS, str(UNITS)))
-    name = f"{part}-{torch.__version__}-abi{abi}-{platform.machine()}-{digest}.so"
-    target = _cache() / name
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # One process compiles, the others wait for it.
-        with open(target.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _compile(part, home, target)
-    return target
+
+def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
+    """The cores of some parts; those that have to be made are made side by side."""
+    found = {part: _shipped(part) or _cached(part) for part in parts}
+    missing = {part: path for part, path in found.items() if not path.exists()}
+    if missing:
+        _cache().mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as locks:
+            # One process compiles, the others wait for it.
+            for part in sorted(missing):
+                lock = locks.enter_context(open(_cache() / f"{part}.lock", "w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            still_missing = {part: path for part, path in missing.items() if not path.exists()}
+            if still_missing:
+                _compile(still_missing)
+    for path in found.values():
+        if path.parent == _cache():
+            # The time says when it was last used. The cache may be read-only.
+            with contextlib.suppress(OSError):
+                os.utime(path)
+    return list(found.values())
+
+
+def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> str:
+    """The file of a core in a wheel; `torch` is the minor version, whose patches fit as well."""
+    # The digest: a core of other sources than those beside it is not taken.
+    digest = compiling.digest(compiling.files_of(part), ())
+    return f"{part}-torch{torch}-abi{abi}-{system}-{machine}-{digest}.so"
 
 
 def check() -> int:
@@ -59,43 +70,46 @@ def check() -> int:
 
     A core that passed is not compiled again until one of its files or torch changes.
     """
-    import torch
-
     compiler = _compiler()
-    flags = (*STRICT_FLAGS, "-isystem", str(Path(torch.__file__).parent / "include"))
     checked = 0
     for part in PARTS:
-        words = (*STRICT_FLAGS, str(UNITS), compiler, torch.__version__)
-        stamp = _cache() / "checked" / f"{part}-{_digest(_files_of(part), words)}"
+        words = (*STRICT_FLAGS, compiler.identity, compiler.torch)
+        digest = compiling.digest(compiling.files_of(part), words)
+        stamp = _cache() / "checked" / f"{part}-{digest}"
         if stamp.exists():
             continue
-        with tempfile.TemporaryDirectory(prefix="sky-check-") as folder:
-            _run_each([(compiler, *flags, str(unit)) for unit in _join(part, Path(folder))])
+        compiling.inspect(part, compiler, STRICT_FLAGS)
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.touch()
         checked += 1
     return checked
 
 
-def _files_of(part: str) -> list[Path]:
-    """The source files of a part's core."""
-    return [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
+def _shipped(part: str) -> Path | None:
+    """The core in the installed wheel, if there is one for this torch."""
+    import torch
+
+    # A nightly or a vendor's own build, such as 2.13.0a0, may differ from the release.
+    released = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", torch.__version__)
+    if released is None:
+        return None
+    system, machine = platform.system().lower(), platform.machine()
+    path = SHIPPED / shipped_name(part, released[1], _abi(), system, machine)
+    return path if path.exists() else None
 
 
-def _join(part: str, folder: Path) -> list[Path]:
-    """Write the files to compile: each includes its share of the part's sources."""
-    sources = sorted((SOURCES / part).glob("*.cpp"))
-    units = [folder / f"{part}{number}.cpp" for number in range(UNITS)]
-    for number, unit in enumerate(units):
-        unit.write_text("".join(f'#include "{source}"\n' for source in sources[number::UNITS]))
-    return units
+def _cached(part: str) -> Path:
+    import torch
+
+    digest = compiling.digest(compiling.files_of(part), (*FLAGS, str(compiling.UNITS)))
+    name = f"{part}-{torch.__version__}-abi{_abi()}-{platform.machine()}-{digest}.so"
+    return _cache() / name
 
 
-def _run_each(commands: list[tuple[str, ...]]) -> None:
-    """Run compilers side by side; raises when one of them fails."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        for done in [workers.submit(_run, *command) for command in commands]:
-            done.result()
+def _abi() -> int:
+    import torch
+
+    return int(torch.compiled_with_cxx11_abi())
 
 
 def _cache() -> Path:
@@ -104,58 +118,41 @@ def _cache() -> Path:
     )
 
 
-def _digest(sources: list[Path], words: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for source in sorted(sources):
-        digest.update(source.name.encode() + source.read_bytes())
-    digest.update(" ".join(words).encode())
-    return digest.hexdigest()[:16]
+def _compiler() -> Compiler:
+    import torch
 
-
-def _compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    command = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if command is None:
         raise CompilerError(
             "the torch device needs a C++ compiler once, and there is none; install g++ (for "
             "example `apt-get install g++`) or name one with CXX"
         )
-    return compiler
+    home = Path(torch.__file__).parent
+    link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
+    if platform.system() == "Linux":
+        # Some compilers link their C++ library in; it must not mix with the one torch uses.
+        link.append("-Wl,--exclude-libs,ALL")
+    return Compiler(
+        (command,),
+        home / "include",
+        f"{torch.__version__} {torch.version.git_version}",
+        options=(f"-D_GLIBCXX_USE_CXX11_ABI={_abi()}",),
+        link=tuple(link),
+    )
 
 
-def _compile(part: str, torch_home: Path, target: Path) -> None:
+def _compile(targets: dict[str, Path]) -> None:
     compiler = _compiler()
     started = time.monotonic()
+    what = " and ".join(targets) + (" cores" if len(targets) > 1 else " core")
     print(
-        f"skyward: compiling the torch device's {part} core, once for this torch (about a minute)",
+        f"skyward: compiling the torch device's {what}, once for this torch (about half a minute)",
         file=sys.stderr,
         flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="sky-build-", dir=target.parent) as folder:
-        units = _join(part, Path(folder))
-        objects = [unit.with_suffix(".o") for unit in units]
-        flags = (*FLAGS, f"-I{torch_home / 'include'}")
-        _run_each(
-            [
-                (compiler, *flags, "-c", str(unit), "-o", str(made))
-                for unit, made in zip(units, objects, strict=True)
-            ]
-        )
-        linked = Path(folder, "linked.so")
-        libraries = torch_home / "lib"
-        _run(
-            compiler,
-            "-shared",
-            *map(str, objects),
-            "-o",
-            str(linked),
-            f"-L{libraries}",
-            "-ltorch_cpu",
-            "-lc10",
-            # Some compilers link their C++ library in; it must not mix with the one torch uses.
-            "-Wl,--exclude-libs,ALL",
-            f"-Wl,-rpath,{libraries}",
-        )
-        os.replace(linked, target)
+    objects = _cache() / "objects"
+    compiling.make(targets, compiler, objects)
+    _remove_old()
     print(
         f"skyward: compiled in {time.monotonic() - started:.0f} s",
         file=sys.stderr,
@@ -163,14 +160,22 @@ def _compile(part: str, torch_home: Path, target: Path) -> None:
     )
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line][:20]
-        raise CompilerError(
-            f"compiling the torch device's core failed:\n{' '.join(command)}\n"
-            + "\n".join(errors or done.stderr.splitlines()[-20:])
-        )
+def _remove_old() -> None:
+    """Leave the cores and objects used last, and nothing of compilers that were killed."""
+    cache, now = _cache(), time.time()
+    for kind in (cache.glob("*.so"), cache.glob("objects/*.o")):
+        for path in sorted(kind, key=_used, reverse=True)[KEPT:]:
+            path.unlink(missing_ok=True)
+    for left in (*cache.glob("objects/sky-*"), *cache.glob("sky-build-*")):
+        if _used(left) < now - STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process removes, too
+        return 0
 
 
 if __name__ == "__main__":
@@ -178,7 +183,6 @@ if __name__ == "__main__":
         if sys.argv[1:] == ["--check"]:
             print(f"{check()} cores compiled, the others had passed before")
         else:
-            for part in PARTS:
-                print(library(part))
+            print(*libraries(), sep="\n")
     except CompilerError as problem:
         sys.exit(str(problem))

@@ -1,0 +1,181 @@
+"""A compiler at work on the device's cores: sources joined into units, objects that are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from skyward.errors import SkywardError
+
+SOURCES = Path(__file__).parent / "csrc"
+PARTS = ("client", "worker")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-unused-function")
+UNITS = 2
+"""Into how many units the sources of a core are joined before they are compiled.
+
+Nearly all of a compiler's time goes to torch's headers: 19 sources of the client one by one take
+226 s of processor time, all in one unit 33 s. Two units for each core cost 8 s more for each, and
+keep two processors busy: both cores together take 66 s. A precompiled header would save 9 s of
+these, but writes 320 MB, and a second processor has nothing to do meanwhile.
+"""
+
+
+class CompilerError(SkywardError):
+    """The device's core could not be compiled; the message carries what the compiler said."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler with its options, and the torch whose headers it reads."""
+
+    command: tuple[str, ...]
+    include: Path
+    """The headers of torch."""
+    torch: str
+    """Which torch that is: objects for another one are other objects."""
+    options: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+
+    @cached_property
+    def identity(self) -> str:
+        """What tells apart compilers, and versions of one."""
+        return " ".join(self.command) + run(*self.command, "--version")
+
+    @cached_property
+    def cast_policies(self) -> str:
+        """The lists in torch's header of autocast, without what it includes; see autocast.cpp."""
+        header = (self.include / "ATen" / "autocast_mode.h").read_text()
+        return "".join(re.findall(r"^#define AT_FORALL_(?:.*\\\n)*.*\n", header, re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Some sources of one core, compiled as one."""
+
+    part: str
+    sources: tuple[Path, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(map(_weight, self.sources))
+
+    def text(self, compiler: Compiler) -> str:
+        """What the compiler reads."""
+        included = "".join(f'#include "{source}"\n' for source in self.sources)
+        return compiler.cast_policies + included
+
+    def digest(self, compiler: Compiler) -> str:
+        """Changes with everything that goes into the object."""
+        headers = [path for path in files_of(self.part) if path.suffix == ".h"]
+        words = (*FLAGS, *compiler.options, compiler.identity, compiler.torch)
+        return digest([*self.sources, *headers], (*words, compiler.cast_policies))
+
+
+def files_of(part: str) -> list[Path]:
+    """The source files of a part's core."""
+    return [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
+
+
+def digest(files: Iterable[Path], words: Iterable[str]) -> str:
+    """A name for the content of some files and words."""
+    made = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        made.update(f"{file.parent.name}/{file.name} {len(content)}\n".encode() + content)
+    made.update("\0".join(words).encode())
+    return made.hexdigest()[:16]
+
+
+def units_of(part: str) -> list[Unit]:
+    """A part's sources, shared out so that every unit takes about as long."""
+    shares: list[list[Path]] = [[] for _ in range(UNITS)]
+    for source in sorted((SOURCES / part).glob("*.cpp"), key=lambda path: (-_weight(path), path)):
+        min(shares, key=lambda share: sum(map(_weight, share))).append(source)
+    return [Unit(part, tuple(sorted(share))) for share in shares if share]
+
+
+def make(targets: Mapping[str, Path], compiler: Compiler, objects: Path) -> None:
+    """Compile and link the core of each part to its target.
+
+    Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
+    """
+    units = [unit for part in targets for unit in units_of(part)]
+    objects.mkdir(parents=True, exist_ok=True)
+    made = {unit: objects / f"{unit.part}-{unit.digest(compiler)}.o" for unit in units}
+    # The longest first: a long one at the end would leave processors idle.
+    missing = [unit for unit in units if not made[unit].exists()]
+    missing.sort(key=lambda unit: -unit.weight)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        compiled = [workers.submit(_compile, unit, compiler, made[unit]) for unit in missing]
+        for each in compiled:
+            each.result()
+    for part, target in targets.items():
+        with tempfile.TemporaryDirectory(prefix="sky-link-", dir=objects) as folder:
+            linked = Path(folder, target.name)
+            its_objects = [str(path) for unit, path in made.items() if unit.part == part]
+            run(*compiler.command, "-shared", *its_objects, "-o", str(linked), *compiler.link)
+            os.replace(linked, target)
+
+
+def inspect(part: str, compiler: Compiler, flags: tuple[str, ...]) -> None:
+    """Have the compiler read a part's sources and write nothing; raises what it finds."""
+    with tempfile.TemporaryDirectory(prefix="sky-check-") as folder:
+        for number, unit in enumerate(units_of(part)):
+            Path(folder, f"{number}.cpp").write_text(unit.text(compiler))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+            command = (*compiler.command, *flags, "-isystem", str(compiler.include))
+            read = [workers.submit(run, *command, str(p)) for p in Path(folder).iterdir()]
+            for each in read:
+                each.result()
+
+
+def run(*command: str) -> str:
+    """Run a compiler; returns what it printed, and raises what it complained about."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as problem:
+        raise CompilerError(
+            f"the compiler {command[0]!r} does not start: {problem}; name another one with CXX"
+        ) from problem
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line][:20]
+        raise CompilerError(
+            f"compiling the torch device's core failed:\n{' '.join(command)}\n"
+            + "\n".join(errors or done.stderr.splitlines()[-20:])
+        )
+    return done.stdout
+
+
+def _weight(source: Path) -> int:
+    """How long a source takes to compile, roughly, in bytes of plain code."""
+    text = source.read_text()
+    # An operator's header, or a kernel's registration, costs as much as so many bytes.
+    return len(text) + 300 * text.count("#include <ATen/") + 1000 * text.count('.impl("')
+
+
+def _compile(unit: Unit, compiler: Compiler, target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="sky-unit-", dir=target.parent) as folder:
+        source, made = Path(folder, "unit.cpp"), Path(folder, "unit.o")
+        source.write_text(unit.text(compiler))
+        run(
+            *compiler.command,
+            *FLAGS,
+            *compiler.options,
+            # Messages name a file as the package does, wherever it was compiled.
+            f"-ffile-prefix-map={SOURCES}=skyward/device/csrc",
+            f"-ffile-prefix-map={compiler.include}=torch/include",
+            f"-I{compiler.include}",
+            "-c",
+            str(source),
+            "-o",
+            str(made),
+        )
+        os.replace(made, target)
