@@ -4,6 +4,9 @@
 // the bytes we wait for may be carried by a Python thread: waiting with it held would be for ever.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -32,20 +35,45 @@ class OutsidePython {
   void* inside_ = nullptr;
 };
 
-// A recursive mutex that is never waited for with Python's lock held.
+// A recursive mutex that is never waited for with Python's lock held, and goes to whoever has waited longest: a thread
+// that reads values in a loop would otherwise take it again before any other has woken up.
 class Mutex {
  public:
   void lock() {
-    if (held_.try_lock()) return;
-    OutsidePython outside;
-    held_.lock();
+    auto me = ::pthread_self();
+    if (depth_.load(std::memory_order_relaxed) && ::pthread_equal(owner_.load(std::memory_order_relaxed), me)) {
+      depth_.store(depth_ + 1, std::memory_order_relaxed);
+      return;
+    }
+    if (waiting_.load() || !held_.try_lock()) {
+      OutsidePython outside;
+      waiting_++;
+      {
+        std::lock_guard first(turn_);
+        held_.lock();
+      }
+      waiting_--;
+    }
+    owner_.store(me, std::memory_order_relaxed);
+    depth_.store(1, std::memory_order_relaxed);
   }
-  void unlock() { held_.unlock(); }
+  void unlock() {
+    auto depth = depth_.load(std::memory_order_relaxed) - 1;
+    depth_.store(depth, std::memory_order_relaxed);
+    if (!depth) held_.unlock();
+  }
   // In a forked child: whoever held it does not exist there.
-  void forget_holder() noexcept { std::construct_at(&held_); }
+  void forget_holder() noexcept {
+    std::construct_at(&held_);
+    std::construct_at(&turn_);
+    depth_ = 0;
+    waiting_ = 0;
+  }
 
  private:
-  std::recursive_mutex held_;
+  std::mutex held_, turn_;
+  std::atomic<int> waiting_{0}, depth_{0};
+  std::atomic<pthread_t> owner_{};
 };
 
 }  // namespace sky
