@@ -270,7 +270,7 @@ def test_a_summary_has_five_lines_that_add_up(device: torch.device) -> None:
         "client-bound",
     ]
     assert sum(float(line.split()[0]) for line in rest) == pytest.approx(100, abs=0.3)
-    assert "5 waits for values" in rest[1]
+    assert rest[1].endswith("; waits: 5")
     assert "21.0 MB up, 20 B down" in rest[2]
 
 
@@ -416,6 +416,11 @@ def test_pytorchs_profiler_with_events_times_the_device(device: torch.device) ->
     assert mm.device_time_total > 0
 
 
+OWN_WARNING = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+"""PyTorch 2.11 warns of a cycle even where there is one only."""
+
+
+@OWN_WARNING
 def test_pytorchs_profiler_traces_the_device(device: torch.device, tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity
 
@@ -440,6 +445,7 @@ def test_pytorchs_profiler_traces_the_device(device: torch.device, tmp_path: Pat
     assert own.breakdown().operations == 1
 
 
+@OWN_WARNING
 def test_a_device_that_sky_profiles_is_not_in_pytorchs_trace(device: torch.device) -> None:
     from torch.profiler import ProfilerActivity
 

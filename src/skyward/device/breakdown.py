@@ -127,8 +127,8 @@ class Breakdown:
             (
                 self.reading,
                 "reads",
-                f"the worker was done, and its answer on the way: {self.reads} waits for values "
-                "(.item(), .cpu(), ...)",
+                "the worker was done, and an answer on its way (.item(), .cpu(), ...); "
+                f"waits: {self.reads}",
             ),
             (
                 self.transferring,

@@ -9,7 +9,7 @@
 
 #include "session.h"
 
-// From PyTorch 2.12 on.
+// Not every build of PyTorch brings it.
 #if __has_include(<kineto/libkineto.h>)
 #define SKY_HAS_KINETO
 #define KINETO_NAMESPACE libkineto
