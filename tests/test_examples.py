@@ -72,7 +72,7 @@ TELLING = {
         r"The trained model is on cpu",
     ],
     "profile_training": [
-        r"\.item\(\) every step:\nsky:0 \(cpu of node 0\): \d+\.\d+ s, 204 operations",
+        r"\.item\(\) every step:\nsky:0 \(cpu of node 0\): \d+\.\d+ m?s, 204 operations",
         r"%  reads .* waits: 13\n",
         r"\.item\(\) at the end:\nsky:0 .*, 204 operations",
         r"%  reads .* waits: 1\n",

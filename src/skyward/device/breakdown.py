@@ -117,12 +117,12 @@ class Breakdown:
 
     def lines(self) -> list[str]:
         """The five lines that say it, the first without the device's name."""
-        gpu = "" if self.kernels is None else f"; its GPU for {self.kernels:.3f} s of it"
+        gpu = "" if self.kernels is None else f"; its GPU for {_time(self.kernels)} of it"
         rows = [
             (
                 self.worker_bound,
                 "worker-bound",
-                f"the worker computed{gpu}; the client waited for {self.waited:.3f} s of it",
+                f"the worker computed{gpu}; the client waited for {_time(self.waited)} of it",
             ),
             (
                 self.reading,
@@ -143,9 +143,13 @@ class Breakdown:
         ]
         wall = max(self.wall, 1e-9)
         return [
-            f"{self.wall:.3f} s, {self.operations} operations",
+            f"{_time(self.wall)}, {self.operations} operations",
             *(f"{100 * part / wall:6.1f} %  {name:<12}  {text}" for part, name, text in rows),
         ]
+
+
+def _time(length: float) -> str:
+    return f"{length:.2f} s" if length >= 1 else f"{1000 * length:.1f} ms"
 
 
 def _size(count: int) -> str:

@@ -38,10 +38,9 @@ class Kind(enum.IntEnum):
     ASKING_OTHER = 5
     FLUSHING = 6
     FINISHING = 7
-    IDLE = 8
-    TAKING_UPLOAD = 9
-    SENDING_VALUE = 10
-    AWAITING_DEVICE = 11
+    TAKING_UPLOAD = 8
+    SENDING_VALUE = 9
+    AWAITING_DEVICE = 10
 
 
 class Span(NamedTuple):

@@ -286,6 +286,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
 
 void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
   std::lock_guard lock(mutex);
+  Spent spent(recording_.get(), kDownloading, into.nbytes());
   begin();
   stats.fetched += into.nbytes();
   if (rings_)

@@ -40,7 +40,6 @@ enum SpanKind : uint32_t {
   kFlushing,
   kFinishing,  // the end of the recording waits for everything issued
   // Of the worker.
-  kIdle,  // there is no record to carry out
   kTakingUpload,
   kSendingValue,
   kAwaitingDevice,

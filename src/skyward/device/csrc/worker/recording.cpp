@@ -177,7 +177,12 @@ size_t Session::recorded_step(const char* data, size_t size) {
       r.bytes(12);
       recording_.spent(kTakingUpload, start, r.u64());
       break;
-    case kFetch: recording_.spent(kSendingValue, start, 0); break;
+    case kCopyIn:
+      r.bytes(12);
+      recording_.spent(kTakingUpload, start, r.u64());
+      break;
+    case kFetch:
+    case kCopyOut: recording_.spent(kSendingValue, start, 0); break;
     case kSync:
     case kEvent: recording_.spent(kAwaitingDevice, start, 0); break;
     default: break;

@@ -27,17 +27,6 @@ class Recording {
   void ran(uint32_t operation, uint64_t start);
   void spent(SpanKind kind, uint64_t start, uint64_t bytes);
 
-  // Calls `receive`, which waits for the client's next records.
-  template <typename F>
-  size_t waiting(F&& receive) {
-    if (!on_) return receive();
-    auto start = nanoseconds();
-    auto received = receive();
-    // What was there already is no wait.
-    if (on_ && nanoseconds() - start > 2000) spent(kIdle, start, received);
-    return received;
-  }
-
   // What was recorded last, part by part; empty after the last part.
   std::string_view next_part();
 
