@@ -21,7 +21,7 @@ import skyward as sky
 torch = pytest.importorskip("torch")
 
 from skyward.device import breakdown  # noqa: E402
-from skyward.device.recording import Kind, Operation, Recording, Span  # noqa: E402
+from skyward.device.recording import Kind, Operation, Recording, TimeSpan  # noqa: E402
 
 from ..conftest import only_in_all  # noqa: E402
 from .test_defects import device_processes  # noqa: E402
@@ -289,11 +289,11 @@ def example(**changed: Any) -> Recording:
         spans_dropped=0,
         operations=[operation(10 * ms, 30 * ms)],
         spans=[
-            Span(20 * ms, 45 * ms, 4, Kind.READING, 1),
-            Span(40 * ms, 60 * ms, LARGE, Kind.UPLOADING, 1),
-            Span(95 * ms, 100 * ms, 0, Kind.FINISHING, 1),
+            TimeSpan(20 * ms, 45 * ms, 4, Kind.READING, 1),
+            TimeSpan(40 * ms, 60 * ms, LARGE, Kind.UPLOADING, 1),
+            TimeSpan(95 * ms, 100 * ms, 0, Kind.FINISHING, 1),
         ],
-        worker_spans=[Span(60 * ms, 65 * ms, LARGE, Kind.TAKING_UPLOAD, 0)],
+        worker_spans=[TimeSpan(60 * ms, 65 * ms, LARGE, Kind.TAKING_UPLOAD, 0)],
         names=["aten::mm"],
         missing="",
     )

@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     AWAITING_DEVICE = 10
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A span of time of the client or the worker, by the client's clock."""
 
     start: int
@@ -64,8 +64,8 @@ class Recording:
     operations_dropped: int
     spans_dropped: int
     operations: list[Operation]
-    spans: list[Span]
-    worker_spans: list[Span]
+    spans: list[TimeSpan]
+    worker_spans: list[TimeSpan]
     names: list[str]
     missing: str
     """Why the worker's part is missing; empty if it is not."""
@@ -89,8 +89,8 @@ class Recording:
             lost,
             spans_lost,
             [*map(Operation._make, _OPERATION.iter_unpack(take(operations * _OPERATION.size)))],
-            [*map(Span._make, _SPAN.iter_unpack(take(spans * _SPAN.size)))],
-            [*map(Span._make, _SPAN.iter_unpack(take(worker_spans * _SPAN.size)))],
+            [*map(TimeSpan._make, _SPAN.iter_unpack(take(spans * _SPAN.size)))],
+            [*map(TimeSpan._make, _SPAN.iter_unpack(take(worker_spans * _SPAN.size)))],
             bytes(take(names)).decode().split("\0")[:-1],
             bytes(take(missing)).decode(errors="replace"),
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from skyward.device.recording import Kind, Recording, Span
+from skyward.device.recording import Kind, Recording, TimeSpan
 
 CLIENT = 1
 """The client's process in the trace; the workers follow."""
@@ -108,7 +108,7 @@ def _worker(each: Recorded, pid: int, zero: int) -> Iterator[str]:
 
 
 def _spans(
-    pid: int, tid: int, zero: int, spans: Iterable[Span], kinds: tuple[Kind, ...]
+    pid: int, tid: int, zero: int, spans: Iterable[TimeSpan], kinds: tuple[Kind, ...]
 ) -> Iterator[str]:
     labels = {int(kind): json.dumps(LABELS[kind]) for kind in kinds}
     for span in sorted(s for s in spans if s.kind in labels):
