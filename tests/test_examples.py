@@ -71,6 +71,14 @@ TELLING = {
         rf"Held-out accuracy: {ACCURATE}",
         r"The trained model is on cpu",
     ],
+    "profile_training": [
+        r"\.item\(\) every step:\nsky:0 \(cpu of node 0\): \d+\.\d+ m?s, 204 operations",
+        r"%  reads .* waits: 13\n",
+        r"\.item\(\) at the end:\nsky:0 .*, 204 operations",
+        r"%  reads .* waits: 1\n",
+        r"36 x  aten::mm: ",
+        r"the trace is in .*trace-at-the-end\.json",
+    ],
     "model_store": [
         r"saved digits 1: 340,008 bytes, 340,008 of them new",
         r"saved digits 2: 340,008 bytes, 10,280 of them new",
@@ -138,7 +146,13 @@ NEEDS = {
 }
 
 # The torch device is compiled the first time that it is used.
-NEEDS_COMPILER = {"device_mnist", "model_store", "skytorch_mnist", "skytorch_cluster"}
+NEEDS_COMPILER = {
+    "device_mnist",
+    "model_store",
+    "profile_training",
+    "skytorch_mnist",
+    "skytorch_cluster",
+}
 
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:

@@ -42,6 +42,7 @@ PUBLIC = [
     "Volume",
     "accelerators",
     "device_stats",
+    "profile",
     # what a function sees on its node
     "instance_info",
     "InstanceInfo",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyward.device.core import DeviceError as DeviceError
     from skyward.device.core import DeviceStats as DeviceStats
     from skyward.device.core import device_stats as device_stats
+    from skyward.device.profile import profile as profile
     from skyward.errors import AuthenticationError as AuthenticationError
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
@@ -97,6 +98,7 @@ _HOMES = {
         "stdout",
     ),
     "device.core": ("DeviceError", "DeviceStats", "device_stats"),
+    "device.profile": ("profile",),
     "errors": (
         "AuthenticationError",
         "BlobStoreFullError",

@@ -87,3 +87,65 @@ def test_random_numbers_are_those_of_the_gpu(gpu: torch.device, seed: int) -> No
     ours = torch.randn(1000, device=gpu).cpu()
     generator = torch.Generator("cuda").manual_seed(seed)
     assert torch.equal(ours, torch.randn(1000, device="cuda", generator=generator).cpu())
+
+
+def test_a_profile_times_the_gpus_kernels(gpu: torch.device) -> None:
+    x = torch.randn(4096, 4096, device=gpu) / 64
+    spin(x, 3)
+    torch.sky.synchronize(gpu)
+    start, end = (torch.sky.Event(enable_timing=True) for _ in range(2))
+    with sky.profile(gpu) as p:
+        start.record()
+        spin(x, 50)
+        end.record()
+    measured = start.elapsed_time(end) / 1000
+    found = p.breakdown()
+    assert found.kernels == pytest.approx(measured, rel=0.1)
+    assert found.wall >= found.worker_bound >= found.kernels
+    (recorded,) = p._recorded
+    recording = recorded.recording
+    assert len(recording.operations) == 100
+    for o in recording.operations:
+        assert o.issue_start <= o.run_start <= o.kernel_start <= o.kernel_end
+        assert o.kernel_end <= recording.end + 50_000  # nanoseconds: two clocks are compared
+    for before, after in zip(recording.operations, recording.operations[1:], strict=False):
+        assert before.kernel_end <= after.kernel_start
+    # The last kernel ends long after its issue: the GPU is behind.
+    assert recording.operations[-1].kernel_end > recording.operations[-1].run_end
+    assert p.operations()[0].name == "aten::mm"
+
+
+def test_a_profile_tells_streams_apart(gpu: torch.device, tmp_path) -> None:
+    import json
+
+    x = torch.randn(2048, 2048, device=gpu) / 64
+    side = torch.sky.Stream(gpu)
+    side.wait_stream(torch.sky.current_stream(gpu))
+    with sky.profile(gpu) as p:
+        spin(x, 10)
+        with torch.sky.stream(side):
+            spin(x, 10)
+    p.export(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"operations", "kernels", "kernels, stream 1"} <= names
+
+
+def test_more_operations_are_profiled_than_there_are_events_for_them(gpu: torch.device) -> None:
+    x = torch.ones(8, device=gpu)
+    with sky.profile(gpu) as p:
+        for _ in range(10_000):
+            x = x + 1
+    (recorded,) = p._recorded
+    operations = recorded.recording.operations
+    assert len(operations) == 10_000
+    assert all(0 < o.kernel_start <= o.kernel_end for o in operations)
+
+
+def test_pytorchs_profiler_times_the_gpu(gpu: torch.device) -> None:
+    x = torch.randn(4096, 4096, device=gpu) / 64
+    with torch.autograd.profiler.profile(use_device="sky") as p:
+        spin(x, 5)
+    (mm,) = (each for each in p.key_averages() if each.key == "aten::mm")
+    assert mm.count == 5
+    assert mm.device_time_total > 0

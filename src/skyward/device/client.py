@@ -43,6 +43,7 @@ class Device:
                 *(end.fileno() for end in self._ends),
                 shares_memory=channel.shares_memory,
                 on_cpu=kind.startswith("cpu"),
+                place=self._where,
             )
             self._opened = opened.pop_all()
 

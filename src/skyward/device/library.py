@@ -65,6 +65,7 @@ class Core:
             python.PyEval_RestoreThread,
         )
         self._free = list(range(DEVICES_MAX))
+        self._places: dict[int, str] = {}
         self._lock = threading.Lock()
 
     def register(self) -> int:
@@ -73,8 +74,11 @@ class Core:
         self._call("sky_register", LEFT_COMPOSITE.encode(), ctypes.byref(count))
         return count.value
 
-    def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool) -> int:
-        """Open a device over two connected sockets, and return its index."""
+    def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool, place: str) -> int:
+        """Open a device over two connected sockets, and return its index.
+
+        `place` says for people what the device is and where.
+        """
         import torch
 
         with self._lock:
@@ -83,6 +87,7 @@ class Core:
             index = self._free.pop(0)
         try:
             self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
+            self._places[index] = place
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:
@@ -104,6 +109,24 @@ class Core:
         numbers = (ctypes.c_uint64 * 7)()
         self._call("sky_stats", index, numbers)
         return DeviceStats(*numbers)
+
+    def place(self, index: int) -> str:
+        """What the device is and where, for people."""
+        return self._places[index]
+
+    def start_profile(self, index: int) -> int:
+        """Record what the device does from now on; returns what `stop_profile` wants."""
+        serial = ctypes.c_uint32()
+        self._call("sky_profile_start", index, ctypes.byref(serial))
+        return serial.value
+
+    def stop_profile(self, serial: int) -> bytes:
+        """Wait for everything issued, and return the recording, as `Profile::written` writes it."""
+        answer, size = ctypes.c_void_p(), ctypes.c_uint64()
+        self._call(
+            "sky_profile_stop", ctypes.c_uint32(serial), ctypes.byref(answer), ctypes.byref(size)
+        )
+        return ctypes.string_at(answer, size.value)
 
     def seed(self, index: int, seed: int) -> None:
         """Seed the worker's own generator."""

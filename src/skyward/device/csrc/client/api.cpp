@@ -123,6 +123,25 @@ int sky_export(const uint64_t* storages, uint64_t count, const char** answer, ui
   });
 }
 
+// `serial` names the session even when it is closed and its index taken again.
+int sky_profile_start(int index, uint32_t* serial) {
+  return sky::guarded([&] {
+    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
+    session.start_recording();
+    *serial = session.serial;
+  });
+}
+
+// The answer (Profile::written) stays until this thread's next call.
+int sky_profile_stop(uint32_t serial, const char** answer, uint64_t* size) {
+  static thread_local std::string written;
+  return sky::guarded([&] {
+    written = sky::session_by_serial(serial)->stop_recording().written();
+    *answer = written.data();
+    *size = written.size();
+  });
+}
+
 // For tests: random arguments as they are written, and what they are. The answers stay until the next call.
 int sky_probe(int index, uint64_t seed, uint32_t count, const char** definition, uint64_t* definition_size,
               const char** payload, uint64_t* payload_size, const char** text) {

@@ -30,16 +30,18 @@ using torch::jit::peek;
 using torch::jit::Stack;
 
 constexpr auto kKey = c10::DispatchKey::AutocastPrivateUse1;
-constexpr auto kDevice = c10::DeviceType::PrivateUse1;
+constexpr auto kCastDevice = c10::DeviceType::PrivateUse1;
 
-at::ScalarType lower_precision() { return at::autocast::get_autocast_dtype(kDevice); }
+at::ScalarType lower_precision() { return at::autocast::get_autocast_dtype(kCastDevice); }
 
 bool is_eligible(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_privateuseone() && tensor.is_floating_point() &&
          tensor.scalar_type() != at::kDouble;
 }
 
-at::Tensor lowered(const at::Tensor& tensor) { return at::autocast::cached_cast(lower_precision(), tensor, kDevice); }
+at::Tensor lowered(const at::Tensor& tensor) {
+  return at::autocast::cached_cast(lower_precision(), tensor, kCastDevice);
+}
 
 template <typename Op>
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
@@ -56,10 +58,10 @@ void cast_arguments(size_t count, Stack& stack, at::ScalarType dtype) {
   for (size_t i = 0; i < count; i++) {
     auto& value = peek(stack, i, count);
     if (value.isTensor()) {
-      value = at::autocast::cached_cast(dtype, value.toTensor(), kDevice);
+      value = at::autocast::cached_cast(dtype, value.toTensor(), kCastDevice);
     } else if (value.isTensorList()) {
       auto tensors = value.toTensorVector();
-      for (auto& tensor : tensors) tensor = at::autocast::cached_cast(dtype, tensor, kDevice);
+      for (auto& tensor : tensors) tensor = at::autocast::cached_cast(dtype, tensor, kCastDevice);
       value = std::move(tensors);
     }
   }

@@ -161,6 +161,7 @@ void apply(const Resized& change, const Key& key) {
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
+  const auto began = issue_began();
   // A backward pass only issues operations, which a thread of its own does not make faster: handing over to one
   // costs 50 us. Nor is there one for a device that came after the process's first backward pass.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
@@ -210,6 +211,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       if (session.last) session.last->next = t;
     }
     session.last = t;
+    auto* issue = session.recorded(t->id, began);
     std::string slots;
     bool asks = !t->known || info.asks_always || (info.indexes && key.masked);
     if (asks) {
@@ -241,6 +243,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       session.put(key.payload.data(), key.payload.size());
     }
     for (auto& change : t->resized) apply(change, key);
+    if (C10_UNLIKELY(issue != nullptr)) issue->end = nanoseconds();
   }
   if (C10_UNLIKELY(synchronous())) session.synchronize(kAllStreams);
   torch::jit::drop(*stack, info.arguments);

@@ -80,6 +80,13 @@ void unshare_everywhere(uint32_t area) {
     if (auto* session = by_index[i]) session->unshare(area);
 }
 
+std::vector<int> open_indices() {
+  std::vector<int> indices;
+  for (int i = 0; i < kDevicesMax; i++)
+    if (by_index[i]) indices.push_back(i);
+  return indices;
+}
+
 bool in_bad_fork() {
   bool any = false;
   for (auto& session : sessions) {

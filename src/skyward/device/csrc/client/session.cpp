@@ -88,6 +88,7 @@ void Session::put(const void* data, size_t size) {
 void Session::flush() {
   dirty_.store(false, std::memory_order_relaxed);
   if (out_.empty()) return;
+  Spent spent(recording_.get(), kFlushing, out_.size());
   try {
     auto sent = ops_.send_some(out_.data(), out_.size());
     if (sent < out_.size()) {
@@ -176,6 +177,9 @@ std::string Session::reply() {
 }
 
 std::string Session::ask(const void* data, size_t size) {
+  auto wait = wait_for(data);
+  // A read is recorded by `fetch`, which knows its size.
+  Spent spent(wait == kReading ? nullptr : recording_.get(), wait, 0);
   put(data, size);
   flush();
   return reply();
@@ -183,6 +187,7 @@ std::string Session::ask(const void* data, size_t size) {
 
 void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later) {
   std::lock_guard lock(mutex);
+  Spent spent(recording_.get(), kUploading, size);
   begin();
   bool is_inline = size <= kInlineUpload;
   if (later && !is_inline && rings_)
@@ -254,6 +259,7 @@ std::string fetch_record(const std::string& located, bool later) {
 void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
   notice_waiting();
   std::lock_guard lock(mutex);
+  Spent spent(recording_.get(), size <= kInlineFetch ? kReading : kDownloading, size);
   begin();
   stats.fetched += size;
   if (size > kInlineFetch && rings_)
@@ -280,6 +286,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
 
 void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
   std::lock_guard lock(mutex);
+  Spent spent(recording_.get(), kDownloading, into.nbytes());
   begin();
   stats.fetched += into.nbytes();
   if (rings_)
@@ -345,6 +352,7 @@ void Session::copy_out(const at::Tensor& source, const PinnedPlace& pinned) {
 
 // Waits for what `fetch_later` promised.
 void Session::raise_late() {
+  Spent spent(bulk_.is_idle() ? nullptr : recording_.get(), kDownloading, 0);
   try {
     OutsidePython outside;
     if (auto complaint = bulk_.drain()) raise(*complaint);

@@ -22,6 +22,7 @@
 #include "errors.h"
 #include "interpreter.h"
 #include "pinned.h"
+#include "recording.h"
 #include "slots.h"
 
 namespace sky {
@@ -104,6 +105,11 @@ class Session {
   static Place behind(uintptr_t address);
   static void delete_storage(void* context) noexcept;
 
+  // With the lock held: notes an operation if this session is being recorded.
+  Issue* recorded(uint32_t operation, uint64_t began) {
+    return C10_UNLIKELY(recording_ != nullptr) ? recording_->issue(operation, began) : nullptr;
+  }
+
   // Records, each begun with the lock held.
   void begin();  // checks that the session is open, and says which stream what follows is for
   void put(const void* data, size_t size);
@@ -121,6 +127,8 @@ class Session {
   const std::array<uint64_t, kTraitCount>& traits();
   void unshare(uint32_t area);  // pinned memory that is no more
   std::string exported(const std::vector<uint32_t>& slots);
+  void start_recording();
+  Profile stop_recording();
   void close(const std::string& why);
   void retire();  // after closing: its threads end, and what it held is given back
   void check_open() const;
@@ -151,6 +159,8 @@ class Session {
   std::string reply();
   std::string located(const at::Tensor& source) const;  // its slot, layout and offset, as records have them
   void raise_late();
+  std::string profile(ProfileAction action);
+  ClockReading read_clock();
   void notice_waiting();
   void flush_later();
   [[noreturn]] void broken(const char* what);
@@ -169,6 +179,7 @@ class Session {
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
   bool warned_ = false;
   std::string out_;
+  std::unique_ptr<Recording> recording_;
   Slots slots_;
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;
@@ -193,6 +204,7 @@ Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_
 void close_session(int index, const std::string& why);  // the last one that had this index
 void forget_index(const Session& session);              // it is closed, and its index free
 int open_count();
+std::vector<int> open_indices();
 bool in_bad_fork();  // all there are were opened before this process was forked
 bool synchronous();
 void unshare_everywhere(uint32_t area);

@@ -36,6 +36,7 @@ enum Record : uint32_t {
   kCopyIn = 0x7fffff15u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
   kCopyOut = 0x7fffff16u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
   kTraits = 0x7fffff11u,    // replied: what of the worker's device decides how PyTorch computes, each a u64
+  kProfile = 0x7fffff12u,   // u8 action; each is replied
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -112,6 +113,16 @@ enum MemoryAction : uint8_t { kTellMemory, kResetPeak, kEmptyCache };
 
 // What of memory is told, in this order, each a u64.
 enum MemoryFigure { kAllocated, kAllocatedPeak, kReserved, kReservedPeak, kFreeMemory, kTotalMemory, kMemoryFigures };
+
+// A recording (recording.h) is told in parts: it may be larger than a reply can be.
+constexpr size_t kRecordingPart = 16 << 20;
+
+enum ProfileAction : uint8_t {
+  kStartProfile,  // replied when everything before it is done; what follows is recorded
+  kTellClock,     // replied: u64, the worker's clock in nanoseconds
+  kStopProfile,   // replied when everything before it is done; nothing more is recorded
+  kTellProfile,   // replied: the next part of the recording, or nothing after the last
+};
 
 // What PyTorch keeps for the whole process and operations depend on: a default dtype in the low byte, and flags.
 enum Setting : uint64_t {

@@ -38,6 +38,7 @@ Session::Session(int ops, int bulk, bool shares_memory, c10::Device device)
       ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
       device_(device),
       streams_(device),
+      recording_(device),
       copies_(device, rings_.get()) {
   if (!rings_) return;
   // The processor is then the GPU's; on a CPU it has other work to do.
@@ -64,7 +65,9 @@ void Session::serve() {
     if (!copies_.is_empty()) attempt("copying", [&] { copies_.collect(); });
     have += n;
     size_t at = 0;
-    while (size_t used = step(buffer.data() + at, have - at)) at += used;
+    while (size_t used =
+               recording_.is_on() ? recorded_step(buffer.data() + at, have - at) : step(buffer.data() + at, have - at))
+      at += used;
     std::memmove(buffer.data(), buffer.data() + at, have - at);
     have -= at;
   }
@@ -120,6 +123,7 @@ size_t Session::step(const char* data, size_t size) {
     case kCopyOut: return sized(data, size, [&](Reader& r) { copy_out(r); });
     case kTraits: return fixed(data, size, 4, [&](Reader&) { tell_traits(); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
+    case kProfile: return fixed(data, size, 5, [&](Reader& r) { profile(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     default: throw Malformed("a record of unknown kind");
   }

@@ -20,6 +20,7 @@
 #include "copies.h"
 #include "failures.h"
 #include "layouts.h"
+#include "recording.h"
 #include "slots.h"
 #include "streams.h"
 
@@ -108,6 +109,10 @@ class Session {
     }
   }
 
+  // recording.cpp: what the client's profile wants to know.
+  void profile(Reader& r);
+  size_t recorded_step(const char* data, size_t size);
+
   // templates.cpp: definitions.
   void define(Reader& r);
   Spec read_spec(Reader& r, bool is_item);
@@ -162,6 +167,7 @@ class Session {
   std::vector<std::pair<at::Tensor, int>> asked_;
   std::unordered_map<uint32_t, at::Generator> generators_;
   Streams streams_;
+  Recording recording_;
   Copies copies_;
   std::array<at::Tensor, 2> staging_;
   std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
