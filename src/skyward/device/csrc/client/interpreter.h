@@ -41,7 +41,7 @@ class Mutex {
  public:
   void lock() {
     auto me = ::pthread_self();
-    if (depth_.load(std::memory_order_relaxed) && ::pthread_equal(owner_.load(std::memory_order_relaxed), me)) {
+    if (depth_.load(std::memory_order_acquire) && ::pthread_equal(owner_.load(std::memory_order_relaxed), me)) {
       depth_.store(depth_ + 1, std::memory_order_relaxed);
       return;
     }
@@ -55,7 +55,7 @@ class Mutex {
       waiting_--;
     }
     owner_.store(me, std::memory_order_relaxed);
-    depth_.store(1, std::memory_order_relaxed);
+    depth_.store(1, std::memory_order_release);  // who sees this sees whose it is
   }
   void unlock() {
     auto depth = depth_.load(std::memory_order_relaxed) - 1;
