@@ -160,8 +160,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  SKY_CHECK(self.numel() > 0, "_local_scalar_dense: Empty tensor not supported");
+  auto first = self.as_strided({}, {});
   auto host = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
-  Session::of(self.unsafeGetTensorImpl()).fetch(self, host.mutable_data_ptr(), host.nbytes());
+  Session::of(first.unsafeGetTensorImpl()).fetch(first, host.mutable_data_ptr(), host.nbytes());
   return host.item();
 }
 

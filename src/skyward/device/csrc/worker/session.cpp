@@ -149,11 +149,11 @@ void Session::reply_with(F&& f) {
 }
 
 Reason Session::note(const Template& t, const std::string& what, Status kind) {
-  return note(t.name + " (operation " + std::to_string(count_) + "): " + what, kind);
+  return note(Failure{what, kind, t.name, count_});
 }
 
-Reason Session::note(std::string text, Status kind) {
-  auto reason = std::make_shared<const Failure>(Failure{std::move(text), kind});
+Reason Session::note(Failure failure) {
+  auto reason = std::make_shared<const Failure>(std::move(failure));
   if (!first_error_) first_error_ = reason;
   return reason;
 }

@@ -86,13 +86,13 @@ class Session {
   void memory(Reader& r);
   void event(Reader& r);
   void export_slots(Reader& r);
-  void reply(const Failure& failure) { reply(failure.kind, failure.text); }
+  void reply(const Failure& failure) { reply(failure.kind, failure.told()); }
   void reply(Status status, std::string_view content);
   void reply_done();
   template <typename F>
   void reply_with(F&& f);
   Reason note(const Template& t, const std::string& what, Status kind = kFailed);
-  Reason note(std::string text, Status kind);
+  Reason note(Failure failure);
   // Runs `f`; returns the reason if it failed.
   template <typename F>
   Reason attempt(const char* what, F&& f) {
@@ -104,7 +104,7 @@ class Session {
     } catch (const Disconnected&) {
       throw;
     } catch (const std::exception& e) {
-      return note(std::string(what) + ": " + text_of(e), kind_of(e));
+      return note({text_of(e), kind_of(e), what});
     }
   }
 
