@@ -61,13 +61,14 @@ enum class Content : uint8_t {
 // The kinds of arguments, in the order of their numbers: name, content of the template, content of the payload.
 // The client's keys and records and the worker's reading and checking of them all follow this table.
 // kUndefined is an undefined tensor, kHostScalar a CPU tensor without dimensions, kNumber an integer that does not
-// decide a shape, kDevice the worker's device.
+// decide a shape, kDevice the worker's device, kUnsigned an integer above those that an i64 holds, as the same bits.
 #define SKY_ARGUMENTS(row)                                                                              \
   row(kNone, kNothing, kNothing) row(kUndefined, kNothing, kNothing) row(kTensor, kLayout, kPlace)      \
       row(kHostScalar, kDtype, kScalar) row(kInt, kInteger, kNothing) row(kNumber, kNothing, kInteger)  \
           row(kDouble, kNothing, kReal) row(kComplex, kNothing, kPair) row(kBool, kByte, kNothing)      \
               row(kString, kText, kNothing) row(kList, kItems, kItems) row(kDevice, kNothing, kNothing) \
-                  row(kHostDevice, kNothing, kNothing) row(kGeneratorArg, kNothing, kId)
+                  row(kHostDevice, kNothing, kNothing) row(kGeneratorArg, kNothing, kId)                \
+                      row(kUnsigned, kInteger, kNothing)
 
 #define SKY_NAME(name, said, sent) name,
 enum Argument : uint8_t { SKY_ARGUMENTS(SKY_NAME) kArguments };
