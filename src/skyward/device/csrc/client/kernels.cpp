@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOptions.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -39,10 +40,13 @@ Session& wanted(const OptDevice& device, const OptLayout& layout) {
 }
 
 // Memory as it was is no deterministic result.
-at::Tensor filled_if_asked(at::Tensor t) {
+bool fills_memory() {
   auto& context = at::globalContext();
-  if (C10_UNLIKELY(context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()))
-    at::native::fill_empty_deterministic_(t);
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
+at::Tensor filled_if_asked(at::Tensor t) {
+  if (C10_UNLIKELY(fills_memory())) at::native::fill_empty_deterministic_(t);
   return t;
 }
 
@@ -213,7 +217,10 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
   auto bytes = self.numel() ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(),
                                                                self.storage_offset())
                             : 0;
-  ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  auto before = static_cast<int64_t>(storage->nbytes());
+  ensure(storage, bytes);
+  if (C10_UNLIKELY(fills_memory())) at::native::fill_resize_deterministic_(self, before);
   return self;
 }
 
