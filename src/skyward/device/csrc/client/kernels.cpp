@@ -12,6 +12,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include "pinned.h"
@@ -76,6 +77,7 @@ at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout lay
 
 // Elements of a dense tensor lie in its storage without gaps, in order.
 void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
+  Session::unshare(to.unsafeGetTensorImpl());
   auto place = Session::place_of(to.unsafeGetTensorImpl());
   auto offset = static_cast<uint64_t>(place.offset) * to.itemsize();
   place.session.upload(place.slot, offset, host.const_data_ptr(), host.nbytes(), later);
@@ -260,8 +262,15 @@ bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
          (is_dense(self) && is_dense(from));
 }
 
-// Elsewhere both share memory until one is written to, which nobody would notice here: copied at once.
-at::Tensor lazy_clone(const at::Tensor& self) { return self.clone(); }
+// Both share memory until one is written to, when `Session::unshare` copies it.
+at::Tensor lazy_clone(const at::Tensor& self) {
+  auto* impl = self.unsafeGetTensorImpl();
+  auto shared = c10::impl::cow::lazy_clone_storage(*impl->unsafe_storage().unsafeGetStorageImpl());
+  if (!shared) return self.clone();  // a slice of a storage, or more than 4 GiB
+  auto copy = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(shared)), self.key_set(), self.dtype());
+  copy->set_sizes_and_strides(self.sizes(), self.strides(), self.storage_offset());
+  return at::Tensor(std::move(copy));
+}
 
 at::Tensor& set_nothing(at::Tensor& self) {
   auto& session = session_at(self.device().index());

@@ -42,6 +42,7 @@ void key_tensor(Key& key, const at::Tensor& given, bool is_index, bool written) 
   auto* impl = tensor.unsafeGetTensorImpl();
   SKY_CHECK(impl->has_storage() && impl->unsafe_storage().unsafeGetStorageImpl(),
             "a tensor without storage reached the sky device; this transform is not supported on it");
+  if (written) Session::unshare(impl);
   auto place = Session::place_of(impl);
   join(key, place.session);
   auto sizes = impl->sizes();

@@ -99,6 +99,12 @@ class Session {
   void release(uint32_t slot) noexcept;
   static Session& of(const c10::TensorImpl* tensor) { return *behind(pointer_of(tensor)).session; }
   static TensorPlace place_of(const c10::TensorImpl* tensor);
+  // Before it is written to: its memory becomes its own, where it shares it with a lazy clone.
+  static void unshare(const c10::TensorImpl* tensor) { unshare(tensor->unsafe_storage().unsafeGetStorageImpl()); }
+  static void unshare(c10::StorageImpl* storage) {
+    if (C10_UNLIKELY(storage->_mutable_data_ptr_no_checks().get_deleter() != &Session::delete_storage))
+      copy_if_shared(storage);
+  }
   // Throws where no storage that is alive is behind it.
   static Place behind(const c10::DataPtr& pointer);
   static Place behind(uintptr_t address);
@@ -146,6 +152,7 @@ class Session {
     return tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   }
   static Place behind_slice(const c10::DataPtr& pointer);
+  static void copy_if_shared(c10::StorageImpl* storage);
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
