@@ -23,6 +23,7 @@
 #include "interpreter.h"
 #include "pinned.h"
 #include "slots.h"
+#include "warnings.h"
 
 namespace sky {
 
@@ -146,6 +147,7 @@ class Session {
   Template* last = nullptr;
   uint64_t seedings = 0;  // of the device's own generator
   uint64_t settings = 0;  // as the worker knows them; 0: not told yet
+  bool warned = false;    // with the last reply
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
@@ -174,7 +176,8 @@ class Session {
   std::unique_ptr<const std::array<uint64_t, kTraitCount>> traits_;
   uint32_t stream_ = 0;
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
-  bool warned_ = false;
+  bool advised_ = false;
+  Warnings warnings_;
   std::string out_;
   Slots slots_;
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB

@@ -130,6 +130,7 @@ enum Setting : uint64_t {
   kReducedMathAttention = 1u << 18,
   // Products of half precision on a GPU.
   kHalfAccumulates = 1u << 19,
+  kWarnsAlways = uint64_t{1} << 39,
 };
 // Fields of more than a bit, each at its place. A reduction is a CuBLASReductionOption, a priority five kernels.
 constexpr int kHalfReductionAt = 20, kBrainReductionAt = 22, kAttentionPriorityAt = 24, kPriorityBits = 3;
@@ -142,7 +143,7 @@ constexpr uint64_t kPrecisionMask = 3;
 // What of the worker's device decides how PyTorch computes, in this order.
 enum Trait { kCudnnVersion, kCudnnRecurrentBrain, kTraitCount };
 
-// A reply: u32 length of what follows, u8 status, content.
+// A reply: u32 length of the content, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.
 enum Status : uint8_t {
   kOk,
@@ -154,6 +155,10 @@ enum Status : uint8_t {
   kLinearAlgebra,
   kOutOfMemory,
 };
+// Added to the status if PyTorch has warned in the worker since the last reply. The content then begins with a text
+// of all the warnings: u8 flags, text of the source file, u32 line, text of the warning, for each.
+constexpr uint8_t kWarned = 0x80;
+enum WarningFlag : uint8_t { kDeprecation = 1, kVerbatim = 2 };
 
 class Writer {
  public:

@@ -51,6 +51,7 @@ Session::~Session() {
 }
 
 void Session::serve() {
+  c10::WarningUtils::WarningHandlerGuard guard(&warnings_);
   std::vector<char> buffer(1 << 20);
   size_t have = 0;
   // The client may wait for a copy to be done: while there are some, they are looked after.
@@ -127,8 +128,11 @@ size_t Session::step(const char* data, size_t size) {
 
 void Session::reply(Status status, std::string_view content) {
   Writer w;
-  w.u32(static_cast<uint32_t>(content.size()));
-  w.u8(status);
+  auto warned = warnings_.take();
+  auto before = warned.empty() ? 0 : 4 + warned.size();
+  w.u32(static_cast<uint32_t>(before + content.size()));
+  w.u8(status | (before ? kWarned : 0));
+  if (before) w.text(warned);
   w.raw(content.data(), content.size());
   ops_.send(w.bytes().data(), w.size());
 }

@@ -22,6 +22,7 @@
 #include "layouts.h"
 #include "slots.h"
 #include "streams.h"
+#include "warnings.h"
 
 namespace sky {
 
@@ -167,6 +168,7 @@ class Session {
   std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
   std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
+  Warnings warnings_;
   Reason first_error_;
   uint64_t count_ = 0;
 };
