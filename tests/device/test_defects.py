@@ -101,6 +101,14 @@ def test_errors_begin_as_pytorchs_do(device: torch.device) -> None:
     assert messages(device) == messages(torch.device("cpu"))
 
 
+def test_indices_on_the_device_of_a_tensor_that_is_not_there_are_refused(
+    device: torch.device,
+) -> None:
+    with pytest.raises(RuntimeError, match=r"^indices should be either .* \(cpu\)"):
+        torch.ones(3)[torch.tensor([1], device=device)]
+    assert torch.ones(3, device=device)[torch.tensor([1])].tolist() == [1.0]
+
+
 def test_scalars_that_an_operation_refuses_are_refused_at_the_call(device: torch.device) -> None:
     x, whole = torch.ones(3, device=device), torch.ones(3, dtype=torch.int64, device=device)
     uses = (

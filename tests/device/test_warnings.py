@@ -47,6 +47,15 @@ def test_warnings_that_pytorch_gives_once_come_once(device: torch.device) -> Non
         torch.set_warn_always(False)
 
 
+def test_a_dtype_that_pytorch_warns_of_is_warned_of(device: torch.device) -> None:
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="ComplexHalf"):
+            torch.empty(2, dtype=torch.complex32, device=device)
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_a_warning_turned_into_an_error_leaves_the_device_usable(device: torch.device) -> None:
     one = torch.ones(1, device=device)
     with warnings.catch_warnings():

@@ -81,8 +81,8 @@ Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor
   return rows.expand({query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
-// While a compiler traces, tensors have shapes and no memory, and the worker cannot be asked. The CPU's fused kernel
-// takes what is checked here; elsewhere the graph has attention written out.
+// While a compiler traces or vmap maps, tensors have shapes and no memory, and the worker cannot be asked. The CPU's
+// fused kernel takes what is checked here; for other workers attention is written out.
 bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
                 double dropout) {
   if (!session_at(query.device().index()).on_cpu || !at::globalContext().userEnabledFlashSDP()) return false;
@@ -109,7 +109,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                      double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
   check(query, key, value, mask);
-  if (query.key_set().has(c10::DispatchKey::Python))
+  if (query.key_set().has(c10::DispatchKey::Python) || !query.has_storage())
     return traced(query, key, value, mask, dropout, causal, scale, grouped);
   bool on_cpu = session_at(query.device().index()).on_cpu;
   bool with_grad = at::GradMode::is_enabled();

@@ -40,6 +40,11 @@ Session& wanted(const OptDevice& device, const OptLayout& layout) {
   return session_at(device ? device->index() : c10::DeviceIndex(-1));
 }
 
+// PyTorch warns of this dtype where it makes a tensor of it.
+void warn_of(c10::ScalarType dtype) {
+  if (C10_UNLIKELY(dtype == c10::kComplexHalf)) at::detail::empty_cpu({0}, at::TensorOptions().dtype(dtype));
+}
+
 // Memory as it was is no deterministic result.
 bool fills_memory() {
   auto& context = at::globalContext();
@@ -55,6 +60,7 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, OptDt
                          OptDevice device, std::optional<bool>) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
+  warn_of(kind);
   auto bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(kind));
   return filled_if_asked(make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true));
 }
@@ -63,6 +69,7 @@ at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDe
                  std::optional<at::MemoryFormat> format) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
+  warn_of(kind);
   auto bytes = at::detail::computeStorageNbytesContiguous(sizes, c10::elementSize(kind));
   auto t = make_tensor(wanted(device, layout), sizes, c10::contiguous_strides(sizes), kind, bytes, true);
   if (format && *format != at::MemoryFormat::Contiguous) t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
