@@ -151,9 +151,38 @@ def test_dlpack_gives_back_a_view_of_the_same_memory(ts: list[torch.Tensor]) -> 
     assert _changed(ts) == {8: [8] * 4 + [80] + [8] * 11}
 
 
-def test_a_lazy_clone_is_a_copy(ts: list[torch.Tensor]) -> None:
+def test_a_lazy_clone_shares_memory_until_one_is_written_to(ts: list[torch.Tensor]) -> None:
     copy = torch._lazy_clone(ts[5])
+    assert torch._C._data_address(copy) == ts[5].const_data_ptr()
+    assert (copy + ts[5]).tolist() == [10] * 16
+    assert torch._C._is_cow_tensor(copy)
     copy.fill_(0)
+    assert copy.tolist() == [0] * 16
+    assert not _changed(ts)
+
+
+def test_every_way_to_write_to_a_lazy_clone_leaves_the_other_alone(
+    ts: list[torch.Tensor], other_device: torch.device
+) -> None:
+    ways = (
+        lambda t: t.add_(1),
+        lambda t: t[3:5].copy_(torch.zeros(2, dtype=torch.uint8)),
+        lambda t: torch.add(t, 1, out=t),
+        lambda t: torch._foreach_add_([t], 1),
+        lambda t: t.resize_(32),
+        lambda t: t.untyped_storage().resize_(32),
+        lambda t: t.untyped_storage()[2:5].fill_(9),
+        lambda t: t[torch.ones(16, dtype=torch.bool)].zero_(),
+    )
+    for way in ways:
+        for is_original in (False, True):
+            copy = torch._lazy_clone(ts[5])
+            written, kept = (ts[5], copy) if is_original else (copy, ts[5])
+            # The memory of the clone is where the tensor is, whatever the current device is.
+            with torch.sky.device(other_device):
+                way(written)
+            assert kept.tolist() == [5] * 16
+            ts[5] = torch.full((16,), 5, dtype=torch.uint8, device=kept.device)
     assert not _changed(ts)
 
 

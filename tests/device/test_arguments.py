@@ -90,3 +90,12 @@ def test_changed_bytes_are_read_within_bounds_or_malformed(
 def test_lists_in_lists_are_malformed(decoder: Decoder) -> None:
     nested = b"\x0a\x00\x01\x00\x00\x00" * 100_000 + b"\x00"
     assert decoder.read(nested, b"", 1) == (MALFORMED, "a list in a list")
+
+
+def test_integers_above_those_of_int64_travel(device: torch.device) -> None:
+    most = 2**64 - 1
+    full = torch.full((2,), most, dtype=torch.uint64, device=device)
+    assert full.tolist() == [most, most]
+    assert full[0].item() == most
+    assert (full == most).tolist() == [True, True]
+    assert full.fill_(most - 1).tolist() == [most - 1] * 2

@@ -44,6 +44,16 @@ def _attend(
     return [t.detach().cpu() for t in (out, *torch.autograd.grad(out.square().sum(), inputs))]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_attention_is_differentiated_by_functions(device: torch.device) -> None:
+    def loss(t: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(t, t, t).square().sum()
+
+    x = _random(3, *SHAPE)
+    for transform in (torch.func.vmap(torch.func.grad(loss)), torch.func.grad(loss)):
+        torch.testing.assert_close(transform(x.to(device)).cpu(), transform(x))
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -64,6 +64,8 @@ def test_deterministic_algorithms_are_asked_of_the_worker(device: torch.device) 
         assert torch.empty(3, device=device).isnan().all()
         assert torch.empty(3, dtype=torch.uint8, device=device).tolist() == [255] * 3
         assert torch.empty_strided((2,), (2,), device=device).isnan().all()
+        assert torch.ones(2, device=device).resize_(3).isnan().tolist() == [False, False, True]
+        assert torch.ones(4, device=device)[:2].resize_(5).isnan().tolist() == [False] * 4 + [True]
     assert torch.zeros(3, device=device).put_(index, source).sum().item() == 1.0
 
 

@@ -13,8 +13,9 @@ from skyward.errors import SkywardError
 # Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
 LEFT_COMPOSITE = (
     "empty_like new_empty new_empty_strided _copy_from _to_copy view lift_fresh lift detach_ "
-    "resize_ resize_as_ set_ _lazy_clone is_pinned _pin_memory rand randn "
-    "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence"
+    "resize_ resize_as_ set_ is_pinned _pin_memory rand randn "
+    "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence block_diag "
+    "_test_parallel_materialize"
 )
 DEVICES_MAX = 64
 

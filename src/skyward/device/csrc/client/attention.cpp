@@ -81,11 +81,37 @@ Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor
   return rows.expand({query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
+// While a compiler traces or vmap maps, tensors have shapes and no memory, and the worker cannot be asked. The CPU's
+// fused kernel takes what is checked here; for other workers attention is written out.
+bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
+                double dropout) {
+  if (!session_at(query.device().index()).on_cpu || !at::globalContext().userEnabledFlashSDP()) return false;
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || dropout != 0.0) return false;
+  if (mask && (at::GradMode::is_enabled() && mask->requires_grad())) return false;
+  if (mask && mask->dim() != 2 && mask->dim() != 4) return false;
+  auto fits = [&](int64_t axis) {
+    return query.sym_size(axis) == key.sym_size(axis) && query.sym_size(axis) == value.sym_size(axis);
+  };
+  return c10::isFloatingType(query.scalar_type()) && fits(0) && fits(1) && fits(3);
+}
+
+at::Tensor traced(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
+                  double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  auto bias = additive(mask, query);
+  if (is_for_cpu(query, key, value, mask, dropout))
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
+  return std::get<0>(
+      at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt, scale, grouped));
+}
+
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
                      double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
   check(query, key, value, mask);
-  bool on_cpu = Session::of(query.unsafeGetTensorImpl()).on_cpu;
+  if (query.key_set().has(c10::DispatchKey::Python) || !query.has_storage())
+    return traced(query, key, value, mask, dropout, causal, scale, grouped);
+  bool on_cpu = session_at(query.device().index()).on_cpu;
   bool with_grad = at::GradMode::is_enabled();
   // The worker sees no gradients; the CPU's fused kernel has none for the mask.
   bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();

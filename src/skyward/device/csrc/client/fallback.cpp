@@ -223,7 +223,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       w.raw(key.payload.data(), key.payload.size());
       auto answer = session.ask(w.bytes().data(), w.size());
       read_answer(answer, info, *t);
-      t->known = true;
+      // What warned may warn again, and is asked again, so that the warning has its own line.
+      t->known = !session.warned;
     } else {
       session.stats.hits++;
     }

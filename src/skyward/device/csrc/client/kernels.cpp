@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOptions.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include "pinned.h"
@@ -38,11 +40,19 @@ Session& wanted(const OptDevice& device, const OptLayout& layout) {
   return session_at(device ? device->index() : c10::DeviceIndex(-1));
 }
 
+// PyTorch warns of this dtype where it makes a tensor of it.
+void warn_of(c10::ScalarType dtype) {
+  if (C10_UNLIKELY(dtype == c10::kComplexHalf)) at::detail::empty_cpu({0}, at::TensorOptions().dtype(dtype));
+}
+
 // Memory as it was is no deterministic result.
-at::Tensor filled_if_asked(at::Tensor t) {
+bool fills_memory() {
   auto& context = at::globalContext();
-  if (C10_UNLIKELY(context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()))
-    at::native::fill_empty_deterministic_(t);
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
+at::Tensor filled_if_asked(at::Tensor t) {
+  if (C10_UNLIKELY(fills_memory())) at::native::fill_empty_deterministic_(t);
   return t;
 }
 
@@ -50,6 +60,7 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, OptDt
                          OptDevice device, std::optional<bool>) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
+  warn_of(kind);
   auto bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(kind));
   return filled_if_asked(make_tensor(wanted(device, layout), sizes, strides, kind, bytes, true));
 }
@@ -58,6 +69,7 @@ at::Tensor empty(c10::IntArrayRef sizes, OptDtype dtype, OptLayout layout, OptDe
                  std::optional<at::MemoryFormat> format) {
   at::detail::check_size_nonnegative(sizes);
   auto kind = c10::dtype_or_default(dtype);
+  warn_of(kind);
   auto bytes = at::detail::computeStorageNbytesContiguous(sizes, c10::elementSize(kind));
   auto t = make_tensor(wanted(device, layout), sizes, c10::contiguous_strides(sizes), kind, bytes, true);
   if (format && *format != at::MemoryFormat::Contiguous) t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
@@ -72,6 +84,7 @@ at::Tensor efficient_zeros(c10::IntArrayRef sizes, OptDtype dtype, OptLayout lay
 
 // Elements of a dense tensor lie in its storage without gaps, in order.
 void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
+  Session::unshare(to.unsafeGetTensorImpl());
   auto place = Session::place_of(to.unsafeGetTensorImpl());
   auto offset = static_cast<uint64_t>(place.offset) * to.itemsize();
   place.session.upload(place.slot, offset, host.const_data_ptr(), host.nbytes(), later);
@@ -160,8 +173,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
+  SKY_CHECK(self.numel() > 0, "_local_scalar_dense: Empty tensor not supported");
+  auto first = self.as_strided({}, {});
   auto host = at::empty({}, at::TensorOptions().dtype(self.scalar_type()));
-  Session::of(self.unsafeGetTensorImpl()).fetch(self, host.mutable_data_ptr(), host.nbytes());
+  Session::of(first.unsafeGetTensorImpl()).fetch(first, host.mutable_data_ptr(), host.nbytes());
   return host.item();
 }
 
@@ -211,7 +226,10 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
   auto bytes = self.numel() ? at::detail::computeStorageNbytes(impl->sizes(), impl->strides(), self.itemsize(),
                                                                self.storage_offset())
                             : 0;
-  ensure(impl->unsafe_storage().unsafeGetStorageImpl(), bytes);
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  auto before = static_cast<int64_t>(storage->nbytes());
+  ensure(storage, bytes);
+  if (C10_UNLIKELY(fills_memory())) at::native::fill_resize_deterministic_(self, before);
   return self;
 }
 
@@ -251,8 +269,15 @@ bool may_take_content(const at::Tensor& self, const at::Tensor& from) {
          (is_dense(self) && is_dense(from));
 }
 
-// Elsewhere both share memory until one is written to, which nobody would notice here: copied at once.
-at::Tensor lazy_clone(const at::Tensor& self) { return self.clone(); }
+// Both share memory until one is written to, when `Session::unshare` copies it.
+at::Tensor lazy_clone(const at::Tensor& self) {
+  auto* impl = self.unsafeGetTensorImpl();
+  auto shared = c10::impl::cow::lazy_clone_storage(*impl->unsafe_storage().unsafeGetStorageImpl());
+  if (!shared) return self.clone();  // a slice of a storage, or more than 4 GiB
+  auto copy = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(shared)), self.key_set(), self.dtype());
+  copy->set_sizes_and_strides(self.sizes(), self.strides(), self.storage_offset());
+  return at::Tensor(std::move(copy));
+}
 
 at::Tensor& set_nothing(at::Tensor& self) {
   auto& session = session_at(self.device().index());

@@ -42,6 +42,7 @@ void key_tensor(Key& key, const at::Tensor& given, bool is_index, bool written) 
   auto* impl = tensor.unsafeGetTensorImpl();
   SKY_CHECK(impl->has_storage() && impl->unsafe_storage().unsafeGetStorageImpl(),
             "a tensor without storage reached the sky device; this transform is not supported on it");
+  if (written) Session::unshare(impl);
   auto place = Session::place_of(impl);
   join(key, place.session);
   auto sizes = impl->sizes();
@@ -216,6 +217,9 @@ uint64_t hash(const OpInfo* op, const std::vector<uint64_t>& words) {
 
 void key_arguments(Key& key, const OpInfo& op, const IValue* args) {
   for (auto i : op.outs) check_resizable(args[i]);
+  SKY_CHECK(!op.indexes || is_sky(args[0].toTensor()) || !find_session(args[1]),
+            "indices should be either on cpu or on the same device as the indexed tensor (",
+            args[0].toTensor().device(), ")");
   for (size_t i = 0; i < op.arguments && !key.session; i++) key.session = find_session(args[i]);
   if (!key.session) key.session = &session_at(-1);
   for (size_t i = 0; i < op.arguments; i++) key_value(key, op, args[i], op.number[i], op.list[i], false, op.written[i]);

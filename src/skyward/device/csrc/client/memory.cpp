@@ -1,5 +1,10 @@
 #include "memory.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <array>
+
 #include "session.h"
 
 namespace sky {
@@ -52,8 +57,41 @@ struct Allocator final : c10::DeviceAllocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kSky, &allocator);
 
+// Of the storages of one device. PyTorch copies with it what a lazy clone shares, before the clone is written to, and
+// cannot bear an error there: where the device is gone nothing is copied, and the next operation says so.
+class OfDevice final : public c10::Allocator {
+ public:
+  c10::DeviceIndex index = 0;
+
+  c10::DataPtr allocate(size_t bytes) override try {
+    auto storage = session_at(index).new_storage(bytes, true);
+    return std::move(storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+  } catch (const std::exception&) {
+    return {nullptr, c10::Device(kSky, index)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Session::delete_storage; }
+  void copy_data(void* into, const void* from, size_t bytes) const override try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    bytes_at(into, bytes).copy_(bytes_at(const_cast<void*>(from), bytes));
+  } catch (const std::exception&) {}
+
+ private:
+  at::Tensor bytes_at(void* address, size_t bytes) const {
+    c10::Device device(kSky, index);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(address, address, [](void*) {}, device));
+    return at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device)).set_(storage);
+  }
+};
+
 }  // namespace
 
-c10::Allocator* storage_allocator() { return &allocator; }
+c10::Allocator* storage_allocator(int index) {
+  static auto of_devices = [] {
+    std::array<OfDevice, kDevicesMax> made;
+    for (int i = 0; i < kDevicesMax; i++) made[i].index = static_cast<c10::DeviceIndex>(i);
+    return made;
+  }();
+  return &of_devices.at(static_cast<size_t>(index));
+}
 
 }  // namespace sky

@@ -5,6 +5,6 @@
 
 namespace sky {
 
-c10::Allocator* storage_allocator();
+c10::Allocator* storage_allocator(int index);
 
 }  // namespace sky

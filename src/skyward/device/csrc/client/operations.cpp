@@ -76,8 +76,16 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
                                               "aten::_index_put_impl_", "aten::_unsafe_index"};
   static const std::set<std::string> by_scalars{"aten::arange", "aten::range", "aten::linspace", "aten::logspace",
                                                 "aten::_fused_sdp_choice"};  // not with dropout
+  // Their scalars are checked first of all: a wrong one is an error of the call elsewhere, so it is one here.
+  static const std::set<std::string> checks_scalars{
+      "aten::uniform_",       "aten::normal_",        "aten::exponential_",      "aten::cauchy_",
+      "aten::log_normal_",    "aten::geometric_",     "aten::bernoulli_",        "aten::bernoulli",
+      "aten::histc",          "aten::renorm",         "aten::renorm_",           "aten::softshrink",
+      "aten::celu",           "aten::celu_",          "aten::huber_loss",        "aten::smooth_l1_loss",
+      "aten::_cdist_forward", "aten::_pdist_forward", "aten::multi_margin_loss", "aten::native_dropout"};
   info->indexes = indexing.count(name);
-  info->scalars_shape = by_scalars.count(name);
+  info->scalars_shape = by_scalars.count(name) || checks_scalars.count(name) ||
+                        (name == "aten::pow" && info->name->overload_name == "Tensor_Scalar");
   if (info->indexes) info->asks_always = false;
   // A number or a truth is about the data; which attention kernel fits is about the shapes.
   if (!returns_tensors && name != "aten::_fused_sdp_choice") info->asks_always = true;

@@ -69,6 +69,11 @@ class Arguments {
     say(number && !op_.scalars_shape ? kNumber : kInt, std::to_string(n));
     return n;
   }
+  IValue unsigned_integer() {
+    auto n = random_() | uint64_t{1} << 63;
+    say(kUnsigned, std::to_string(n));
+    return c10::Scalar(n);
+  }
   IValue floating() {
     auto d = real();
     say(kDouble, exactly(d));
@@ -126,7 +131,7 @@ class Arguments {
   }
 
   IValue single(bool number) {
-    switch (below(12)) {
+    switch (below(13)) {
       case 0: return none();
       case 1: return undefined();
       case 2: return host_scalar();
@@ -142,6 +147,7 @@ class Arguments {
         say(kGeneratorArg, std::to_string(generator.unsafeGetGeneratorImpl()->get_offset()));
         return generator;
       }
+      case 11: return unsigned_integer();
       default: return tensor();
     }
   }

@@ -161,19 +161,29 @@ void Session::check_open() const { SKY_CHECK(!is_closed_, closed_); }
 
 std::string Session::reply() {
   stats.waits++;
+  char head[5];
+  std::string content;
   try {
-    char head[5];
     OutsidePython outside;
     ops_.receive(head, sizeof head);
     uint32_t length;
     std::memcpy(&length, head, 4);
-    std::string content(length, '\0');
+    content.resize(length);
     ops_.receive(content.data(), length);
-    if (head[4] == kOk) return content;
-    raise({static_cast<Status>(head[4]), std::move(content)});
   } catch (const Disconnected& e) {
     broken(e.what());
   }
+  auto status = static_cast<uint8_t>(head[4]);
+  warned = status & kWarned;
+  if (C10_UNLIKELY(warned)) try {
+      warnings_.take_from(content);
+    } catch (const Malformed& e) {
+      fail(std::string("the worker's warnings cannot be read: ") + e.what());
+    }
+  warnings_.raise();
+  status &= ~kWarned;
+  if (status != kOk) raise({static_cast<Status>(status), std::move(content)});
+  return content;
 }
 
 std::string Session::ask(const void* data, size_t size) {
@@ -217,12 +227,12 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
 }
 
 void Session::notice_waiting() {
-  if (warned_ || ++noticed_waits_ < kWaitsNoticed) return;
+  if (advised_ || ++noticed_waits_ < kWaitsNoticed) return;
   auto since = stats.operations - noticed_operations_;
   noticed_waits_ = 0;
   noticed_operations_ = stats.operations;
   if (since >= kWaitsNoticed * kOperationsPerWait) return;
-  warned_ = true;
+  advised_ = true;
   // PyTorch's binding around us turns it into a Python warning with the user's line, or into an exception.
   c10::warn(c10::Warning(c10::UserWarning(), {nullptr, nullptr, 0},
                          "this loop waits for sky:" + std::to_string(index) +

@@ -24,6 +24,7 @@
 #include "pinned.h"
 #include "recording.h"
 #include "slots.h"
+#include "warnings.h"
 
 namespace sky {
 
@@ -100,6 +101,12 @@ class Session {
   void release(uint32_t slot) noexcept;
   static Session& of(const c10::TensorImpl* tensor) { return *behind(pointer_of(tensor)).session; }
   static TensorPlace place_of(const c10::TensorImpl* tensor);
+  // Before it is written to: its memory becomes its own, where it shares it with a lazy clone.
+  static void unshare(const c10::TensorImpl* tensor) { unshare(tensor->unsafe_storage().unsafeGetStorageImpl()); }
+  static void unshare(c10::StorageImpl* storage) {
+    if (C10_UNLIKELY(storage->_mutable_data_ptr_no_checks().get_deleter() != &Session::delete_storage))
+      copy_if_shared(storage);
+  }
   // Throws where no storage that is alive is behind it.
   static Place behind(const c10::DataPtr& pointer);
   static Place behind(uintptr_t address);
@@ -148,12 +155,14 @@ class Session {
   Template* last = nullptr;
   uint64_t seedings = 0;  // of the device's own generator
   uint64_t settings = 0;  // as the worker knows them; 0: not told yet
+  bool warned = false;    // with the last reply
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
     return tensor->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   }
   static Place behind_slice(const c10::DataPtr& pointer);
+  static void copy_if_shared(c10::StorageImpl* storage);
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
@@ -177,7 +186,8 @@ class Session {
   std::unique_ptr<const std::array<uint64_t, kTraitCount>> traits_;
   uint32_t stream_ = 0;
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
-  bool warned_ = false;
+  bool advised_ = false;
+  Warnings warnings_;
   std::string out_;
   std::unique_ptr<Recording> recording_;
   Slots slots_;

@@ -44,7 +44,8 @@ uint64_t settings_now() {
     last.settings = read_settings(context);
     std::memcpy(last.bytes, static_cast<void*>(&context), sizeof last.bytes);
   }
-  return last.settings | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
+  return last.settings | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) |
+         flag(c10::WarningUtils::get_warnAlways(), kWarnsAlways);
 }
 
 uint64_t with_precision(uint64_t settings, uint64_t known, Product product, bool on_cpu) {

@@ -82,6 +82,8 @@
 #include <ATen/ops/tril_meta_dispatch.h>
 #include <ATen/ops/triu_meta_dispatch.h>
 
+#include "../wire/silence.h"
+
 namespace sky {
 namespace {
 
@@ -244,6 +246,8 @@ bool infer(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args
   torch::jit::Stack stack(args, args + info.arguments);
   for (auto& v : stack)
     if (!shadow(v)) return false;
+  // The worker warns, too, when it runs the operation; once is enough.
+  Silence silence;
   try {
     info.shape->callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const c10::Error&) {

@@ -1,4 +1,6 @@
 // Storages of a session: a slot in the worker each, and the address that stands for it here.
+#include <c10/core/impl/COW.h>
+
 #include <algorithm>
 
 #include "memory.h"
@@ -24,7 +26,7 @@ c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes,
       c10::DataPtr(address, name, &Session::delete_storage, c10::Device(kSky, static_cast<c10::DeviceIndex>(index))),
-      storage_allocator(), true));
+      storage_allocator(index), true));
 }
 
 // The table of large storages must have room, or have the slot already.
@@ -48,6 +50,16 @@ uintptr_t Session::address_for(uint32_t slot, uint64_t bytes) {
   return Address::of_large(serial, static_cast<uint32_t>(found - large_.begin()));
 }
 
+void Session::copy_if_shared(c10::StorageImpl* storage) {
+  if (!c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks())) return;
+  auto& session = *behind(storage->_mutable_data_ptr_no_checks()).session;
+  {
+    std::lock_guard lock(session.mutex);
+    session.check_open();
+  }
+  storage->mutable_data_ptr();
+}
+
 void Session::set_size(c10::StorageImpl* storage, uint64_t bytes) {
   auto& pointer = storage->_mutable_data_ptr_no_checks();
   SKY_CHECK(storage->resizable() && pointer.get_deleter() == &Session::delete_storage,
@@ -63,6 +75,7 @@ void Session::set_size(c10::StorageImpl* storage, uint64_t bytes) {
 }
 
 void Session::resize_storage(c10::StorageImpl* storage, uint64_t bytes) {
+  unshare(storage);
   std::lock_guard lock(mutex);
   begin();
   set_size(storage, bytes);

@@ -62,13 +62,14 @@ enum class Content : uint8_t {
 // The kinds of arguments, in the order of their numbers: name, content of the template, content of the payload.
 // The client's keys and records and the worker's reading and checking of them all follow this table.
 // kUndefined is an undefined tensor, kHostScalar a CPU tensor without dimensions, kNumber an integer that does not
-// decide a shape, kDevice the worker's device.
+// decide a shape, kDevice the worker's device, kUnsigned an integer above those that an i64 holds, as the same bits.
 #define SKY_ARGUMENTS(row)                                                                              \
   row(kNone, kNothing, kNothing) row(kUndefined, kNothing, kNothing) row(kTensor, kLayout, kPlace)      \
       row(kHostScalar, kDtype, kScalar) row(kInt, kInteger, kNothing) row(kNumber, kNothing, kInteger)  \
           row(kDouble, kNothing, kReal) row(kComplex, kNothing, kPair) row(kBool, kByte, kNothing)      \
               row(kString, kText, kNothing) row(kList, kItems, kItems) row(kDevice, kNothing, kNothing) \
-                  row(kHostDevice, kNothing, kNothing) row(kGeneratorArg, kNothing, kId)
+                  row(kHostDevice, kNothing, kNothing) row(kGeneratorArg, kNothing, kId)                \
+                      row(kUnsigned, kInteger, kNothing)
 
 #define SKY_NAME(name, said, sent) name,
 enum Argument : uint8_t { SKY_ARGUMENTS(SKY_NAME) kArguments };
@@ -140,6 +141,7 @@ enum Setting : uint64_t {
   kReducedMathAttention = 1u << 18,
   // Products of half precision on a GPU.
   kHalfAccumulates = 1u << 19,
+  kWarnsAlways = uint64_t{1} << 39,
 };
 // Fields of more than a bit, each at its place. A reduction is a CuBLASReductionOption, a priority five kernels.
 constexpr int kHalfReductionAt = 20, kBrainReductionAt = 22, kAttentionPriorityAt = 24, kPriorityBits = 3;
@@ -152,7 +154,7 @@ constexpr uint64_t kPrecisionMask = 3;
 // What of the worker's device decides how PyTorch computes, in this order.
 enum Trait { kCudnnVersion, kCudnnRecurrentBrain, kTraitCount };
 
-// A reply: u32 length of what follows, u8 status, content.
+// A reply: u32 length of the content, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.
 enum Status : uint8_t {
   kOk,
@@ -164,6 +166,10 @@ enum Status : uint8_t {
   kLinearAlgebra,
   kOutOfMemory,
 };
+// Added to the status if PyTorch has warned in the worker since the last reply. The content then begins with a text
+// of all the warnings: u8 flags, text of the source file, u32 line, text of the warning, for each.
+constexpr uint8_t kWarned = 0x80;
+enum WarningFlag : uint8_t { kDeprecation = 1, kVerbatim = 2 };
 
 class Writer {
  public:

@@ -17,6 +17,11 @@ inline std::optional<std::pair<Argument, Value>> plain(const c10::IValue& v) {
     value.integer = v.toInt();
     return std::pair(kInt, value);
   }
+  // Only numbers that an i64 does not hold are kept so.
+  if (v.isUnsigned()) {
+    value.integer = static_cast<int64_t>(v.toUInt());
+    return std::pair(kUnsigned, value);
+  }
   if (v.isDouble()) {
     value.real = v.toDouble();
     return std::pair(kDouble, value);
@@ -45,6 +50,7 @@ inline c10::IValue from_plain(Argument kind, const Value& value) {
     case kUndefined: return at::Tensor();
     case kInt:
     case kNumber: return value.integer;
+    case kUnsigned: return c10::Scalar(static_cast<uint64_t>(value.integer));
     case kDouble: return value.real;
     case kComplex: return c10::complex<double>(value.real, value.imaginary);
     case kBool: return value.integer != 0;

@@ -64,9 +64,9 @@ bool Session::accepts(Slot& held, uint64_t offset, uint64_t bytes) {
   if (held.poison) return false;
   if (!held.storage) throw Malformed("an upload to an empty slot");
   if (bytes <= held.storage.nbytes() && offset <= held.storage.nbytes() - bytes) return true;
-  note("copying to the device: " + std::to_string(bytes) + " bytes at " + std::to_string(offset) +
-           " do not fit a storage of " + std::to_string(held.storage.nbytes()),
-       kFailed);
+  note({std::to_string(bytes) + " bytes at " + std::to_string(offset) + " do not fit a storage of " +
+            std::to_string(held.storage.nbytes()),
+        kFailed, "copying to the device"});
   return false;
 }
 
@@ -175,7 +175,7 @@ void Session::fetch(Reader& r) {
   };
   if (first_error_ || held.poison) {
     auto failure = first_error_ ? std::exchange(first_error_, nullptr) : held.poison;
-    answer(failure->kind, failure->text, 0);
+    answer(failure->kind, failure->told(), 0);
     return;
   }
   at::Tensor whole;
@@ -184,7 +184,7 @@ void Session::fetch(Reader& r) {
     whole = dense(held, layout, offset);
     if (whole.nbytes() <= kInlineFetch) content = small(whole);
   } catch (const std::exception& e) {
-    answer(kind_of(e), "copying to the host: " + text_of(e), 0);
+    answer(kind_of(e), Failure{text_of(e), kind_of(e), "copying to the host"}.told(), 0);
     return;
   }
   if (whole.nbytes() <= kInlineFetch) {

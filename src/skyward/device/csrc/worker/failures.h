@@ -12,8 +12,17 @@
 namespace sky {
 
 struct Failure {
-  std::string text;
+  std::string text;  // as PyTorch says it
   Status kind;
+  std::string where;       // the operation's name, or what was done
+  uint64_t operation = 0;  // its number
+
+  // What the client is told at a later wait, where the text alone would not say what it is about. The text comes
+  // first: programs look at how a message begins.
+  std::string told() const {
+    auto number = operation ? ", operation " + std::to_string(operation) : "";
+    return text + "\n(" + where + number + ")";
+  }
 };
 using Reason = std::shared_ptr<const Failure>;
 

@@ -240,7 +240,8 @@ void Session::ask(Reader& r) {
   if (reason) {
     // The client hears of this one now, so what it would have written is as it would be locally.
     first_error_ = reason == earlier ? nullptr : earlier;
-    reply(*reason);
+    if (reason->operation == count_) reply(reason->kind, reason->text);
+    else reply(*reason);
     return;
   }
   t.outs.clear();
@@ -269,8 +270,10 @@ OutSpec Session::describe(Writer& w, Template& t, const IValue& value) {
   } else if (value.isTensor()) {
     auto tensor = value.toTensor();
     bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
-    TORCH_CHECK(tensor.layout() == c10::kStrided && lives_here, t.name,
-                " returns a tensor that cannot live on a sky device; call .cpu() first");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        tensor.layout() == c10::kStrided && !tensor.is_nested() && lives_here, t.name,
+        " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
+        "arguments first");
     tensor = own(tensor);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));

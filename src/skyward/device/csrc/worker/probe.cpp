@@ -41,6 +41,7 @@ void Session::show(std::string& out, Reader& payload, Spec& s) {
   } else {
     auto v = build(payload, s);
     if (v.isInt()) out += std::to_string(v.toInt());
+    else if (v.isUnsigned()) out += std::to_string(v.toUInt());
     if (v.isDouble()) out += exactly(v.toDouble());
     if (v.isComplexDouble()) out += exactly(v.toComplexDouble().real()) + "i" + exactly(v.toComplexDouble().imag());
     if (v.isBool()) out += v.toBool() ? "true" : "false";

@@ -52,6 +52,7 @@ Session::~Session() {
 }
 
 void Session::serve() {
+  c10::WarningUtils::WarningHandlerGuard guard(&warnings_);
   std::vector<char> buffer(1 << 20);
   size_t have = 0;
   // The client may wait for a copy to be done: while there are some, they are looked after.
@@ -131,8 +132,11 @@ size_t Session::step(const char* data, size_t size) {
 
 void Session::reply(Status status, std::string_view content) {
   Writer w;
-  w.u32(static_cast<uint32_t>(content.size()));
-  w.u8(status);
+  auto warned = warnings_.take();
+  auto before = warned.empty() ? 0 : 4 + warned.size();
+  w.u32(static_cast<uint32_t>(before + content.size()));
+  w.u8(status | (before ? kWarned : 0));
+  if (before) w.text(warned);
   w.raw(content.data(), content.size());
   ops_.send(w.bytes().data(), w.size());
 }
@@ -153,11 +157,11 @@ void Session::reply_with(F&& f) {
 }
 
 Reason Session::note(const Template& t, const std::string& what, Status kind) {
-  return note(t.name + " (operation " + std::to_string(count_) + "): " + what, kind);
+  return note(Failure{what, kind, t.name, count_});
 }
 
-Reason Session::note(std::string text, Status kind) {
-  auto reason = std::make_shared<const Failure>(Failure{std::move(text), kind});
+Reason Session::note(Failure failure) {
+  auto reason = std::make_shared<const Failure>(std::move(failure));
   if (!first_error_) first_error_ = reason;
   return reason;
 }

@@ -23,6 +23,7 @@
 #include "recording.h"
 #include "slots.h"
 #include "streams.h"
+#include "warnings.h"
 
 namespace sky {
 
@@ -87,13 +88,13 @@ class Session {
   void memory(Reader& r);
   void event(Reader& r);
   void export_slots(Reader& r);
-  void reply(const Failure& failure) { reply(failure.kind, failure.text); }
+  void reply(const Failure& failure) { reply(failure.kind, failure.told()); }
   void reply(Status status, std::string_view content);
   void reply_done();
   template <typename F>
   void reply_with(F&& f);
   Reason note(const Template& t, const std::string& what, Status kind = kFailed);
-  Reason note(std::string text, Status kind);
+  Reason note(Failure failure);
   // Runs `f`; returns the reason if it failed.
   template <typename F>
   Reason attempt(const char* what, F&& f) {
@@ -105,7 +106,7 @@ class Session {
     } catch (const Disconnected&) {
       throw;
     } catch (const std::exception& e) {
-      return note(std::string(what) + ": " + text_of(e), kind_of(e));
+      return note({text_of(e), kind_of(e), what});
     }
   }
 
@@ -173,6 +174,7 @@ class Session {
   std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
   std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
+  Warnings warnings_;
   Reason first_error_;
   uint64_t count_ = 0;
 };

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../wire/records.h"
+#include "../wire/silence.h"
 
 namespace sky {
 namespace {
@@ -53,6 +54,9 @@ void settle_precision(at::Context& context, uint64_t settings, bool on_cpu) {
 void settle(uint64_t settings, c10::Device device) {
   auto dtype = static_cast<c10::ScalarType>(settings & 0xff);
   if (dtype >= c10::ScalarType::NumOptions) throw Malformed("an unknown dtype");
+  // PyTorch has warned of them in the client.
+  Silence silence;
+  c10::WarningUtils::set_warnAlways(settings & kWarnsAlways);
   auto& context = at::globalContext();
   c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
   context.setDeterministicAlgorithms(settings & kDeterministic, settings & kDeterministicWarns);
