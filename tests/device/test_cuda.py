@@ -87,3 +87,12 @@ def test_random_numbers_are_those_of_the_gpu(gpu: torch.device, seed: int) -> No
     ours = torch.randn(1000, device=gpu).cpu()
     generator = torch.Generator("cuda").manual_seed(seed)
     assert torch.equal(ours, torch.randn(1000, device="cuda", generator=generator).cpu())
+
+
+def test_the_gpu_is_described_as_the_node_describes_it(gpu: torch.device) -> None:
+    real = torch.cuda.get_device_properties(0)
+    found = torch.sky.get_device_properties(gpu)
+    assert (found.name, found.total_memory) == (real.name, real.total_memory)
+    assert torch.sky.get_device_name(gpu) == torch.cuda.get_device_name(0)
+    assert torch.sky.get_device_capability(gpu) == torch.cuda.get_device_capability(0)
+    assert torch.sky.is_bf16_supported() == torch.cuda.is_bf16_supported()
