@@ -95,6 +95,13 @@ def test_beside_a_gpu_the_current_accelerator_decides(
     assert choice.device() == device
 
 
+@pytest.mark.usefixtures("local_gpu")
+def test_what_pytorch_does_by_itself_is_no_choice(choice: Choice) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    assert len(list(torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True))) == 2
+    assert choice.device() is None
+
+
 def test_a_forked_child_uses_no_device_of_its_parent(
     choice: Choice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,10 +42,10 @@ def current(device: torch.device) -> Iterator[None]:
     GradientState._reset_state()
 
 
-def gpt2(dropout: float = 0.0) -> Any:
-    """A language model of one layer; the same weights each time."""
+def gpt2(dropout: float = 0.0, layers: int = 1) -> Any:
+    """A language model; the same weights each time."""
     torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    sizes = {"n_layer": layers, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     tokens = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, **tokens))
@@ -175,6 +175,20 @@ def test_device_map_auto_places_a_model_on_the_device(device: torch.device, tmp_
         again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, device_map=place)
         assert {p.device for p in again.parameters()} == {device}
         torch.testing.assert_close(again(IDS.to(device)).logits.cpu(), right)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
+def test_layers_that_do_not_fit_stay_here_until_they_are_needed(
+    device: torch.device, tmp_path: Path
+) -> None:
+    model = gpt2(layers=2).eval()
+    model.save_pretrained(tmp_path)
+    memory = {device.index: "22KB", "cpu": "1GB"}
+    split = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path, device_map="auto", max_memory=memory
+    )
+    assert set(split.hf_device_map.values()) == {device.index, "cpu"}
+    torch.testing.assert_close(split(IDS.to(device)).logits.cpu(), model(IDS).logits)
 
 
 # accelerate.

@@ -118,22 +118,18 @@ def _modeling(module: ModuleType, choice: Choice) -> None:
                 # One device alone: a layer's output cannot go from one sky device to another.
                 free, _ = torch.sky.mem_get_info(device)  # type: ignore[attr-defined]
                 return {device.index: free, "cpu": psutil.virtual_memory().available}
-            sizes = {
-                where: module.convert_file_size_to_int(size) if isinstance(size, str) else size
-                for where, size in max_memory.items()
-            }
-            others = [
-                where for where in sizes if not isinstance(where, int) or where != device.index
-            ]
-            unknown = [where for where in others if where not in ("cpu", "disk")]
+            for where, size in max_memory.items():
+                # In place, as accelerate does: its callers read the numbers from their own dict.
+                if isinstance(size, str):
+                    max_memory[where] = module.convert_file_size_to_int(size)
+            known = (device.index, "cpu", "disk")
+            unknown = [where for where in max_memory if where not in known]
             if unknown:
                 raise ValueError(
                     f"max_memory names {unknown[0]!r}; a model is placed on one sky device, so "
                     f"name {device.index} for {device}, 'cpu' and 'disk'"
                 )
-            return {
-                where: sizes[where] for where in (device.index, "cpu", "disk") if where in sizes
-            }
+            return {where: max_memory[where] for where in known if where in max_memory}
 
         return on_the_device
 

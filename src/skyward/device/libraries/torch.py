@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,9 @@ def _accelerator(module: ModuleType, choice: Choice) -> None:
     def set_device_index(original: Callable[..., None]) -> Callable[..., None]:
         def and_note(device: Any, /) -> None:
             original(device)
-            choice.note(module.current_device_index())
+            # PyTorch's own calls, such as a DataLoader's that pins memory, are no choice.
+            if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
+                choice.note(module.current_device_index())
 
         return and_note
 
