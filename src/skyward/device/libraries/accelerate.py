@@ -5,7 +5,6 @@ Its checkpoints also keep the state of the device's generator, in a file of its 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,8 @@ from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import wrap, wrap_property
 
 RNG_FILE = "sky_random_state.pt"
+FP16_REFUSED = "fp16 mixed precision requires a device in"
+"""How accelerate refuses fp16 on a device that is not in its list."""
 
 
 def _state(module: ModuleType, choice: Choice) -> None:
@@ -51,43 +52,37 @@ def _refresh(partial: Any, choice: Choice, *, in_use: bool = False) -> None:
 
 def _accelerator(module: ModuleType, choice: Choice) -> None:
     def init(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
         def on_the_device(self: Any, *args: Any, **kwargs: Any) -> None:
             _refresh(module.PartialState, choice)
-            device = choice.device()
-            precision = kwargs.get("mixed_precision") or os.environ.get(
-                "ACCELERATE_MIXED_PRECISION", "no"
-            )
-            is_ours = device is not None and not kwargs.get("cpu")
-            if is_ours and precision == "fp8":
+            device = None if kwargs.get("cpu") else choice.device()
+            if device is not None and kwargs.get("mixed_precision") == "fp8":
                 raise ValueError(
                     f"mixed_precision='fp8' computes with libraries for a GPU of this machine, and "
                     f"{device} is not one; use 'bf16' or 'fp16'"
                 )
-            if is_ours and precision == "fp16":
-                _init_with_fp16(module, original, self, *args, **kwargs)
-            else:
+            try:
                 original(self, *args, **kwargs)
+            except ValueError as problem:
+                if FP16_REFUSED not in str(problem) or self.device.type != "sky":
+                    raise
+                module.AcceleratorState._shared_state["_mixed_precision"] = "no"
+                original(self, *args, **{**kwargs, "mixed_precision": "no"})
+                _allow_fp16(self)
 
         return on_the_device
 
     wrap(module.Accelerator, "__init__", init)
 
 
-def _init_with_fp16(
-    module: ModuleType, init: Callable[..., None], self: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Set up what an Accelerator has for fp16: it keeps a list of the devices that may."""
+def _allow_fp16(accelerator: Any) -> None:
+    """Set up what an Accelerator has for fp16 on the devices of its list."""
     import torch
 
-    state = module.AcceleratorState._shared_state
-    if state.get("_mixed_precision") == "fp16":
-        state["_mixed_precision"] = "no"
-    init(self, *args, **{**kwargs, "mixed_precision": "no"})
-    self.state._mixed_precision = "fp16"
-    self.native_amp = True
-    options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-    self.scaler = torch.amp.GradScaler("sky", **options)
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.native_amp = True
+    handler = accelerator.scaler_handler
+    options = handler.to_kwargs() if handler is not None else {}
+    accelerator.scaler = torch.amp.GradScaler("sky", **options)
 
 
 def _imports(module: ModuleType, choice: Choice) -> None:

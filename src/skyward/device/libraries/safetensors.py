@@ -54,6 +54,9 @@ def _safe_open(module: ModuleType, choice: Choice) -> None:
                     return original(filename, framework, device, **more)
                 return _Moving(original(filename, framework, "cpu", **more), name)
 
+        # A function that uses it names it so when it travels to a node.
+        Opening.__module__, Opening.__name__ = module.__name__, "safe_open"
+        Opening.__qualname__, Opening.__doc__ = "safe_open", original.__doc__
         return Opening
 
     wrap(module, "safe_open", safe_open)
