@@ -149,3 +149,12 @@ def test_pytorchs_profiler_times_the_gpu(gpu: torch.device) -> None:
     (mm,) = (each for each in p.key_averages() if each.key == "aten::mm")
     assert mm.count == 5
     assert mm.device_time_total > 0
+
+
+def test_the_gpu_is_described_as_the_node_describes_it(gpu: torch.device) -> None:
+    real = torch.cuda.get_device_properties(0)
+    found = torch.sky.get_device_properties(gpu)
+    assert (found.name, found.total_memory) == (real.name, real.total_memory)
+    assert torch.sky.get_device_name(gpu) == torch.cuda.get_device_name(0)
+    assert torch.sky.get_device_capability(gpu) == torch.cuda.get_device_capability(0)
+    assert torch.sky.is_bf16_supported() == torch.cuda.is_bf16_supported()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from skyward.device.core import core
 from skyward.device.pump import BACKLOGS, Pump
@@ -23,6 +24,7 @@ class Device:
         connect: Callable[[str], Channel],
         kind: str,
         node: int,
+        properties: Mapping[str, Any],
         *,
         lost: Callable[[str], None],
     ) -> None:
@@ -44,6 +46,7 @@ class Device:
                 shares_memory=channel.shares_memory,
                 on_cpu=kind.startswith("cpu"),
                 place=self._where,
+                properties=properties,
             )
             self._opened = opened.pop_all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from skyward.device import module
+from skyward.device import libraries, module
 from skyward.device.library import Core, DeviceError, DeviceStats
 from skyward.errors import ConfigurationError
 
@@ -23,6 +23,7 @@ def core() -> Core:
             made = Core()
             module.install(made)
             made.register()
+            libraries.install(made)
             _core = made
         return _core
 

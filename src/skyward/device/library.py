@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from skyward.device import build
+from skyward.device.properties import DeviceProperties
 from skyward.errors import SkywardError
 
 # Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
@@ -67,6 +69,9 @@ class Core:
         )
         self._free = list(range(DEVICES_MAX))
         self._places: dict[int, str] = {}
+        self._properties: dict[int, DeviceProperties] = {}
+        self.chosen: int | None = None
+        """The device that the user has made the current one, if it is still open."""
         self._lock = threading.Lock()
 
     def register(self) -> int:
@@ -75,7 +80,16 @@ class Core:
         self._call("sky_register", LEFT_COMPOSITE.encode(), ctypes.byref(count))
         return count.value
 
-    def open(self, ops: int, bulk: int, *, shares_memory: bool, on_cpu: bool, place: str) -> int:
+    def open(
+        self,
+        ops: int,
+        bulk: int,
+        *,
+        shares_memory: bool,
+        on_cpu: bool,
+        place: str,
+        properties: Mapping[str, Any],
+    ) -> int:
         """Open a device over two connected sockets, and return its index.
 
         `place` says for people what the device is and where.
@@ -86,6 +100,7 @@ class Core:
             if not self._free:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
+        self._properties[index] = DeviceProperties(**properties)
         try:
             self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
             self._places[index] = place
@@ -101,9 +116,16 @@ class Core:
         # A device whose worker died has closed itself; this frees its index, too.
         self._library.sky_close(index, why.encode())
         with self._lock:
+            if self.chosen == index:
+                self.chosen = None
             if index not in self._free:
                 self._free.append(index)
                 self._free.sort()
+
+    def properties(self, index: int) -> DeviceProperties:
+        """The properties of an open device."""
+        self.stats(index)  # raises if the device is not open
+        return self._properties[index]
 
     def stats(self, index: int) -> DeviceStats:
         """The numbers of the device so far."""

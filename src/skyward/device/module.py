@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from skyward.device import recurrent
+from skyward.device import legacy, recurrent, saving
 from skyward.device.library import Core
+from skyward.device.properties import DeviceProperties
 
 if TYPE_CHECKING:
     import torch
@@ -22,43 +24,8 @@ def install(core: Core) -> None:
     backend_registration.rename_privateuse1_backend("sky")
     torch._register_device_module("sky", _SkyModule(core))  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for method in (_byteswap, _write_file, _set_from_file):
-        setattr(torch.UntypedStorage, method.__name__, method)
+    saving.install()
     recurrent.flatten_on_sky()
-
-
-# PyTorch's own take every address for one of the CPU, or lose what keeps its memory alive.
-
-
-def _byteswap(storage: Any, element_size: int) -> None:
-    """Reverse the bytes of each element."""
-    import torch
-
-    if storage.device.type != "sky":
-        torch._C.StorageBase._byteswap(storage, element_size)  # type: ignore[attr-defined]
-        return
-    whole = storage.nbytes() // element_size * element_size
-    elements = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    elements = elements[:whole].view(-1, element_size)
-    elements.copy_(elements.flip(1))
-
-
-def _write_file(storage: Any, *how: Any, **more: Any) -> None:
-    """Write the bytes to a file."""
-    import torch
-
-    here = storage.cpu() if storage.device.type == "sky" else storage
-    torch._C.StorageBase._write_file(here, *how, **more)  # type: ignore[attr-defined]
-
-
-def _set_from_file(storage: Any, *how: Any, **more: Any) -> Any:
-    """Read the bytes from a file."""
-    import torch
-
-    is_sky = storage.device.type == "sky"
-    here = torch.UntypedStorage(storage.nbytes()) if is_sky else storage  # type: ignore[no-untyped-call]
-    torch._C.StorageBase._set_from_file(here, *how, **more)  # type: ignore[attr-defined]
-    return storage if here is storage else storage.copy_(here)
 
 
 def _module_there() -> types.ModuleType | None:
@@ -75,6 +42,9 @@ class _SkyModule(types.ModuleType):
     def __init__(self, core: Core) -> None:
         super().__init__("torch.sky", "Devices of Skyward's workers.")
         self._core = core
+        # What `torch.cuda` keeps in modules of their own.
+        self.random = self.memory = self
+        self.__dict__.update(legacy.classes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A function that names both `torch` and `sky` is taken for one that uses `torch.sky`."""
@@ -89,6 +59,9 @@ class _SkyModule(types.ModuleType):
     def is_initialized(self) -> bool:
         """Always: the core is loaded before this module is."""
         return True
+
+    def init(self) -> None:
+        """Do nothing: the core is loaded already."""
 
     def _lazy_init(self) -> None:
         """Do nothing: the core is loaded already."""
@@ -105,8 +78,8 @@ class _SkyModule(types.ModuleType):
         return self._core.current
 
     def set_device(self, device: Any) -> None:
-        """Choose this thread's current device."""
-        self._core.current = self._index(device)
+        """Choose this thread's current device, and have libraries use sky devices."""
+        self._core.current = self._core.chosen = self._index(device)
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -124,9 +97,44 @@ class _SkyModule(types.ModuleType):
 
         torch.accelerator.synchronize(self._index(device))
 
+    @contextmanager
+    def device_of(self, tensor: Any) -> Iterator[None]:
+        """Choose the device of a tensor for a block, if it is on a sky device."""
+        with self.device(tensor.device if tensor.device.type == "sky" else None):
+            yield
+
+    def get_device_properties(self, device: Any = None) -> DeviceProperties:
+        """What the device is on its node: its name, memory, version and more.
+
+        >>> torch.sky.get_device_properties(device).total_memory
+        """
+        return self._core.properties(self._index(device))
+
     def get_device_name(self, device: Any = None) -> str:
-        """The name of a device for people."""
-        return f"sky:{self._index(device)}"
+        """The name of the GPU, such as "NVIDIA H200", or of the processor."""
+        return self.get_device_properties(device).name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """The version of the GPU's instructions; (0, 0) on a CPU."""
+        properties = self.get_device_properties(device)
+        return properties.major, properties.minor
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """Whether the current device computes with bfloat16."""
+        properties = self.get_device_properties()
+        is_emulated = properties.type == "cuda" and properties.major < 8
+        return properties.is_bf16_supported and (including_emulation or not is_emulated)
+
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        """Whether a device reads another's memory: none does, each has its own process."""
+        return False
+
+    def ipc_collect(self) -> None:
+        """Do nothing: memory shared with functions of the node is freed when they free it."""
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph is recorded: never."""
+        return False
 
     def _index(self, device: Any) -> int:
         import torch
@@ -228,6 +236,28 @@ class _SkyModule(types.ModuleType):
         free, total = torch.accelerator.get_memory_info(self._index(device))
         return int(free), int(total)
 
+    def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
+        """The numbers of memory as a table for people."""
+        index, mebibyte = self._index(device), 1 << 20
+        free, total = self.mem_get_info(index)
+        rows = {
+            "allocated": self.memory_allocated(index),
+            "allocated at most": self.max_memory_allocated(index),
+            "reserved": self.memory_reserved(index),
+            "reserved at most": self.max_memory_reserved(index),
+            "free": free,
+            "all": total,
+        }
+        lines = (f"{what:<18}{size / mebibyte:>14,.1f} MiB" for what, size in rows.items())
+        return "\n".join([f"sky:{index}, {self.get_device_name(index)}", *lines])
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Do nothing: no sums are kept."""
+
+    def reset_max_memory_allocated(self, device: Any = None) -> None:
+        """Count the peaks from now on."""
+        self.reset_peak_memory_stats(device)
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Count the peaks from now on."""
         import torch
@@ -251,6 +281,14 @@ class _SkyModule(types.ModuleType):
         for index in self._core.open_devices:
             self._core.seed(index, seed)
 
+    def seed(self) -> None:
+        """Seed the current device with a random number."""
+        self.manual_seed(secrets.randbits(63))
+
+    def seed_all(self) -> None:
+        """Seed every device with the same random number."""
+        self.manual_seed_all(secrets.randbits(63))
+
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """The state of the worker's generator."""
         import torch
@@ -262,6 +300,15 @@ class _SkyModule(types.ModuleType):
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         """Set the state of the worker's generator."""
         self._core.set_rng_state(self._index(device), bytes(state.cpu().tolist()))
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The states of the generators of all open devices."""
+        return [self.get_rng_state(index) for index in self._core.open_devices]
+
+    def set_rng_state_all(self, states: Iterable[torch.Tensor]) -> None:
+        """Set the states of the generators of all open devices, in their order."""
+        for index, state in zip(self._core.open_devices, states, strict=True):
+            self.set_rng_state(state, index)
 
     # Autocast.
 

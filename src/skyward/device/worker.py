@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
+from skyward.device import properties
 from skyward.device.pump import BACKLOGS, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials
@@ -61,6 +62,7 @@ def main() -> None:
         kind = choose(config.kind)
         gc.enable()
         library = ctypes.CDLL(str(build.library("worker")))
+        described = properties.read(kind)
     except Exception as problem:
         os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
         return
@@ -81,7 +83,7 @@ def main() -> None:
 
     credentials = Credentials(*config.credentials) if config.credentials else None
     listener = Listener(config.where, config.pool, credentials, accept)
-    announcement = {"endpoint": listener.endpoint, "kind": kind}
+    announcement = {"endpoint": listener.endpoint, "kind": kind, "properties": described}
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
     os.close(config.status)
     on_one_host = credentials is None

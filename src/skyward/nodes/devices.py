@@ -90,6 +90,7 @@ class DeviceDesk:
                 lambda role: self._connect(node, endpoint, role),
                 real,
                 node,
+                answer.properties,
                 lost=lambda why: self._given_up(node, number, why),
             )
         except BaseException:

@@ -155,6 +155,8 @@ class DeviceUp(Message):
     pid: int
     endpoint: str
     kind: str
+    properties: dict[str, str | bool | int | float]
+    """What the device is: its name, memory, version; on a GPU all that torch knows of it."""
 
 
 class DeviceDown(Message):

@@ -52,7 +52,9 @@ class DeviceProcesses:
         """Announce a device's process when it is ready, and report it when it ends."""
         said = process.announcement() or {}
         if "endpoint" in said:
-            self._tell(DeviceUp(number, process.pid, said["endpoint"], said["kind"]))
+            self._tell(
+                DeviceUp(number, process.pid, said["endpoint"], said["kind"], said["properties"])
+            )
         with process.stderr as lines:
             words = lines.read().decode(errors="replace").strip()
         code = process.follow()

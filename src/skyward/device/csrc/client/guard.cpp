@@ -52,6 +52,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(device.index()); }
   // The autograd engine sizes its queues from this once, at the first backward: count them all.
   c10::DeviceIndex deviceCount() const noexcept override { return kDevicesMax; }
+  // Every dtype but the quantized ones.
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    c10::DeviceCapability capability;
+    auto& types = capability.capability_data.supported_scalar_types;
+    types.has_QInt8 = types.has_QUInt8 = types.has_QInt32 = types.has_QUInt4x2 = types.has_QUInt2x4 = 0;
+    return capability;
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override { session_at(index).synchronize(kAllStreams); }
 
   c10::Stream getStream(c10::Device d) const override { return stream_of(d, current_stream(with_index(d).index())); }

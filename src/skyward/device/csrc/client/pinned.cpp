@@ -1,6 +1,7 @@
 #include "pinned.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 
 #include <bit>
@@ -38,7 +39,7 @@ struct Block {
   }
 };
 
-class Pinned final : public c10::Allocator {
+class Pinned final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, c10::Device(c10::kCPU)};
@@ -47,6 +48,28 @@ class Pinned final : public c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* into, const void* from, size_t bytes) const override { default_copy_data(into, from, bytes); }
+
+  void empty_cache() override {
+    std::vector<uint32_t> gone;
+    {
+      std::lock_guard lock(mutex_);
+      keep_finished(gone);
+      // Small blocks are parts of areas that stay.
+      std::erase_if(free_, [&](auto& each) {
+        auto& [size, place] = each;
+        if (size < kLarge) return false;
+        gone.push_back(place.second.area->number);
+        kept_ -= size;
+        return true;
+      });
+    }
+    for (auto area : gone) unshare_everywhere(area);
+  }
+  // A block waits by itself for the worker's last copy from or to it.
+  bool record_event(void*, void*, c10::Stream) override { return false; }
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
   bool holds(const void* at) {
     std::lock_guard lock(mutex_);
@@ -161,6 +184,9 @@ Pinned& pinned() {
 }
 
 void Pinned::give_back(void* block) { pinned().give(block); }
+
+// `torch.accelerator.empty_host_cache` calls the allocator of the device without a look at whether it has one.
+at::HostAllocatorRegistry<kSky> registered_pinned(&pinned());
 
 }  // namespace
 

@@ -1,0 +1,87 @@
+"""torch itself, where it names the devices that it knows or follows a choice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from skyward.device.libraries.choice import Choice
+from skyward.device.libraries.patches import wrap
+from skyward.device.library import DeviceError
+
+NO_STREAM = "opt_ready_stream && opt_parent_stream"
+"""What the engine asserts of a gradient's streams; it looks for streams of one accelerator only."""
+
+
+def _accelerator(module: ModuleType, choice: Choice) -> None:
+    def set_device_index(original: Callable[..., None]) -> Callable[..., None]:
+        def and_note(device: Any, /) -> None:
+            original(device)
+            # PyTorch's own calls, such as a DataLoader's that pins memory, are no choice.
+            if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
+                choice.note(module.current_device_index())
+
+        return and_note
+
+    wrap(module, "set_device_index", set_device_index)
+
+
+def _autograd(module: ModuleType, choice: Choice) -> None:
+    def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def with_a_reason(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(outputs, *args, **kwargs)
+            except RuntimeError as problem:
+                if NO_STREAM not in str(problem):
+                    raise
+                devices = [str(getattr(output, "device", "cuda")) for output in outputs]
+                local = next((device for device in devices if "sky" not in device), "cuda")
+                raise DeviceError(
+                    f"backward on {local}: PyTorch's engine knows one accelerator in a process, "
+                    "and since compute.device() was called that is sky; use the same GPU through "
+                    "a pool: compute = sky.Compute(provider=sky.Local()) and "
+                    f"compute.device({local!r})"
+                ) from problem
+
+        return with_a_reason
+
+    wrap(module, "_engine_run_backward", run_backward)
+
+
+def _flex_attention(module: ModuleType, choice: Choice) -> None:
+    def validate(original: Callable[..., None]) -> Callable[..., None]:
+        def of_others(query: Any, key: Any, value: Any) -> None:
+            # Without a compiled kernel, attention is made of plain operations, on any device.
+            if query.device.type != "sky":
+                original(query, key, value)
+
+        return of_others
+
+    wrap(module, "_validate_device", validate)
+
+
+def _data_parallel(module: ModuleType, choice: Choice) -> None:
+    def init(original: Callable[..., None]) -> Callable[..., None]:
+        def with_a_reason(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+            device = next((p.device for p in model.parameters() if p.device.type == "sky"), None)
+            if device is not None:
+                raise ValueError(
+                    f"DataParallel copies a model to several GPUs of this machine, and the model "
+                    f"is on {device}; use the model as it is, or train with DDP in functions of a "
+                    "pool with sky.plugins.torch()"
+                )
+            original(self, model, *args, **kwargs)
+
+        return with_a_reason
+
+    wrap(module.DataParallel, "__init__", init)
+
+
+PATCHES: dict[str, Callable[..., None]] = {
+    "torch.accelerator": _accelerator,
+    "torch.autograd.graph": _autograd,
+    "torch.nn.attention.flex_attention": _flex_attention,
+    "torch.nn.parallel.data_parallel": _data_parallel,
+}

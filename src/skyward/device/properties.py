@@ -1,0 +1,63 @@
+"""The properties of a device: read on its node, and shown by `torch.sky.get_device_properties`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import types
+from pathlib import Path
+from typing import Any
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+class DeviceProperties(types.SimpleNamespace):
+    """What a device is: `name`, `total_memory`, `major`, `minor`, `multi_processor_count`, ...
+
+    On a GPU these are the properties that `torch.cuda.get_device_properties` has on the node. On a
+    CPU, the memory is the machine's, a core counts as a multiprocessor, and the version is 0.0.
+    """
+
+    type: str
+    """The type of the device on its node: "cuda", "cpu" or "mps"."""
+    name: str
+    total_memory: int
+    major: int
+    minor: int
+    multi_processor_count: int
+    is_bf16_supported: bool
+
+
+def read(kind: str) -> dict[str, Any]:
+    """The properties of a device of this machine, as values that JSON can carry."""
+    return {"type": kind.partition(":")[0], **(_of_gpu(kind) if "cuda" in kind else _of_host(kind))}
+
+
+def _of_gpu(kind: str) -> dict[str, Any]:
+    import torch
+
+    found = torch.cuda.get_device_properties(kind)
+    values = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+    plain = {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
+    if "uuid" in values:
+        plain["uuid"] = str(values["uuid"])
+    with torch.cuda.device(kind):
+        return {**plain, "is_bf16_supported": torch.cuda.is_bf16_supported()}
+
+
+def _of_host(kind: str) -> dict[str, Any]:
+    return {
+        "name": _processor() if kind == "cpu" else f"{kind.partition(':')[0]} of {_processor()}",
+        "total_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "major": 0,
+        "minor": 0,
+        "multi_processor_count": os.cpu_count() or 1,
+        "is_bf16_supported": True,
+    }
+
+
+def _processor() -> str:
+    """The name of the processor, or of its architecture: the kernel knows no names of ARM's."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
