@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import torch
 from measure import Sample, interleave, p50, say, timed
+from parity import parity, small
 from report import Row, absolute, compared, run_suite
 from slow_link import ROUND_TRIP, NoLinkError, slow_link, steps_over
 from training import QUIET, mlp, stepper, transformer
@@ -323,6 +324,11 @@ def slow_network(size: Size) -> Sequence[Row]:
     ]
 
 
+def ordinary_models(size: Size) -> Sequence[Row]:
+    """The same losses and speed as on the local GPU, for models that people train."""
+    return [] if KIND == "cpu" else [*small(size.rounds), *parity(size.steps, size.rounds)]
+
+
 def bytes_each_way(size: Size) -> Sequence[Row]:
     """Large copies to and from the device."""
     with sky.Compute(options=QUIET) as compute, Local() as here:
@@ -353,7 +359,7 @@ if __name__ == "__main__":
         del sys.argv[at : at + 2]
     run_suite(
         "what the torch device costs",
-        [client_cost, worker_cost, training, slow_network, bytes_each_way],
+        [client_cost, worker_cost, training, slow_network, bytes_each_way, ordinary_models],
         full=FULL,
         quick=QUICK,
     )
