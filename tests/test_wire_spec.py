@@ -116,6 +116,14 @@ def test_links_are_as_described() -> None:
         assert words in links
 
 
+def stripes(name: str) -> int:
+    """A size of csrc/wire/stripes.h."""
+    source = (ROOT / "src/skyward/device/csrc/wire/stripes.h").read_text()
+    found = re.search(rf"{name} = (\d+) << (\d+)", source)
+    assert found is not None
+    return int(found[1]) << int(found[2])
+
+
 def test_the_links_of_a_device_are_as_described() -> None:
     links = PAGE.partition("*Links of a device.*")[2].partition("\n\n")[0]
     for words in (
@@ -123,6 +131,8 @@ def test_the_links_of_a_device_are_as_described() -> None:
         f"{pump.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
         f"{pump.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
         f"after {pump.SILENCE_SECONDS:g} s without a record",
+        f"{stripes('kLong') >> 20} MiB and more are cut",
+        f"into stripes of {stripes('kStripe') >> 10} KiB",
     ):
         assert words in links
 

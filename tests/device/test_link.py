@@ -147,7 +147,7 @@ def test_large_copies_in_both_directions_at_once_do_not_wait_for_each_other(
     remote: torch.device,
 ) -> None:
     # Each is more than a link sends ahead: the worker takes in one while it sends the other.
-    size = 2 * pump.BACKLOGS["device-bulk"]
+    size = 2 * sum(window for role, window in pump.BACKLOGS.items() if "bulk" in role)
     first, second = (torch.randint(256, (size,), dtype=torch.uint8) for _ in range(2))
     there = first.to(remote)
     torch.sky.synchronize(remote)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from skyward.device.core import core
-from skyward.device.pump import BACKLOGS, Pump
+from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 
 
@@ -31,9 +31,13 @@ class Device:
         self._where = f"{kind} of node {node}"
         self._ends: list[socket.socket] = []
         with ExitStack() as opened:
+            shares_memory = False
             for role, window in BACKLOGS.items():
+                if shares_memory and role not in ON_ONE_HOST:
+                    break
                 channel = connect(role)
-                if channel.shares_memory:
+                shares_memory = channel.shares_memory
+                if shares_memory:
                     opened.callback(channel.close)
                     end, _ = channel.detach()
                 else:
@@ -41,9 +45,11 @@ class Device:
                     opened.callback(pump.close)
                     end = pump.near
                 self._ends.append(end)
+            ops, *bulk = (end.fileno() for end in self._ends)
             self.index = core().open(
-                *(end.fileno() for end in self._ends),
-                shares_memory=channel.shares_memory,
+                ops,
+                bulk,
+                shares_memory=shares_memory,
                 on_cpu=kind.startswith("cpu"),
                 place=self._where,
                 properties=properties,

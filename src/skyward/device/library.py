@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +83,16 @@ class Core:
     def open(
         self,
         ops: int,
-        bulk: int,
+        bulk: Sequence[int],
         *,
         shares_memory: bool,
         on_cpu: bool,
         place: str,
         properties: Mapping[str, Any],
     ) -> int:
-        """Open a device over two connected sockets, and return its index.
+        """Open a device over connected sockets, and return its index.
 
-        `place` says for people what the device is and where.
+        `ops` is for records and replies, `bulk` for the bytes of tensors. `place` says for people what the device is and where.
         """
         import torch
 
@@ -102,7 +102,8 @@ class Core:
             index = self._free.pop(0)
         self._properties[index] = DeviceProperties(**properties)
         try:
-            self._call("sky_open", index, ops, bulk, int(shares_memory), int(on_cpu))
+            sockets = (ctypes.c_int * len(bulk))(*bulk)
+            self._call("sky_open", index, ops, sockets, len(bulk), int(shares_memory), int(on_cpu))
             self._places[index] = place
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())

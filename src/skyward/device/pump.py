@@ -23,8 +23,19 @@ from skyward.wire.link.records import RECORD
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """How long a connection may bring no bytes before it counts as broken."""
-BACKLOGS = {"device-ops": 8 << 20, "device-bulk": 64 << 20}
-"""The two links of a device by role, and how many uncounted bytes each may send."""
+BACKLOGS = {
+    "device-ops": 8 << 20,
+    "device-bulk": 16 << 20,
+    "device-bulk-1": 16 << 20,
+    "device-bulk-2": 16 << 20,
+    "device-bulk-3": 16 << 20,
+}
+"""The links of a device by role, and how many uncounted bytes each may send.
+
+Bulk bytes go over several: one thread encrypts about as much as one connection's other end reads.
+"""
+ON_ONE_HOST = ("device-ops", "device-bulk")
+"""The connections of a device whose process is on the client's host."""
 TLS_RECORD = 16 << 10
 """How many bytes a record of TLS holds at most; after a full record, another probably follows."""
 BATCH = 8

@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from skyward.device import properties
-from skyward.device.pump import BACKLOGS, Pump
+from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials
 from skyward.wire.listener import Listener
@@ -89,7 +89,8 @@ def main() -> None:
     on_one_host = credentials is None
     try:
         patience = None if on_one_host else config.orphan_timeout
-        channels = {role: arrived[role].get(timeout=patience) for role in BACKLOGS}
+        roles = ON_ONE_HOST if on_one_host else tuple(BACKLOGS)
+        channels = {role: arrived[role].get(timeout=patience) for role in roles}
     except queue.Empty:
         _end(f"the client did not connect within {config.orphan_timeout:g} s")
     if on_one_host:
@@ -102,10 +103,17 @@ def main() -> None:
             for role, channel in channels.items()
         ]
         ends = [pump.near for pump in pumps]
-    ops, bulk = (end.fileno() for end in ends)
+    ops, *bulk = (end.fileno() for end in ends)
+    sockets = (ctypes.c_int * len(bulk))(*bulk)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
-        ops, bulk, int(on_one_host), kind.encode(), message, ctypes.c_size_t(len(message))
+        ops,
+        sockets,
+        len(bulk),
+        int(on_one_host),
+        kind.encode(),
+        message,
+        ctypes.c_size_t(len(message)),
     )
     _end(f"device process: {message.value.decode(errors='replace')}" if failed else "")
 

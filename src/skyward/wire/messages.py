@@ -56,7 +56,7 @@ class Hello(Message):
     KIND = 1
     pool: str
     role: str
-    """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
+    """The connection's purpose: "control", "data", "device-ops", "device-bulk" or a further one of those.
 
     Between executors it is "peer".
     """

@@ -44,8 +44,11 @@ int sky_register(const char* left, int* count) {
   });
 }
 
-int sky_open(int index, int ops, int bulk, int shares_memory, int on_cpu) {
-  return sky::guarded([&] { sky::open_session(index, ops, bulk, shares_memory != 0, on_cpu != 0); });
+int sky_open(int index, int ops, const int* bulk, int bulk_count, int shares_memory, int on_cpu) {
+  return sky::guarded([&] {
+    std::vector<int> sockets(bulk, bulk + bulk_count);
+    sky::open_session(index, ops, std::move(sockets), shares_memory != 0, on_cpu != 0);
+  });
 }
 
 int sky_close(int index, const char* why) {

@@ -10,7 +10,7 @@ constexpr uint64_t kQueuedMost = 256 << 20;
 
 }  // namespace
 
-Bulk::Bulk(int socket, SharedRings* rings) : socket_(socket), rings_(rings) {}
+Bulk::Bulk(std::vector<int> sockets, SharedRings* rings) : sockets_(std::move(sockets)), rings_(rings) {}
 
 Bulk::~Bulk() { retire(); }
 
@@ -21,7 +21,7 @@ void Bulk::retire() {
 }
 
 void Bulk::close() noexcept {
-  ::shutdown(socket_, SHUT_RDWR);
+  sockets_.close();
   if (rings_) {
     rings_->up.wake();
     rings_->down.wake();
@@ -38,12 +38,12 @@ void Bulk::check() {
 
 void Bulk::write(const void* data, uint64_t size) {
   if (rings_) rings_->up.write(data, size);
-  else send_all(socket_, data, size);
+  else sockets_.send(data, size, 0, size);
 }
 
 void Bulk::read(void* into, uint64_t size) {
   if (rings_) rings_->down.read(into, size);
-  else receive_all(socket_, into, size);
+  else sockets_.receive(into, size, 0, size);
 }
 
 void Bulk::send(const void* data, uint64_t size, bool later) {

@@ -12,6 +12,7 @@
 
 #include "../wire/records.h"
 #include "../wire/shared_memory.h"
+#include "../wire/stripes.h"
 
 namespace sky {
 
@@ -24,7 +25,7 @@ struct Complaint {
 class Bulk {
  public:
   // Through the rings if there are any; they belong to the caller.
-  Bulk(int socket, SharedRings* rings);
+  Bulk(std::vector<int> sockets, SharedRings* rings);
   ~Bulk();
   Bulk(const Bulk&) = delete;
 
@@ -39,7 +40,7 @@ class Bulk {
 
   void close() noexcept;
   void retire();  // ends its threads; nothing may be sent any more
-  void send_descriptor(int fd) { sky::send_descriptor(socket_, fd); }
+  void send_descriptor(int fd) { sky::send_descriptor(sockets_.first(), fd); }
 
  private:
   struct Parcel {
@@ -52,7 +53,7 @@ class Bulk {
   void receive_queued();
   void check();
 
-  int socket_;
+  Stripes sockets_;
   SharedRings* rings_;
   std::mutex mutex_;
   std::condition_variable changed_;

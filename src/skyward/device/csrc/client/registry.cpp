@@ -41,7 +41,7 @@ Session* session_by_serial(uint32_t serial) noexcept {
   return serial && serial <= sessions.size() ? sessions[serial - 1].get() : nullptr;
 }
 
-Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu) {
+Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu) {
   std::lock_guard lock(registry_mutex);
   // Reserved at once: a storage's deleter looks sessions up without the lock.
   if (sessions.capacity() < Address::kSerials - 1) {
@@ -51,7 +51,7 @@ Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_
   SKY_CHECK(sessions.size() < sessions.capacity(), "this process has opened ", sessions.size(),
             " sky devices, which is the most; start another");
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
-  sessions.push_back(std::make_unique<Session>(index, serial, ops, bulk, shares_memory, on_cpu));
+  sessions.push_back(std::make_unique<Session>(index, serial, ops, std::move(bulk), shares_memory, on_cpu));
   by_index[index] = sessions.back().get();
   return *sessions.back();
 }

@@ -33,13 +33,13 @@ constexpr uint64_t kOperationsPerWait = 12;
 
 }  // namespace
 
-Session::Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu)
+Session::Session(int index, uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu)
     : index(index),
       serial(serial),
       on_cpu(on_cpu),
-      rings_(shares_memory ? SharedRings::make(ops, bulk) : nullptr),
+      rings_(shares_memory ? SharedRings::make(ops, bulk.front()) : nullptr),
       ops_(ops, rings_ ? &rings_->records : nullptr, rings_ ? &rings_->replies : nullptr),
-      bulk_(bulk, rings_.get()) {
+      bulk_(std::move(bulk), rings_.get()) {
   if (rings_) rings_->replies.spin(std::thread::hardware_concurrency() > 2);
   out_.reserve(1 << 16);
   flusher_ = std::thread([this] { flush_later(); });

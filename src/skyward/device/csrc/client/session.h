@@ -90,7 +90,8 @@ struct TensorPlace {
 
 class Session {
  public:
-  Session(int index, uint32_t serial, int ops, int bulk, bool shares_memory, bool on_cpu);
+  // `bulk` are the sockets for the bytes of tensors: one, or over a network several.
+  Session(int index, uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu);
   ~Session();
   Session(const Session&) = delete;
 
@@ -210,7 +211,7 @@ inline bool is_sky(const at::Tensor& t) {
 // The session behind a device index; throws if there is none.
 Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
-Session& open_session(int index, int ops, int bulk, bool shares_memory, bool on_cpu);
+Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu);
 void close_session(int index, const std::string& why);  // the last one that had this index
 void forget_index(const Session& session);              // it is closed, and its index free
 int open_count();

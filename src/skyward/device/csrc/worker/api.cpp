@@ -6,7 +6,8 @@
 #include "session.h"
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
-extern "C" int sky_worker_serve(int ops, int bulk, int shares_memory, const char* device, char* message, size_t size) {
+extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int shares_memory, const char* device,
+                                char* message, size_t size) {
   try {
     c10::Device real{std::string(device)};
     if (real.is_cuda() && !real.has_index()) real = c10::Device(c10::kCUDA, 0);
@@ -14,7 +15,7 @@ extern "C" int sky_worker_serve(int ops, int bulk, int shares_memory, const char
     if (!real.is_cpu()) guard.reset_device(real);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
-    sky::Session(ops, bulk, shares_memory != 0, real).serve();
+    sky::Session(ops, std::vector<int>(bulk, bulk + bulk_count), shares_memory != 0, real).serve();
     return 0;
   } catch (const std::exception& e) {
     snprintf(message, size, "%s", e.what());

@@ -104,7 +104,7 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
   if (device_.is_cpu() && !drop) {
     auto* into = static_cast<char*>(held.storage.mutable_data()) + offset;
     if (rings_) rings_->up.read(into, bytes);
-    else receive_all(bulk_, into, bytes);
+    else bulk_.receive(into, bytes, 0, bytes);
     return;
   }
   int turn = 0;
@@ -124,7 +124,7 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
     } else {
       n = std::min<uint64_t>(kStage, bytes - done);
       auto& stage = staging(turn);
-      receive_all(bulk_, stage.mutable_data_ptr(), n);
+      bulk_.receive(stage.mutable_data_ptr(), n, done, bytes);
       if (!drop && !held.poison) put(held, offset + done, static_cast<const char*>(stage.const_data_ptr()), n);
       if (device_.is_cuda()) streams_.mark(staged_[turn]);
     }
@@ -171,7 +171,7 @@ void Session::fetch(Reader& r) {
     w.u8(status);
     w.u64(content.size() + following);
     w.raw(content.data(), content.size());
-    send_bulk(w.bytes().data(), w.size());
+    send_bulk(w.bytes().data(), w.size(), 0, w.size());
   };
   if (first_error_ || held.poison) {
     auto failure = first_error_ ? std::exchange(first_error_, nullptr) : held.poison;
@@ -195,15 +195,16 @@ void Session::fetch(Reader& r) {
   send_tensor(whole);
 }
 
-void Session::send_bulk(const void* data, size_t bytes) {
-  if (rings_) rings_->down.write(data, bytes);
-  else send_all(bulk_, data, bytes);
+// A part of `total` bytes, of which `done` went before it.
+void Session::send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total) {
+  if (rings_) rings_->down.write(data, size);
+  else bulk_.send(data, size, done, total);
 }
 
 void Session::send_tensor(const at::Tensor& dense) {
   size_t bytes = dense.nbytes();
   if (dense.is_cpu()) {
-    send_bulk(dense.const_data_ptr(), bytes);
+    send_bulk(dense.const_data_ptr(), bytes, 0, bytes);
     return;
   }
   // Through page-locked memory: a copy into fresh pages runs at the speed of their page faults. While a part is sent,
@@ -219,7 +220,7 @@ void Session::send_tensor(const at::Tensor& dense) {
   begin(0, turn);
   for (uint64_t done = 0; done < bytes; done += kStage, turn ^= 1) {
     if (done + kStage < bytes) begin(done + kStage, turn ^ 1);
-    send_bulk(staging(turn).const_data_ptr(), std::min<uint64_t>(kStage, bytes - done));
+    send_bulk(staging(turn).const_data_ptr(), std::min<uint64_t>(kStage, bytes - done), done, bytes);
   }
 }
 

@@ -32,9 +32,9 @@ std::pair<uint64_t, uint64_t> host_memory() {
 
 }  // namespace
 
-Session::Session(int ops, int bulk, bool shares_memory, c10::Device device)
-    : bulk_(bulk),
-      rings_(shares_memory ? SharedRings::join(ops, bulk) : nullptr),
+Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device)
+    : bulk_(std::move(bulk)),
+      rings_(shares_memory ? SharedRings::join(ops, bulk_.first()) : nullptr),
       ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
       device_(device),
       streams_(device),

@@ -17,6 +17,7 @@
 #include "../wire/records.h"
 #include "../wire/shared_memory.h"
 #include "../wire/stream.h"
+#include "../wire/stripes.h"
 #include "copies.h"
 #include "failures.h"
 #include "layouts.h"
@@ -64,7 +65,8 @@ struct Template {
 
 class Session {
  public:
-  Session(int ops, int bulk, bool shares_memory, c10::Device device);
+  // `bulk` are the sockets for the bytes of tensors, as many as the client has.
+  Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device);
   ~Session();
 
   // Until the client leaves.
@@ -145,7 +147,7 @@ class Session {
   void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
   void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
-  void send_bulk(const void* data, size_t bytes);
+  void send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void send_tensor(const at::Tensor& dense);
   at::Tensor& staging(int which);
   at::Tensor dense(Slot& held, const Layout& layout, int64_t offset);
@@ -158,7 +160,7 @@ class Session {
   void copy_out(Reader& r);
   char* shared(uint32_t area, uint64_t offset, uint64_t bytes);
 
-  int bulk_;
+  Stripes bulk_;
   std::unique_ptr<SharedRings> rings_;
   Stream ops_;
   c10::Device device_;

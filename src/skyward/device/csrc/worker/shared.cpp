@@ -18,7 +18,7 @@ void Session::share(Reader& r) {
   auto number = r.u32();
   auto bytes = r.u64();
   if (!rings_) throw Malformed("shared memory from another host");
-  int fd = receive_descriptor(bulk_);
+  int fd = receive_descriptor(bulk_.first());
   if (fd < 0) throw Malformed("shared memory without a descriptor");
   struct stat told{};
   if (::fstat(fd, &told) || static_cast<uint64_t>(told.st_size) < bytes) {
