@@ -41,11 +41,11 @@ class _Moving:
 
 def _safe_open(module: ModuleType, choice: Choice) -> None:
     def safe_open(original: Any) -> Callable[..., Any]:
-        class Kind(type):
+        class OpeningType(type):
             def __instancecheck__(cls, value: object) -> bool:
                 return isinstance(value, (original, _Moving))
 
-        class Opening(metaclass=Kind):
+        class Opening(metaclass=OpeningType):
             def __new__(
                 cls, filename: Any, framework: Any, device: Any = "cpu", **more: Any
             ) -> Any:
