@@ -92,7 +92,8 @@ class Core:
     ) -> int:
         """Open a device over connected sockets, and return its index.
 
-        `ops` is for records and replies, `bulk` for the bytes of tensors. `place` says for people what the device is and where.
+        `ops` is for records and replies, `bulk` for the bytes of tensors. `place` says for people
+        what the device is and where.
         """
         import torch
 

@@ -56,9 +56,9 @@ class Hello(Message):
     KIND = 1
     pool: str
     role: str
-    """The connection's purpose: "control", "data", "device-ops", "device-bulk" or a further one of those.
+    """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
 
-    Between executors it is "peer".
+    Between executors it is "peer"; further bulk connections of a device have a number.
     """
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
