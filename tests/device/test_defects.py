@@ -130,6 +130,7 @@ def test_scalars_that_an_operation_refuses_are_refused_at_the_call(device: torch
         lambda bad: x.normal_(0.0, -1.0 if bad else 1.0),
         lambda bad: x.exponential_(-1.0 if bad else 1.0),
         lambda bad: x.histc(4, min=1.0, max=0.5 if bad else 2.0),
+        lambda bad: (x / (0.0 if bad else 1.0)).histc(4),
         lambda bad: torch.nn.functional.softshrink(x, -1.0 if bad else 1.0),
         lambda bad: torch.nn.functional.huber_loss(x, x, delta=-1.0 if bad else 1.0),
         lambda bad: whole.pow(-1 if bad else 2),
