@@ -109,6 +109,20 @@ def test_indices_on_the_device_of_a_tensor_that_is_not_there_are_refused(
     assert torch.ones(3, device=device)[torch.tensor([1])].tolist() == [1.0]
 
 
+def test_numbers_of_two_dtypes_are_refused_at_the_call(device: torch.device) -> None:
+    wide, narrow = torch.ones(2, 2, device=device), torch.ones(2, 2, device=device).half()
+    target = torch.zeros(2, dtype=torch.int64, device=device)
+    for wrong in (
+        lambda: wide @ narrow,
+        lambda: torch.nn.functional.linear(wide, narrow, narrow[0]),
+        lambda: torch.bmm(wide[None], narrow[None]),
+        lambda: torch.nn.functional.nll_loss(wide, target, weight=narrow[0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+            wrong()
+    torch.sky.synchronize(device)
+
+
 def test_scalars_that_an_operation_refuses_are_refused_at_the_call(device: torch.device) -> None:
     x, whole = torch.ones(3, device=device), torch.ones(3, dtype=torch.int64, device=device)
     uses = (
@@ -116,6 +130,7 @@ def test_scalars_that_an_operation_refuses_are_refused_at_the_call(device: torch
         lambda bad: x.normal_(0.0, -1.0 if bad else 1.0),
         lambda bad: x.exponential_(-1.0 if bad else 1.0),
         lambda bad: x.histc(4, min=1.0, max=0.5 if bad else 2.0),
+        lambda bad: (x / (0.0 if bad else 1.0)).histc(4),
         lambda bad: torch.nn.functional.softshrink(x, -1.0 if bad else 1.0),
         lambda bad: torch.nn.functional.huber_loss(x, x, delta=-1.0 if bad else 1.0),
         lambda bad: whole.pow(-1 if bad else 2),

@@ -78,11 +78,11 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
                                                 "aten::_fused_sdp_choice"};  // not with dropout
   // Their scalars are checked first of all: a wrong one is an error of the call elsewhere, so it is one here.
   static const std::set<std::string> checks_scalars{
-      "aten::uniform_",       "aten::normal_",        "aten::exponential_",      "aten::cauchy_",
-      "aten::log_normal_",    "aten::geometric_",     "aten::bernoulli_",        "aten::bernoulli",
-      "aten::histc",          "aten::renorm",         "aten::renorm_",           "aten::softshrink",
-      "aten::celu",           "aten::celu_",          "aten::huber_loss",        "aten::smooth_l1_loss",
-      "aten::_cdist_forward", "aten::_pdist_forward", "aten::multi_margin_loss", "aten::native_dropout"};
+      "aten::uniform_",       "aten::normal_",           "aten::exponential_",   "aten::cauchy_",
+      "aten::log_normal_",    "aten::geometric_",        "aten::bernoulli_",     "aten::bernoulli",
+      "aten::renorm",         "aten::renorm_",           "aten::softshrink",     "aten::celu",
+      "aten::celu_",          "aten::huber_loss",        "aten::smooth_l1_loss", "aten::_cdist_forward",
+      "aten::_pdist_forward", "aten::multi_margin_loss", "aten::native_dropout"};
   info->indexes = indexing.count(name);
   info->scalars_shape = by_scalars.count(name) || checks_scalars.count(name) ||
                         (name == "aten::pow" && info->name->overload_name == "Tensor_Scalar");
@@ -94,6 +94,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   info->only_writes = only_writes(*info->name);
   // The worker's tables are sized by the longest target.
   if (name == "aten::_ctc_loss") info->asks_always = true;
+  // On a GPU, too, it waits for the range of the data, and refuses one that is not finite.
+  if (name == "aten::histc") info->asks_always = true;
   // Its only result is the error, which callers catch where they call.
   if (name == "aten::_linalg_check_errors") info->asks_always = true;
   return info;

@@ -206,6 +206,23 @@ bool lists_fit(const IValue* args, size_t count) {
   return true;
 }
 
+// Shapes alone do not say whether these fit: their kernels want numbers of one dtype.
+bool dtypes_fit(const c10::OperatorName& name, const IValue* args, size_t count) {
+  static const std::set<std::string> same{
+      "aten::mm",      "aten::addmm",    "aten::addmm_",           "aten::bmm",
+      "aten::baddbmm", "aten::baddbmm_", "aten::nll_loss_forward", "aten::nll_loss_backward"};
+  if (!same.count(name.name)) return true;
+  std::optional<at::ScalarType> dtype;
+  for (size_t i = 0; i < count; i++) {
+    if (!args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    auto its = args[i].toTensor().scalar_type();
+    if (!c10::isFloatingType(its) && !c10::isComplexType(its)) continue;
+    if (dtype.value_or(its) != its) return false;
+    dtype = its;
+  }
+  return true;
+}
+
 OutInfo promise(const Tensor& t) {
   OutInfo out;
   out.kind = kNewTensor;
@@ -242,7 +259,7 @@ bool infer(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args
     t.new_tensors = 1;
     return true;
   }
-  if (!info.shape) return false;
+  if (!info.shape || !dtypes_fit(op.operator_name(), args, info.arguments)) return false;
   torch::jit::Stack stack(args, args + info.arguments);
   for (auto& v : stack)
     if (!shadow(v)) return false;
