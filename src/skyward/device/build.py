@@ -18,7 +18,7 @@ import platformdirs
 from skyward.device import compiling
 from skyward.device.compiling import FLAGS, PARTS, Compiler, CompilerError
 
-__all__ = ["CompilerError", "check", "libraries", "library", "shipped_name"]
+__all__ = ["PARTS", "CompilerError", "check", "libraries", "library", "shipped_name"]
 
 SHIPPED = Path(__file__).parent / "cores"
 """Where a wheel for one platform has its cores; the wheel for all platforms has none."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from skyward import kernel
 from skyward.errors import BlobStoreFullError
 
 CHUNK = 1 << 20
@@ -196,7 +197,7 @@ class Segment:
             os.unlink(path)
             try:
                 # Reserved now: a full disk must be an error here, not a SIGBUS later.
-                os.posix_fallocate(self.descriptor, 0, self.size)
+                kernel.reserve(self.descriptor, self.size)
             except OSError as problem:
                 os.close(self.descriptor)
                 if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -373,7 +374,7 @@ class Arena:
 
 def can_share() -> bool:
     """Whether this platform has anonymous shareable memory."""
-    return hasattr(os, "memfd_create")
+    return kernel.HAS_MEMORY_FILES
 
 
 def machine_memory() -> int:
