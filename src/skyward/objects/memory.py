@@ -189,10 +189,11 @@ class Segment:
     def __init__(self, size: int, folder: str | None = None) -> None:
         self.id = next(_ids)
         self.size = -(-size // _ROUND) * _ROUND
-        if folder is None:
+        if folder is None and kernel.HAS_MEMORY_FILES:
             self.descriptor = os.memfd_create("skyward-segment", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, self.size)
         else:
+            folder = folder or tempfile.gettempdir()
             self.descriptor, path = tempfile.mkstemp(prefix="sky-segment-", dir=folder)
             os.unlink(path)
             try:
@@ -370,11 +371,6 @@ class Arena:
             free, self._free = self._free, []
         for segment in free:
             segment.close()
-
-
-def can_share() -> bool:
-    """Whether this platform has anonymous shareable memory."""
-    return kernel.HAS_MEMORY_FILES
 
 
 def machine_memory() -> int:
