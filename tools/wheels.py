@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import importlib.util
 import platform
 import re
 import shutil
@@ -173,6 +174,8 @@ def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
     Zig brings headers and a linker for macOS, and a libc++ of its own. Two of these in one process
     would not know each other's exceptions, so a stub stands for the system's.
     """
+    if importlib.util.find_spec("ziglang") is None:
+        raise WheelError("there is no ziglang; install it with: pip install ziglang")
     zig = (sys.executable, "-m", "ziglang")
     target = ("-target", f"aarch64-macos.{MACOS}")
     made = cores / build.shipped_name("client", headers.minor, ABI, "darwin", "arm64")
