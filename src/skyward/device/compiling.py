@@ -49,7 +49,9 @@ class Compiler:
     @cached_property
     def identity(self) -> str:
         """What tells apart compilers, and versions of one."""
-        return " ".join(self.command) + run(*self.command, "--version")
+        # In a folder of its own: zig makes an empty file when it is asked this.
+        with tempfile.TemporaryDirectory(prefix="sky-version-") as folder:
+            return " ".join(self.command) + run(*self.command, "--version", folder=folder)
 
     @cached_property
     def cast_policies(self) -> str:
@@ -145,10 +147,10 @@ def inspect(part: str, compiler: Compiler, flags: tuple[str, ...]) -> None:
                 each.result()
 
 
-def run(*command: str) -> str:
+def run(*command: str, folder: str | None = None) -> str:
     """Run a compiler; returns what it printed, and raises what it complained about."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     except OSError as problem:
         raise CompilerError(
             f"the compiler {command[0]!r} does not start: {problem}; name another one with CXX"
