@@ -127,6 +127,8 @@ def _compiler() -> Compiler:
             "the torch device needs a C++ compiler once, and there is none; install g++ (for "
             "example `apt-get install g++`) or name one with CXX"
         )
+    if os.sep in command:
+        command = os.path.abspath(command)
     home = Path(torch.__file__).parent
     link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
     if platform.system() == "Linux":
