@@ -37,8 +37,12 @@ ABI = 1
 MACOS = "14.0"
 GLIBC, GLIBCXX = (2, 28), (3, 4, 25)
 """What torch's own wheels need, manylinux_2_28, and what the libstdc++ of such a system has."""
-NEW_TO_TORCH = {"__ZNSt3__115recursive_mutex8try_lockEv", "__ZdlPvm"}
-"""What our cores need of libc++ and torch does not; macOS has had both since 10.12."""
+NEW_TO_TORCH = {
+    "__ZNSt3__115recursive_mutex8try_lockEv",
+    "__ZNSt3__15mutex8try_lockEv",
+    "__ZdlPvm",
+}
+"""What our cores need of libc++ and torch does not; macOS has had all of it since 10.12."""
 RPATH = "../../../torch/lib"
 """From skyward/device/cores to torch, for a program that has not imported torch yet."""
 
