@@ -200,6 +200,7 @@ def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
             "-lc10",
             str(stub),
             f"-Wl,-rpath,@loader_path/{RPATH}",
+            f"-Wl,-install_name,@rpath/{made.name}",
         ),
     )
     objects = compiling.compile_units(compiling.units_of("client"), compiler, work / "objects")
