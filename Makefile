@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints-dev.txt)
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
-CPP    := $(wildcard src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp)
+CPP    := $(wildcard src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp tools/*.h)
 # Options for the one pip call that installs torch, for example an index of CPU builds.
 TORCH_PIP_ARGS ?=
 
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format bench clean
+.PHONY: help setup demo test test-all check format bench wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,7 @@ check: setup  ## lint, formatting, strict types
 	@echo "check: ruff check"          && $(BIN)/python -m ruff check .
 	@echo "check: ruff format --check" && $(BIN)/python -m ruff format --check .
 	@echo "check: mypy --strict src"   && $(BIN)/python -m mypy --strict src
+	@echo "check: mypy --strict tools" && MYPYPATH=tools $(BIN)/python -m mypy --strict tools
 	@echo "check: types of the operators" && $(BIN)/python -m mypy --strict tests/typing
 	@echo "check: clang-format" && $(CLANG_FORMAT) --dry-run --Werror $(CPP)
 	@echo "check: warnings of the C++" && $(BIN)/python -m skyward.device.build --check
@@ -61,6 +62,13 @@ format: setup  ## rewrite the sources in the house format
 
 bench: setup  ## run the benchmarks and print the table
 	@$(BIN)/python bench/run.py
+
+# Options for tools/wheels.py, for example WHEELS="--only linux-x86_64 --torch-wheels FOLDER".
+WHEELS ?=
+
+wheels: setup  ## build wheels with compiled cores for Linux and macOS into dist/
+	@$(PIP) install -c constraints-dev.txt ziglang
+	@$(BIN)/python tools/wheels.py $(WHEELS)
 
 clean:  ## remove caches and build outputs, keep .venv
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

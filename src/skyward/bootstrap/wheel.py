@@ -17,6 +17,8 @@ from skyward.errors import ImageError
 
 PACKAGES = ("skyward", "skytorch")
 _LEFT_OUT = ("*.pyc", "*.pyo", "*.so", ".*")
+_KEPT = "device/cores/worker-*.so"
+"""Compiled for nodes, which then need no compiler."""
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 """The time of all members; real times would make every wheel differ."""
 
@@ -72,7 +74,8 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
         home = Path(spec.origin).parent
         for file in sorted(home.rglob("*")):
             inside = file.relative_to(home)
-            if not file.is_file() or any(map(file.match, _LEFT_OUT)):
+            is_left_out = any(map(file.match, _LEFT_OUT)) and not file.match(_KEPT)
+            if not file.is_file() or is_left_out:
                 continue
             if any(part == "__pycache__" or part.startswith(".") for part in inside.parts):
                 continue

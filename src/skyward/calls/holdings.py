@@ -144,7 +144,7 @@ class Holdings:
                 streamed.clear()
             return refs
 
-        packed = payloads.pack(parcel.encoded, large if memory.can_share() else None)
+        packed = payloads.pack(parcel.encoded, large)
         for segment in new.values():
             self._store.pin(segment)
             self._segments.add(segment.id)

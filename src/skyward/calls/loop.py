@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from skyward import kernel
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.link.incoming import NotConnected
@@ -44,7 +45,7 @@ class Loop:
     """Waits on every channel of a pool; a frame with a large body is read on its own thread."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = kernel.selector()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()

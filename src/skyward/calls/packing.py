@@ -111,7 +111,7 @@ class Packer:
                 buffer if len(buffer) >= BLOB_MIN else memoryview(bytes(buffer))
                 for buffer in encoded.buffers
             ]
-        if not large or not memory.can_share():
+        if not large:
             return parcel
         held = keep or not self._encrypted
         before = self._sources.surely_new(large) if held else None

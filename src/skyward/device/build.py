@@ -18,7 +18,7 @@ import platformdirs
 from skyward.device import compiling
 from skyward.device.compiling import FLAGS, PARTS, Compiler, CompilerError
 
-__all__ = ["CompilerError", "check", "libraries", "library", "shipped_name"]
+__all__ = ["PARTS", "CompilerError", "check", "libraries", "library", "shipped_name"]
 
 SHIPPED = Path(__file__).parent / "cores"
 """Where a wheel for one platform has its cores; the wheel for all platforms has none."""
@@ -127,6 +127,8 @@ def _compiler() -> Compiler:
             "the torch device needs a C++ compiler once, and there is none; install g++ (for "
             "example `apt-get install g++`) or name one with CXX"
         )
+    if os.sep in command:
+        command = os.path.abspath(command)
     home = Path(torch.__file__).parent
     link = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
     if platform.system() == "Linux":

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,11 +43,15 @@ class Compiler:
     """Which torch that is: objects for another one are other objects."""
     options: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
+    linker: tuple[str, ...] | None = None
+    """What links, if it is another command."""
 
     @cached_property
     def identity(self) -> str:
         """What tells apart compilers, and versions of one."""
-        return " ".join(self.command) + run(*self.command, "--version")
+        # In a folder of its own: zig makes an empty file when it is asked this.
+        with tempfile.TemporaryDirectory(prefix="sky-version-") as folder:
+            return " ".join(self.command) + run(*self.command, "--version", folder=folder)
 
     @cached_property
     def cast_policies(self) -> str:
@@ -102,12 +106,8 @@ def units_of(part: str) -> list[Unit]:
     return [Unit(part, tuple(sorted(share))) for share in shares if share]
 
 
-def make(targets: Mapping[str, Path], compiler: Compiler, objects: Path) -> None:
-    """Compile and link the core of each part to its target.
-
-    Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
-    """
-    units = [unit for part in targets for unit in units_of(part)]
+def compile_units(units: Sequence[Unit], compiler: Compiler, objects: Path) -> dict[Unit, Path]:
+    """The objects of some units, in a folder where they stay; those that are there are used."""
     objects.mkdir(parents=True, exist_ok=True)
     made = {unit: objects / f"{unit.part}-{unit.digest(compiler)}.o" for unit in units}
     # The longest first: a long one at the end would leave processors idle.
@@ -117,11 +117,21 @@ def make(targets: Mapping[str, Path], compiler: Compiler, objects: Path) -> None
         compiled = [workers.submit(_compile, unit, compiler, made[unit]) for unit in missing]
         for each in compiled:
             each.result()
+    return made
+
+
+def make(targets: Mapping[str, Path], compiler: Compiler, objects: Path) -> None:
+    """Compile and link the core of each part to its target.
+
+    Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
+    """
+    made = compile_units([u for part in targets for u in units_of(part)], compiler, objects)
+    linker = compiler.linker or compiler.command
     for part, target in targets.items():
         with tempfile.TemporaryDirectory(prefix="sky-link-", dir=objects) as folder:
             linked = Path(folder, target.name)
             its_objects = [str(path) for unit, path in made.items() if unit.part == part]
-            run(*compiler.command, "-shared", *its_objects, "-o", str(linked), *compiler.link)
+            run(*linker, "-shared", *its_objects, "-o", str(linked), *compiler.link)
             os.replace(linked, target)
 
 
@@ -137,10 +147,10 @@ def inspect(part: str, compiler: Compiler, flags: tuple[str, ...]) -> None:
                 each.result()
 
 
-def run(*command: str) -> str:
+def run(*command: str, folder: str | None = None) -> str:
     """Run a compiler; returns what it printed, and raises what it complained about."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     except OSError as problem:
         raise CompilerError(
             f"the compiler {command[0]!r} does not start: {problem}; name another one with CXX"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from skyward import kernel
 from skyward.errors import BlobStoreFullError
 
 CHUNK = 1 << 20
@@ -188,15 +189,16 @@ class Segment:
     def __init__(self, size: int, folder: str | None = None) -> None:
         self.id = next(_ids)
         self.size = -(-size // _ROUND) * _ROUND
-        if folder is None:
+        if folder is None and kernel.HAS_MEMORY_FILES:
             self.descriptor = os.memfd_create("skyward-segment", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, self.size)
         else:
+            folder = folder or tempfile.gettempdir()
             self.descriptor, path = tempfile.mkstemp(prefix="sky-segment-", dir=folder)
             os.unlink(path)
             try:
                 # Reserved now: a full disk must be an error here, not a SIGBUS later.
-                os.posix_fallocate(self.descriptor, 0, self.size)
+                kernel.reserve(self.descriptor, self.size)
             except OSError as problem:
                 os.close(self.descriptor)
                 if problem.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -369,11 +371,6 @@ class Arena:
             free, self._free = self._free, []
         for segment in free:
             segment.close()
-
-
-def can_share() -> bool:
-    """Whether this platform has anonymous shareable memory."""
-    return hasattr(os, "memfd_create")
 
 
 def machine_memory() -> int:

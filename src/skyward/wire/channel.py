@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from skyward.errors import ProtocolError
+from skyward.kernel import CLOSE_ON_EXEC
 from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame, FrameDecoder, header
 from skyward.wire.link.link import Link
 from skyward.wire.messages import Message, encode
@@ -26,7 +27,6 @@ JOIN_BELOW = 16 << 10
 # OpenSSL takes int lengths; a bounded write also keeps the interpreter's lock hand-overs fair.
 TLS_WRITE = 4 << 20
 # Plain numbers: combining the enum's members costs more than the call they go into.
-_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsize)
 
@@ -261,12 +261,15 @@ class Channel:
             )
         else:
             count, ancillary, _, _ = self._receiver.recvmsg_into(
-                [self._view], _DESCRIPTOR_SPACE, flags | _CLOSE_ON_EXEC
+                [self._view], _DESCRIPTOR_SPACE, flags | CLOSE_ON_EXEC
             )
             for level, kind, data in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     rights = array.array("i")
                     rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
+                    if not CLOSE_ON_EXEC:
+                        for descriptor in rights:
+                            os.set_inheritable(descriptor, False)
                     self._decoder.attach(rights.tolist())
         if not count:
             raise EOFError("the other end closed the connection")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyward import kernel
 from skyward.errors import AuthenticationError
 
 LIFETIME = datetime.timedelta(days=30)
@@ -52,7 +53,7 @@ def _readable(secret: str) -> Iterator[str]:
 
     On Linux the file is in memory alone: no copy stays behind, even if this process is killed.
     """
-    if hasattr(os, "memfd_create"):
+    if kernel.HAS_MEMORY_FILES:
         with os.fdopen(os.memfd_create("skyward-key", os.MFD_CLOEXEC), "w") as file:
             file.write(secret)
             file.flush()
@@ -168,7 +169,7 @@ def node_name(pool: str, node: int) -> str:
 
 def check_peer(end: socket.socket) -> None:
     """Raise unless the peer on a Unix socket is a process of this user or of root."""
-    if not hasattr(socket, "SO_PEERCRED"):
+    if not kernel.HAS_PEER_CREDENTIALS:
         return
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", raw)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from skyward import kernel
+
 if TYPE_CHECKING:
     import psutil
 
@@ -244,7 +246,7 @@ def main() -> None:
     """Run commands until the agent closes the standard input, is gone, or sends SIGTERM."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
+    if kernel.IS_LINUX:
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
     runner = _Runner()

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
+
+from skyward import kernel
 
 LEAVE = signal.SIGUSR2
 """The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
@@ -15,7 +16,7 @@ LEAVE = signal.SIGUSR2
 
 def hold(descriptor: int) -> None:
     """End this process and its group when the agent closes the pipe, or dies."""
-    if sys.platform == "linux":
+    if kernel.IS_LINUX:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     threading.Thread(

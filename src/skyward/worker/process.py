@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
+from skyward import kernel
 from skyward.worker import lifeline
 
 _HINTS: dict[int, str] = {
@@ -125,6 +126,8 @@ def ending(code: int, *, out_of_memory: bool = False) -> str:
 
 def oom_kills() -> int:
     """How many processes of this machine the kernel has killed for lack of memory."""
+    if not kernel.IS_LINUX:
+        return 0
     with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as lines:
         for line in lines:
             name, _, count = line.partition(" ")

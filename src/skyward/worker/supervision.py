@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from skyward import context
+from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
 from skyward.worker import lifeline, process
 from skyward.worker.config import AgentConfig, ExecutorConfig
@@ -253,6 +253,8 @@ def _is_stopped(pid: int) -> bool:
 
 def _is_busy(pid: int) -> bool:
     """Whether a thread of the process runs, or would if it had a processor."""
+    if not kernel.IS_LINUX:
+        return False
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
         states = [Path(f"/proc/{pid}/task/{task}/stat").read_text() for task in tasks]

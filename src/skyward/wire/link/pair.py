@@ -6,9 +6,9 @@ import contextlib
 import select
 import socket
 import struct
-import sys
 import threading
 
+from skyward import kernel
 from skyward.wire.link.records import JOINED
 
 STRIPE_SECONDS = 10.0
@@ -171,7 +171,7 @@ def _round_trip(end: socket.socket) -> float:
 
     The shortest is the right one: a busy machine or a full buffer makes the others longer.
     """
-    if sys.platform != "linux" or end.family not in (socket.AF_INET, socket.AF_INET6):
+    if not kernel.IS_LINUX or end.family not in (socket.AF_INET, socket.AF_INET6):
         return 0.0
     try:
         information = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_AT + 4)

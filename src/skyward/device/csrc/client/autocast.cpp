@@ -29,7 +29,7 @@ namespace {
 using torch::jit::peek;
 using torch::jit::Stack;
 
-constexpr auto kKey = c10::DispatchKey::AutocastPrivateUse1;
+constexpr auto kCastKey = c10::DispatchKey::AutocastPrivateUse1;
 constexpr auto kCastDevice = c10::DeviceType::PrivateUse1;
 
 at::ScalarType lower_precision() { return at::autocast::get_autocast_dtype(kCastDevice); }
@@ -45,12 +45,12 @@ at::Tensor lowered(const at::Tensor& tensor) {
 
 template <typename Op>
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   return Op::call(lowered(a), lowered(b));
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   return at::_ops::linear::call(lowered(input), lowered(weight), bias ? std::optional(lowered(*bias)) : std::nullopt);
 }
 
@@ -68,20 +68,20 @@ void cast_arguments(size_t count, Stack& stack, at::ScalarType dtype) {
 }
 
 void in_lower_precision(const c10::OperatorHandle& op, Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   cast_arguments(op.schema().arguments().size(), *stack, lower_precision());
   op.callBoxed(stack);
 }
 
 void in_float32(const c10::OperatorHandle& op, Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   cast_arguments(op.schema().arguments().size(), *stack, at::kFloat);
   op.callBoxed(stack);
 }
 
 // The result is float32, unless the caller chose a dtype.
 void with_dtype(const c10::OperatorHandle& op, Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   const auto& arguments = op.schema().arguments();
   if (is_eligible(peek(*stack, 0, arguments.size()).toTensor())) {
     for (size_t i = 1; i < arguments.size(); i++) {
@@ -94,7 +94,7 @@ void with_dtype(const c10::OperatorHandle& op, Stack* stack) {
 
 // The same for `norm`, where a dtype makes another overload.
 void with_appended_dtype(const c10::OperatorHandle& op, Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   auto first = peek(*stack, 0, op.schema().arguments().size()).toTensor();
   auto overload = op.operator_name().overload_name == "Scalar" ? "ScalarOpt_dtype" : "ScalarOpt_dim_dtype";
   stack->emplace_back(is_eligible(first) ? at::kFloat : first.scalar_type());
@@ -110,7 +110,7 @@ at::ScalarType wider(at::ScalarType dtype, const at::Tensor& tensor) {
 
 // In the widest dtype among the arguments.
 void promoted(const c10::OperatorHandle& op, Stack* stack) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(kCastKey);
   const auto& arguments = op.schema().arguments();
   auto dtype = lower_precision();
   for (size_t i = 0; i < arguments.size(); i++) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/macros/Macros.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../wire/platform.h"
 #include "../wire/recording.h"
 
 namespace sky {
@@ -23,7 +23,7 @@ inline uint64_t issue_began() { return C10_UNLIKELY(recordings.load(std::memory_
 inline thread_local uint64_t correlation = 0;
 
 inline uint32_t this_thread() {
-  thread_local const auto number = static_cast<uint32_t>(::syscall(SYS_gettid));
+  thread_local const auto number = thread_number();
   return number;
 }
 

@@ -2,9 +2,7 @@
 // unless it has to wait.
 #pragma once
 
-#include <linux/futex.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +13,7 @@
 #include <cstring>
 #include <ctime>
 
+#include "platform.h"
 #include "socket.h"
 
 namespace sky {
@@ -36,7 +35,7 @@ inline void pause() {
 struct RingHead {
   alignas(64) std::atomic<uint64_t> written;
   alignas(64) std::atomic<uint64_t> read;
-  alignas(64) std::atomic<uint32_t> turns;  // changes with either; the futex both wait on
+  alignas(64) std::atomic<uint32_t> turns;  // changes with either; what both wait on
   std::atomic<uint32_t> waiting;
 };
 
@@ -53,13 +52,13 @@ class Ring {
   char* to_write(size_t wanted, size_t& got) {
     while (!room()) wait([this] { return room() > 0; });
     auto at = head_->written.load(std::memory_order_relaxed) % size_;
-    got = std::min({wanted, room(), static_cast<size_t>(size_ - at), kRingStep});
+    got = std::min<size_t>({wanted, room(), size_ - at, kRingStep});
     return bytes_ + at;
   }
   const char* to_read(size_t wanted, size_t& got) {
     while (!available()) wait([this] { return available() > 0; });
     auto at = (head_->read.load(std::memory_order_relaxed) + kept_) % size_;
-    got = std::min({wanted, available(), static_cast<size_t>(size_ - at), kRingStep});
+    got = std::min<size_t>({wanted, available(), size_ - at, kRingStep});
     return bytes_ + at;
   }
   void wrote(size_t n) { advance(head_->written, n); }
@@ -88,7 +87,7 @@ class Ring {
   // Whoever waits looks whether the other end is still there.
   void wake() {
     head_->turns.fetch_add(1);
-    wake_all();
+    wake_all(head_->turns);
   }
   void spin(bool on) { spins_ = on; }
 
@@ -114,12 +113,10 @@ class Ring {
   }
 
  private:
-  void wake_all() { ::syscall(SYS_futex, &head_->turns, FUTEX_WAKE, 2, nullptr, nullptr, 0); }
-
   void advance(std::atomic<uint64_t>& counter, size_t n) {
     counter.fetch_add(n);
     head_->turns.fetch_add(1);
-    if (head_->waiting.load()) wake_all();
+    if (head_->waiting.load()) wake_all(head_->turns);
   }
 
   // Waits for a moment, or `most` if that is given; returns whether it is ready.
@@ -134,7 +131,7 @@ class Ring {
     if (ready()) return true;
     head_->waiting.fetch_add(1);
     timespec moment{0, 100'000'000};
-    if (!ready()) ::syscall(SYS_futex, &head_->turns, FUTEX_WAIT, turns, most ? most : &moment, nullptr, 0);
+    if (!ready()) wait_for_change(head_->turns, turns, most ? *most : moment);
     head_->waiting.fetch_sub(1);
     if (ready()) return true;
     char byte;

@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -12,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "platform.h"
 #include "ring.h"
 
 namespace sky {
@@ -33,7 +33,7 @@ inline void send_descriptor(int socket, int fd) {
     std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
   }
   ssize_t sent;
-  do sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+  do sent = ::sendmsg(socket, &message, kNoSignal);
   while (sent < 0 && errno == EINTR);
   if (sent != 1) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
 }
@@ -48,7 +48,7 @@ inline int receive_descriptor(int socket) {
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   ssize_t got;
-  do got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  do got = ::recvmsg(socket, &message, kCloseOnExec);
   while (got < 0 && errno == EINTR);
   if (got != 1) throw Disconnected("the other end is gone");
   auto* head = CMSG_FIRSTHDR(&message);
@@ -92,11 +92,7 @@ class SharedMemory {
 
  private:
   static int create(size_t size) {
-    int fd = static_cast<int>(::syscall(SYS_memfd_create, "skyward-device", 1u /* close on exec */));
-    if (fd >= 0 && ::ftruncate(fd, static_cast<off_t>(size))) {
-      ::close(fd);
-      fd = -1;
-    }
+    int fd = shareable_memory(size);
     if (fd < 0) throw Disconnected(std::string("shared memory: ") + std::strerror(errno));
     return fd;
   }

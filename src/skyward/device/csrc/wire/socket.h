@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "platform.h"
+
 namespace sky {
 
 class Disconnected : public std::runtime_error {
@@ -22,7 +24,7 @@ class Disconnected : public std::runtime_error {
 inline void send_all(int fd, const void* data, size_t size) {
   auto* p = static_cast<const char*>(data);
   while (size) {
-    ssize_t n = ::send(fd, p, size, MSG_NOSIGNAL);
+    ssize_t n = ::send(fd, p, size, kNoSignal);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));
     p += n;
@@ -33,7 +35,7 @@ inline void send_all(int fd, const void* data, size_t size) {
 // What goes out without waiting.
 inline size_t send_some(int fd, const void* data, size_t size) {
   for (;;) {
-    ssize_t n = ::send(fd, data, size, MSG_NOSIGNAL | MSG_DONTWAIT);
+    ssize_t n = ::send(fd, data, size, kNoSignal | MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
     if (n < 0) throw Disconnected(std::string("the connection broke: ") + std::strerror(errno));

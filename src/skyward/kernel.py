@@ -1,0 +1,35 @@
+"""What the kernel offers beyond POSIX: Linux's extras, which SKYWARD_PORTABLE=1 does without.
+
+Nothing here is needed: where an extra is missing, as on macOS, something slower or coarser stands
+in for it. With the switch, Linux shows how that works.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+
+PORTABLE = os.environ.get("SKYWARD_PORTABLE", "") not in ("", "0")
+IS_LINUX = sys.platform == "linux" and not PORTABLE
+"""Whether prctl, TCP_INFO and /proc are there."""
+HAS_MEMORY_FILES = hasattr(os, "memfd_create") and not PORTABLE
+"""Whether memory can be a file without a name: shared through a socket, or read by name."""
+HAS_PEER_CREDENTIALS = hasattr(socket, "SO_PEERCRED") and not PORTABLE
+"""Whether a Unix socket says who is at its other end; elsewhere the folder's mode has to do."""
+CLOSE_ON_EXEC = 0 if PORTABLE else int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+"""The flag with which received descriptors are closed in programs that this process starts."""
+
+
+def selector() -> selectors.BaseSelector:
+    """What waits for many sockets at once."""
+    return selectors.PollSelector() if PORTABLE else selectors.DefaultSelector()
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Give a file its size, and where the system can, its place on the disk."""
+    if hasattr(os, "posix_fallocate") and not PORTABLE:
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)

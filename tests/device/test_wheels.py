@@ -1,0 +1,143 @@
+"""A wheel with compiled cores: the device opens on a machine that has no compiler."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from skyward.bootstrap import wheel as bootstrap_wheel
+from skyward.device import build
+
+from ..conftest import has_compiler, only_in_all
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+
+ROOT = Path(__file__).parents[2]
+MINOR = ".".join(torch.__version__.split(".")[:2])
+TRAIN = """
+import pathlib, sys
+import torch, skyward as sky
+from skyward.device import build
+
+assert pathlib.Path(sky.__file__).is_relative_to(sys.argv[1]), sky.__file__
+with sky.Compute(options=sky.Options(console=False)) as compute:
+    x = torch.ones(3, 3, device=compute.device("cpu"), requires_grad=True)
+    (x @ x).sum().backward()
+    print(build.library("client").name, x.grad.sum().item())
+"""
+
+
+def wheels(*words: str, cwd: Path) -> list[Path]:
+    """What tools/wheels.py makes."""
+    command = [sys.executable, str(ROOT / "tools" / "wheels.py"), "--out", str(cwd / "dist")]
+    done = subprocess.run(
+        [*command, "--work", str(cwd / "work"), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted((cwd / "dist").glob("*.whl"))
+
+
+def run_without_compiler(wheel: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Install the wheel beside everything else that is installed, and train on a device."""
+    home = folder / "home"
+    install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--target", str(home)]
+    subprocess.run([*install, str(wheel)], check=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(home),
+        "CXX": "/bin/false",
+        "SKYWARD_CACHE": str(folder / "cache"),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", TRAIN, str(home)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_wheel_with_cores_needs_no_compiler(tmp_path: Path) -> None:
+    """Builds a wheel of the cores that are compiled here, and installs it: 10 s."""
+    (made,) = wheels("--here", cwd=tmp_path)
+    assert made.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    done = run_without_compiler(made, tmp_path)
+    assert done.returncode == 0, done.stderr
+    core = build.shipped_name("client", MINOR, 1, "linux", platform.machine())
+    assert done.stdout.split() == [core, "54.0"]
+    assert "compiling" not in done.stderr
+    assert not list(tmp_path.glob("cache/**/*.so"))
+
+    with zipfile.ZipFile(made) as archive:
+        assert archive.testzip() is None
+        (tags,) = (n for n in archive.namelist() if n.endswith(".dist-info/WHEEL"))
+        text = archive.read(tags).decode()
+    assert f"Tag: py3-none-linux_{platform.machine()}" in text
+    assert "Root-Is-Purelib: false" in text
+
+
+@only_in_all
+@pytest.mark.slow
+def test_a_wheel_for_every_linux_needs_no_compiler(tmp_path: Path) -> None:
+    """Compiles both cores as `make wheels` does, against torch's wheel of macOS: two minutes."""
+    machine = platform.machine()
+    made = wheels("--only", f"linux-{machine}", "--torch", MINOR, cwd=tmp_path)
+    (name,) = (wheel.name for wheel in made)
+    assert "-py3-none-manylinux_2_" in name
+    done = run_without_compiler(made[0], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "54.0"
+
+
+def test_the_core_of_a_wheel_is_taken_only_where_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_taken(version: str, name: str) -> bool:
+        monkeypatch.setattr(torch, "__version__", version)
+        path = tmp_path / name
+        path.touch()
+        found = build.library("worker")
+        path.unlink()
+        return found == path
+
+    monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    monkeypatch.setattr(build, "_cached", lambda part: Path(__file__))
+    system, machine = platform.system().lower(), platform.machine()
+    fits = build.shipped_name("worker", "2.13", 1, system, machine)
+    assert is_taken("2.13.0", fits)
+    assert is_taken("2.13.2+cu130", fits), "a patch, and a build for another GPU, fit"
+    assert not is_taken("2.14.0", fits)
+    assert not is_taken("2.13.0a0+git1234", fits), "not yet released"
+    other = "aarch64" if machine != "aarch64" else "x86_64"
+    assert not is_taken("2.13.0", build.shipped_name("worker", "2.13", 1, system, other))
+    assert not is_taken("2.13.0", build.shipped_name("worker", "2.13", 0, system, machine))
+    assert not is_taken("2.13.0", fits.replace(fits[-12:], "0000.so")), "of other sources"
+
+
+def test_nodes_get_the_cores_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in bootstrap_wheel.PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    cores = tmp_path / "skyward" / "device" / "cores"
+    cores.mkdir(parents=True)
+    (cores / "worker-torch2.13-abi1-linux-x86_64-0.so").touch()
+    (cores / "client-torch2.13-abi1-linux-x86_64-0.so").touch()
+    origins = {package: tmp_path / package / "__init__.py" for package in bootstrap_wheel.PACKAGES}
+
+    class Spec:
+        def __init__(self, package: str) -> None:
+            self.origin = str(origins[package])
+
+    monkeypatch.setattr(bootstrap_wheel.importlib.util, "find_spec", Spec)
+    sent = dict(bootstrap_wheel._package_files())
+    assert "skyward/device/cores/worker-torch2.13-abi1-linux-x86_64-0.so" in sent
+    assert not any("client-" in name for name in sent)

@@ -1,0 +1,304 @@
+"""Wheels that carry the compiled cores of the torch device, for machines without a compiler.
+
+python tools/wheels.py                        # every platform, every supported torch, into dist/
+python tools/wheels.py --only linux-x86_64    # one platform
+python tools/wheels.py --torch-wheels FOLDER  # torch's wheels for macOS from a folder
+python tools/wheels.py --here                 # this machine and the torch that is installed here
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import macho
+
+from skyward.device import build, compiling
+from skyward.device.compiling import Compiler, run
+
+ROOT = Path(__file__).parents[1]
+OLDER_GLIBC = Path(__file__).with_name("older_glibc.h")
+TORCH = {"2.11": "2.11.0", "2.12": "2.12.0", "2.13": "2.13.0"}
+LINUX = ("x86_64", "aarch64")
+ABI = 1
+"""All of torch's wheels since 2.7 have libstdc++'s C++11 ABI; on macOS they say so, too."""
+MACOS = "14.0"
+GLIBC, GLIBCXX = (2, 28), (3, 4, 25)
+"""What torch's own wheels need, manylinux_2_28, and what the libstdc++ of such a system has."""
+NEW_TO_TORCH = {
+    "__ZNSt3__115recursive_mutex8try_lockEv",
+    "__ZNSt3__15mutex8try_lockEv",
+    "__ZdlPvm",
+}
+"""What our cores need of libc++ and torch does not; macOS has had all of it since 10.12."""
+RPATH = "../../../torch/lib"
+"""From skyward/device/cores to torch, for a program that has not imported torch yet."""
+
+
+class WheelError(Exception):
+    """A wheel cannot be made; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """An unpacked torch for macOS: its headers serve every platform, its libraries macOS."""
+
+    minor: str
+    home: Path
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    every = [f"linux-{machine}" for machine in LINUX] + ["macos-arm64"]
+    arguments.add_argument("--only", choices=every, action="append", help="one platform")
+    arguments.add_argument("--torch", choices=TORCH, action="append", help="one version of torch")
+    arguments.add_argument("--torch-wheels", type=Path, metavar="FOLDER")
+    arguments.add_argument("--out", type=Path, default=ROOT / "dist")
+    arguments.add_argument("--work", type=Path, default=ROOT / "build" / "wheels")
+    arguments.add_argument("--here", action="store_true", help="this machine, its torch")
+    chosen = arguments.parse_args()
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    pure = pure_wheel(chosen.work)
+    if chosen.here:
+        print(here(pure, chosen.out))
+        return
+    headers = [unpacked(minor, chosen) for minor in chosen.torch or TORCH]
+    platforms = chosen.only or every
+    cores = chosen.work / "cores"
+    # Nodes run Linux, whatever the client runs: each wheel has the workers of both machines.
+    workers = [
+        linux_core("worker", machine, each, cores, chosen.work)
+        for machine in LINUX
+        for each in headers
+    ]
+    for name in platforms:
+        system, machine = name.split("-")
+        if system == "macos":
+            made = [macos_client(each, cores, chosen.work) for each in headers]
+            tag = f"macosx_{MACOS.replace('.', '_')}_arm64"
+        else:
+            made = [linux_core("client", machine, each, cores, chosen.work) for each in headers]
+            tag = manylinux([*made, *workers], machine)
+        print(platform_wheel(pure, {p.name: p for p in [*made, *workers]}, tag, chosen.out))
+
+
+def here(pure: Path, out: Path) -> Path:
+    """A wheel with the cores that this machine made for the torch installed here."""
+    import torch
+
+    minor = ".".join(torch.__version__.split(".")[:2])
+    system, machine = platform.system().lower(), platform.machine()
+    abi = int(torch.compiled_with_cxx11_abi())
+    cores = {
+        build.shipped_name(part, minor, abi, system, machine): made
+        for part, made in zip(build.PARTS, build.libraries(), strict=True)
+    }
+    # Its own compiler and libraries made it, so it promises no other system anything.
+    return platform_wheel(pure, cores, f"linux_{machine}", out)
+
+
+def pure_wheel(work: Path) -> Path:
+    """The wheel for every platform, which has the sources alone."""
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        pip("wheel", "--no-deps", "-w", folder, str(ROOT))
+        (made,) = Path(folder).glob("*.whl")
+        return Path(shutil.move(made, work / made.name))
+
+
+def unpacked(minor: str, chosen: argparse.Namespace) -> Headers:
+    """Torch for macOS arm64: 80 to 110 MB, where a wheel for Linux has CUDA and 500 MB."""
+    version = TORCH[minor]
+    home = chosen.work / f"torch-{version}"
+    if not (home / "complete").exists():
+        folder = chosen.torch_wheels or chosen.work / "torch-wheels"
+        if not chosen.torch_wheels and not list(folder.glob(f"torch-{version}-*macosx*.whl")):
+            platforms = ("macosx_11_0_arm64", "macosx_14_0_arm64")
+            options = [word for each in platforms for word in ("--platform", each)]
+            options += ["--python-version", "3.12", "--only-binary=:all:", "--no-deps"]
+            pip("download", *options, "-d", str(folder), f"torch=={version}")
+        wheels = list(folder.glob(f"torch-{version}-*macosx*arm64.whl"))
+        if not wheels:
+            raise WheelError(f"there is no torch-{version}-*-macosx_*_arm64.whl in {folder}")
+        wanted = re.compile(r"torch/include/|torch/lib/lib(c10|torch_cpu)\.dylib$")
+        with zipfile.ZipFile(wheels[0]) as archive:
+            archive.extractall(home, [name for name in archive.namelist() if wanted.match(name)])
+        (home / "complete").touch()
+    return Headers(minor, home / "torch")
+
+
+def linux_core(part: str, machine: str, headers: Headers, cores: Path, work: Path) -> Path:
+    """A core for Linux, linked without torch: it finds torch's libraries by their names."""
+    command = f"{machine}-linux-gnu-g++"
+    if shutil.which(command) is None:
+        package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+        raise WheelError(f"there is no {command}; install it with: apt-get install {package}")
+    stubs = work / f"stubs-{machine}"
+    for name in ("c10", "torch_cpu"):
+        stub = stubs / f"lib{name}.so"
+        if not stub.exists():
+            stubs.mkdir(exist_ok=True)
+            empty = ("-nostdlib", "-x", "c++", "/dev/null", f"-Wl,-soname,{stub.name}")
+            run(command, "-shared", *empty, "-o", str(stub))
+    compiler = Compiler(
+        (command,),
+        headers.home / "include",
+        f"{headers.minor} {OLDER_GLIBC.read_text()}",
+        options=(f"-D_GLIBCXX_USE_CXX11_ABI={ABI}", "-include", str(OLDER_GLIBC)),
+        link=(
+            f"-L{stubs}",
+            "-Wl,--no-as-needed",
+            "-ltorch_cpu",
+            "-lc10",
+            "-Wl,--as-needed",
+            "-Wl,-s",
+            f"-Wl,-rpath,$ORIGIN/{RPATH}",
+        ),
+    )
+    made = cores / build.shipped_name(part, headers.minor, ABI, "linux", machine)
+    compile_core(part, made, compiler, work)
+    return made
+
+
+def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
+    """The client's core for macOS, linked with torch's libraries and the system's libc++.
+
+    Zig brings headers and a linker for macOS, and a libc++ of its own. Two of these in one process
+    would not know each other's exceptions, so a stub stands for the system's.
+    """
+    if importlib.util.find_spec("ziglang") is None:
+        raise WheelError("there is no ziglang; install it with: pip install ziglang")
+    zig = (sys.executable, "-m", "ziglang")
+    target = ("-target", f"aarch64-macos.{MACOS}")
+    made = cores / build.shipped_name("client", headers.minor, ABI, "darwin", "arm64")
+    stub = work / f"libc++-{headers.minor}.tbd"
+    compiler = Compiler(
+        (*zig, "c++", *target),
+        headers.home / "include",
+        headers.minor,
+        options=(
+            "-Wno-unknown-warning-option",
+            # Only what the libc++ of that macOS has: its headers are newer.
+            "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1",
+        ),
+        linker=(*zig, "cc", *target),
+        link=(
+            f"-L{headers.home / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+            str(stub),
+            f"-Wl,-rpath,@loader_path/{RPATH}",
+            f"-Wl,-install_name,@rpath/{made.name}",
+        ),
+    )
+    objects = compiling.compile_units(compiling.units_of("client"), compiler, work / "objects")
+    stub.write_text(libcxx_stub(headers, objects.values()))
+    compile_core("client", made, compiler, work)
+    return made
+
+
+def libcxx_stub(headers: Headers, objects: Iterable[Path]) -> str:
+    """A text that stands for the system's libc++ when objects are linked."""
+    torch = [macho.symbols(headers.home / "lib" / f"lib{n}.dylib") for n in ("c10", "torch_cpu")]
+    exported = frozenset().union(*(each.defined for each in torch))
+    known = frozenset().union(*(each.undefined for each in torch), NEW_TO_TORCH)
+    needed: set[str] = set()
+    ours: set[str] = set()
+    for path in objects:
+        symbols = macho.symbols(path)
+        needed |= symbols.undefined
+        ours |= symbols.defined
+    names = {
+        name
+        for name in needed - ours - exported
+        if re.match(r"__Z|___(cxa_(?!atexit)|gxx_|dynamic_cast)", name)
+    }
+    if names - known:
+        raise WheelError(
+            f"torch {headers.minor} does not use these symbols, so macOS {MACOS} may not have "
+            f"them: {', '.join(sorted(names - known))}; if it has, add them to NEW_TO_TORCH"
+        )
+    return (
+        "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\n"
+        "install-name: '/usr/lib/libc++.1.dylib'\nexports:\n  - targets: [ arm64-macos ]\n"
+        f"    symbols: [ {', '.join(sorted(names))} ]\n...\n"
+    )
+
+
+def compile_core(part: str, made: Path, compiler: Compiler, work: Path) -> None:
+    print(f"compiling {made.name}", flush=True)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    compiling.make({part: made}, compiler, work / "objects")
+
+
+def manylinux(cores: Iterable[Path], machine: str) -> str:
+    """The tag that says which glibc the cores need, by the versions of symbols they ask for."""
+    glibc: tuple[int, ...] = (2, 17)
+    for core in cores:
+        text = run("readelf", "--version-info", "--wide", str(core))
+        for library, version in re.findall(r"Name: (GLIBC|GLIBCXX)_([\d.]+)", text):
+            number = tuple(map(int, version.split(".")))
+            limit = GLIBC if library == "GLIBC" else GLIBCXX
+            if number > limit:
+                raise WheelError(
+                    f"{core.name} needs {library}_{version}, torch's own wheels only "
+                    f"{'.'.join(map(str, limit))}; `readelf --dyn-syms` names the symbol, which "
+                    f"belongs in {OLDER_GLIBC.name}"
+                )
+            if library == "GLIBC":
+                glibc = max(glibc, number[:2])
+    return f"manylinux_{glibc[0]}_{glibc[1]}_{machine}"
+
+
+def platform_wheel(pure: Path, cores: Mapping[str, Path], tag: str, out: Path) -> Path:
+    """The pure wheel with cores in it, by their names, for the platform that the tag names."""
+    made = out / pure.name.replace("-any.whl", f"-{tag}.whl")
+    records = []
+    with zipfile.ZipFile(pure) as source, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as into:
+
+        def add(name: str, data: bytes) -> None:
+            member = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            member.compress_type = zipfile.ZIP_DEFLATED
+            member.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            into.writestr(member, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            records.append(f"{name},sha256={digest},{len(data)}\n")
+
+        for name in source.namelist():
+            data = source.read(name)
+            if name.endswith(".dist-info/WHEEL"):
+                text = data.decode().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
+                data = text.replace("-none-any", f"-none-{tag}").encode()
+            if name.endswith(".dist-info/RECORD"):
+                record = name
+            else:
+                add(name, data)
+        for name, core in sorted(cores.items()):
+            add(f"skyward/device/cores/{name}", core.read_bytes())
+        into.writestr(record, "".join([*records, f"{record},,\n"]))
+    return made
+
+
+def pip(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "-q", *words], check=False)
+    if done.returncode:
+        raise WheelError(f"pip {' '.join(words)} failed")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (WheelError, compiling.CompilerError) as problem:
+        sys.exit(str(problem))
