@@ -37,7 +37,8 @@ def test_every_operation_that_pytorch_casts_is_cast_here(device: torch.device) -
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastPrivateUse1")
         if name.startswith("aten::")
     }
-    assert cast == wanted
+    # For CUDA, PyTorch keeps this one with cuDNN's kernels and not in those lists.
+    assert cast == wanted | {"aten::_cudnn_rnn"}
 
 
 def _of(*dtypes: torch.dtype) -> Callable[[torch.device], list[torch.Tensor]]:

@@ -85,6 +85,14 @@ at::Tensor group_norm(const at::Tensor& input, int64_t groups, const Optional& w
   return at::native::group_norm(on_gpu(input) ? input.contiguous() : input, groups, weight, bias, eps, cudnn);
 }
 
+// A GPU has one kernel for it, with a gradient of its own; other devices compute it in parts.
+template <c10::DispatchKey key>
+void rms_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& input = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  if (on_gpu(input)) return run_as_registered<key>(op, stack);
+  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+}
+
 // Half precision in, float out: a GPU's kernel does both in one.
 bool widens(const at::Tensor& input, std::optional<at::ScalarType> dtype) {
   return dtype == at::kFloat && input.scalar_type() == at::kHalf && on_gpu(input);
@@ -179,8 +187,14 @@ void take_over(Library& m) {
   m.impl("ctc_loss.IntList", ctc_loss);
   m.impl("ctc_loss.Tensor", ctc_loss_of_tensors);
 }
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { take_over(m); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { take_over(m); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  take_over(m);
+  m.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&rms_norm<c10::DispatchKey::Autograd>>());
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  take_over(m);
+  m.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&rms_norm<c10::DispatchKey::PrivateUse1>>());
+}
 
 }  // namespace
 }  // namespace sky
