@@ -158,3 +158,72 @@ def test_the_gpu_is_described_as_the_node_describes_it(gpu: torch.device) -> Non
     assert torch.sky.get_device_name(gpu) == torch.cuda.get_device_name(0)
     assert torch.sky.get_device_capability(gpu) == torch.cuda.get_device_capability(0)
     assert torch.sky.is_bf16_supported() == torch.cuda.is_bf16_supported()
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """The switches as they were, after a test that sets them."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_precision_of_products_is_the_one_chosen_here(gpu: torch.device, tf32: None) -> None:
+    a, b = torch.randn(512, 512), torch.randn(512, 512)
+    x, w = torch.randn(8, 64, 32, 32), torch.randn(64, 64, 3, 3)
+    found = []
+    for allowed in (False, True):
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+        ours, theirs = (
+            [
+                (a.to(where) @ b.to(where)).cpu(),
+                torch.nn.functional.conv2d(x.to(where), w.to(where)).cpu(),
+            ]
+            for where in (gpu, torch.device("cuda"))
+        )
+        assert all(map(torch.equal, ours, theirs))
+        found.append(ours)
+    assert not any(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_is_one_call_with_the_bits_of_the_gpu(gpu: torch.device, kind) -> None:
+    layer = kind(16, 32, num_layers=2, bidirectional=True)
+    x = torch.randn(20, 4, 16)
+    lengths = torch.tensor([20, 14, 9, 3])
+
+    def run(where: torch.device) -> list[torch.Tensor]:
+        import copy
+
+        there = copy.deepcopy(layer).to(where)
+        there.flatten_parameters()
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x.to(where), lengths)
+        with torch.no_grad():
+            return [there(x.to(where))[0].cpu(), there(packed)[0].data.cpu()]
+
+    with torch.no_grad():
+        run(gpu)
+        before = sky.device_stats(gpu).operations
+        ours = run(gpu)
+        assert sky.device_stats(gpu).operations - before < 100
+    assert all(map(torch.equal, ours, run(torch.device("cuda"))))
+
+
+def test_batch_norm_has_the_bits_of_the_gpu(gpu: torch.device) -> None:
+    x = torch.randn(8, 16, 24, 24)
+    ours, theirs = (
+        torch.nn.BatchNorm2d(16).to(where)(x.to(where)).detach().cpu()
+        for where in (gpu, torch.device("cuda"))
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_pinned_batches_arrive_while_the_gpu_is_busy(gpu: torch.device) -> None:
+    x = torch.randn(4096, 4096, device=gpu) / 64
+    spin(x, 50)
+    batches = [torch.full((1 << 20,), float(i)).pin_memory() for i in range(8)]
+    there = [batch.to(gpu, non_blocking=True) for batch in batches]
+    del batches
+    again = [torch.full((1 << 20,), -1.0).pin_memory() for _ in range(8)]
+    assert [t.mean().item() for t in there] == list(range(8))
+    assert all(t.eq(-1).all() for t in again)

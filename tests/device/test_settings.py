@@ -75,3 +75,49 @@ def test_settings_hold_for_every_device(device: torch.device, other_device: torc
             assert torch.ones(2, device=where).dtype is torch.float64
     for where in (device, other_device):
         assert torch.ones(2, device=where).dtype is torch.float32
+
+
+def test_the_attention_kernels_allowed_here_are_those_that_the_worker_chooses_from(
+    device: torch.device,
+) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(1, 2, 8, 16, device=device)
+
+    def chosen() -> int:
+        return int(torch._fused_sdp_choice(q, q, q))
+
+    assert chosen() == SDPBackend.FLASH_ATTENTION.value
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert chosen() == SDPBackend.MATH.value
+        inside = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert chosen() == SDPBackend.FLASH_ATTENTION.value
+    torch.testing.assert_close(inside, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    with (
+        sdpa_kernel([SDPBackend.FLASH_ATTENTION]),
+        pytest.raises(RuntimeError, match="No available"),
+    ):
+        double = q.to(torch.complex64)
+        torch.nn.functional.scaled_dot_product_attention(double, double, double)
+
+
+def test_a_switch_costs_one_record_when_it_changes(device: torch.device) -> None:
+    import skyward as sky
+
+    x = torch.ones(4, 4, device=device)
+
+    def sent() -> int:
+        before = sky.device_stats(device).bytes_sent
+        x @ x
+        return sky.device_stats(device).bytes_sent - before
+
+    x @ x
+    usual = sent()
+    torch.backends.cudnn.benchmark = True
+    try:
+        x @ x
+        assert sent() == usual
+    finally:
+        torch.backends.cudnn.benchmark = False
+    assert sent() > usual
+    assert sent() == usual

@@ -144,12 +144,41 @@ IValue Session::build_list(Spec& s, Reader& r) {
   }
 }
 
+namespace {
+
+// The keys of plain tensors on the device, for which the dispatcher need not be asked: that takes 50 ns.
+c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device device) {
+  const auto cpu = c10::DispatchKeySet(c10::DispatchKey::CPU);
+  const auto own = device.is_cuda() ? c10::DispatchKeySet(c10::DispatchKey::CUDA) : cpu;
+  bool is_plain = true, is_there = false;
+  auto look = [&](const at::Tensor& t) {
+    if (!t.defined()) return;
+    auto keys = t.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    is_there = is_there || keys == own;
+    is_plain = is_plain && (keys == own || keys == cpu);
+  };
+  for (auto& v : stack) {
+    if (v.isTensor()) look(v.toTensor());
+    else if (v.isList())
+      for (const IValue& e : v.toListRef())
+        if (e.isTensor()) look(e.toTensor());
+  }
+  return is_plain && is_there ? own : c10::DispatchKeySet();
+}
+
+}  // namespace
+
 // Runs the template's operation on the stack; returns the reason if it failed.
 Reason Session::run(Template& t, Reader& r) {
   try {
     stack_.clear();
     for (auto& arg : t.args) stack_.push_back(build(r, arg));
-    t.op->callBoxed(&stack_);
+    if (C10_UNLIKELY(!t.has_keys)) {
+      t.keys = plain_keys(stack_, device_);
+      t.has_keys = true;
+    }
+    if (C10_LIKELY(!t.keys.empty())) t.op->redispatchBoxed(t.keys, &stack_);
+    else t.op->callBoxed(&stack_);
     return nullptr;
   } catch (const Poisoned& p) {
     return p.reason;

@@ -61,6 +61,9 @@ struct Template {
   uint32_t new_slots = 0;
   bool resizes = false;     // its `out=` arguments
   std::vector<bool> alias;  // which returns are arguments written to
+  // What the dispatcher would find for the arguments, which is the same every time; empty if it is to look.
+  c10::DispatchKeySet keys;
+  bool has_keys = false;  // whether that was worked out
 };
 
 class Session {

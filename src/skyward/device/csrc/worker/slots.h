@@ -32,7 +32,13 @@ class Slots {
   void clear(Slot& slot) {
     if (!slot.storage && !slot.poison) return;  // has nothing else either
     bytes_ -= slot.counted;
-    slot = Slot();
+    slot.counted = 0;
+    slot.storage = c10::Storage();
+    for (int i = 0; i < 2; i++) {
+      slot.view[i].reset();
+      slot.layout[i] = -1;
+    }
+    slot.poison.reset();
   }
 
   // The slot must be clear.
