@@ -265,3 +265,26 @@ def test_a_known_family_of_operations_is_not_asked_about(device: torch.device) -
     x, w = x.cpu(), w.cpu()
     y = ((x @ w).relu().exp() + 1).softmax(1)
     assert torch.allclose(z.cpu(), 2 * y.sum(1))
+
+
+def test_a_forked_child_does_not_give_out_its_parents_pinned_memory(device: torch.device) -> None:
+    import os
+
+    host = torch.full((300_000,), 7.0).pin_memory()
+    child = os.fork()
+    if not child:
+        del host
+        torch.full((300_000,), -1.0).pin_memory()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert host.eq(7).all()
+
+
+def test_a_device_that_is_not_open_cannot_be_chosen(device: torch.device) -> None:
+    before = torch.sky.current_device()
+    for wrong in (63, "sky:63", -5):
+        with pytest.raises(RuntimeError, match=r"there is no device sky:(63|-5)"):
+            torch.sky.set_device(wrong)
+    with pytest.raises(RuntimeError, match="'cpu' is not a sky device"):
+        torch.sky.get_device_properties("cpu")
+    assert torch.sky.current_device() == before

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from skyward.device import legacy, recurrent, saving
-from skyward.device.library import Core
+from skyward.device.library import Core, DeviceError
 from skyward.device.properties import DeviceProperties
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class _SkyModule(types.ModuleType):
 
     def set_device(self, device: Any) -> None:
         """Choose this thread's current device, and have libraries use sky devices."""
-        self._core.current = self._core.chosen = self._index(device)
+        self._core.current = self._core.chosen = self._open_index(device)
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         """Choose the current device for a block."""
         before = self._core.current
-        self._core.current = self._index(device)
+        self._core.current = self._open_index(device)
         try:
             yield
         finally:
@@ -141,10 +141,24 @@ class _SkyModule(types.ModuleType):
 
         if device is None:
             return self._core.current
-        if isinstance(device, int):
-            return device
-        index = torch.device(device).index
-        return self._core.current if index is None else index
+        index: int | None = device if isinstance(device, int) else None
+        if not isinstance(device, int):
+            named = torch.device(device)
+            if named.type != "sky":
+                raise DeviceError(f"{device!r} is not a sky device; give one of compute.device()")
+            index = named.index
+        if index is None:
+            return self._core.current
+        if index < 0:
+            raise DeviceError(f"there is no device sky:{index}; get one with compute.device()")
+        return index
+
+    def _open_index(self, device: Any) -> int:
+        """The index of a device that is open."""
+        index = self._index(device)
+        if index not in self._core.open_devices:
+            raise DeviceError(f"there is no device sky:{index}; get one with compute.device()")
+        return index
 
     # Streams and events.
 

@@ -134,13 +134,16 @@ void Bulk::receive_queued() {
     } catch (const Disconnected& e) {
       problem = e.what();
     }
-    landing.reset();
     lock.lock();
     landings_.pop_front();
     if (complaint && !complaint_) complaint_ = std::move(complaint);
     if (broken_.empty()) broken_ = problem;
     changed_.notify_all();
     if (!broken_.empty()) return;
+    // After its place is free: pinned memory that goes may tell the session, whose lock the waiting thread holds.
+    lock.unlock();
+    landing.reset();
+    lock.lock();
   }
 }
 
@@ -153,7 +156,7 @@ std::unique_ptr<Complaint> Bulk::drain() {
 
 bool Bulk::is_idle() {
   std::lock_guard lock(mutex_);
-  return landings_.empty();
+  return landings_.empty() || ending_ || !broken_.empty();
 }
 
 }  // namespace sky

@@ -23,7 +23,8 @@ bool on_gpu(const at::Tensor& t) {
   // Shapes are also worked out with tensors that only claim to be on our device.
   if (!is_sky(t) || !impl->has_storage() || !impl->unsafe_storage().unsafeGetStorageImpl()) return false;
   if (!impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_context()) return false;
-  return !Session::of(impl).on_cpu;
+  auto& session = Session::of(impl);
+  return !session.on_cpu && session.traits()[kIsCuda];
 }
 
 bool takes_cudnn(const at::Tensor& t) {

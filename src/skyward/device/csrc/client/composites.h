@@ -7,7 +7,7 @@
 
 namespace sky {
 
-// Whether a tensor is a sky tensor with memory, whose worker computes on a GPU.
+// Whether a tensor is a sky tensor with memory, whose worker computes with CUDA.
 bool on_gpu(const at::Tensor& t);
 
 // Whether the worker's cuDNN would take it.

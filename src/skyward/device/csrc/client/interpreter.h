@@ -35,8 +35,8 @@ class OutsidePython {
   void* inside_ = nullptr;
 };
 
-// A recursive mutex that is never waited for with Python's lock held, and goes to whoever has waited longest: a thread
-// that reads values in a loop would otherwise take it again before any other has woken up.
+// A recursive mutex that is never waited for with Python's lock held, and that nobody takes while another waits: a
+// thread that reads values in a loop would otherwise have it again before any other has woken up.
 class Mutex {
  public:
   void lock() {

@@ -35,7 +35,8 @@ void key_tensor(Key& key, const at::Tensor& given, bool is_index, bool written) 
       return;
     }
     SKY_CHECK(is_index && tensor.device().is_cpu(), "Expected all tensors to be on the same device, but found ",
-              tensor.device(), " and sky:", key.session ? key.session->index : 0, "; move it with .to()");
+              tensor.device(), " and sky:", key.session ? key.session->index : 0, "; move the tensor or the model on ",
+              tensor.device(), " with .to()");
     tensor = tensor.to(c10::Device(kSky, static_cast<c10::DeviceIndex>(key.session->index)));
     key.moved.push_back(tensor);
   }

@@ -20,7 +20,8 @@ constexpr size_t kSmallest = 4096, kLarge = 4 << 20, kArea = 16 << 20;
 constexpr size_t kKeptMost = 512 << 20;
 
 struct Area {
-  Area(uint32_t number, size_t size) : number(number), memory(size) {}
+  // Where no memory can be shared, it is plain memory, and bytes are copied from it as from any other.
+  Area(uint32_t number, size_t size) : number(number), memory(shareable_memory(size), size) {}
   uint32_t number;
   SharedMemory memory;
   size_t used = 0;
@@ -37,6 +38,8 @@ struct Block {
     auto* session = serial ? session_by_serial(serial) : nullptr;
     return session && session->copies_done() < copy;
   }
+  // Its worker was left while it copied, and may still do so: nobody can use the block any more.
+  bool is_lost() const { return is_busy() && session_by_serial(serial)->is_retired(); }
 };
 
 class Pinned final : public at::HostAllocator {
@@ -82,6 +85,7 @@ class Pinned final : public at::HostAllocator {
     if (found == used_.end()) return std::nullopt;
     auto& [start, block] = *found;
     if (reinterpret_cast<uintptr_t>(at) + bytes > start + block.size) return std::nullopt;
+    if (block.area->memory.descriptor() < 0) return std::nullopt;
     // Two devices may copy from one block: only one of them is remembered, so the other is not let in.
     if (block.serial != serial && block.is_busy()) return std::nullopt;
     block.serial = serial;
@@ -91,8 +95,12 @@ class Pinned final : public at::HostAllocator {
     return PinnedPlace{block.area->number, static_cast<uint64_t>(offset), memory.descriptor(), memory.size()};
   }
 
-  void forget_free() noexcept {
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }
+  // What is in use is the parent's as well: it is neither given out again here nor unmapped.
+  void in_child() noexcept {
     std::construct_at(&mutex_);
+    inherited_.merge(used_);
     free_.clear();
     waiting_.clear();
     current_.reset();
@@ -143,6 +151,7 @@ class Pinned final : public at::HostAllocator {
     {
       std::lock_guard lock(mutex_);
       auto found = used_.find(reinterpret_cast<uintptr_t>(block));
+      if (found == used_.end()) return;  // it is the parent's
       waiting_.emplace_back(found->first, std::move(found->second));
       used_.erase(found);
       keep_finished(gone);
@@ -154,8 +163,10 @@ class Pinned final : public at::HostAllocator {
   void keep_finished(std::vector<uint32_t>& gone) {
     std::erase_if(waiting_, [&](auto& waiting) {
       auto& [start, block] = waiting;
-      if (block.is_busy()) return false;
-      if (block.size >= kLarge && kept_ + block.size > kKeptMost) {
+      bool is_lost = block.is_lost();
+      if (block.is_busy() && !is_lost) return false;
+      if (is_lost && block.size < kLarge) return true;
+      if (is_lost || (block.size >= kLarge && kept_ + block.size > kKeptMost)) {
         gone.push_back(block.area->number);
       } else {
         auto size = block.size;
@@ -169,7 +180,7 @@ class Pinned final : public at::HostAllocator {
   static void give_back(void* block);
 
   std::mutex mutex_;
-  Blocks used_;
+  Blocks used_, inherited_;
   std::multimap<size_t, std::pair<uintptr_t, Block>> free_;
   std::vector<std::pair<uintptr_t, Block>> waiting_;  // given back, but a worker may still copy
   std::shared_ptr<Area> current_;
@@ -201,6 +212,8 @@ std::optional<PinnedPlace> use_pinned(const void* at, uint64_t bytes, uint32_t s
   return pinned().use(at, bytes, serial, copy);
 }
 
-void forget_free_pinned() noexcept { pinned().forget_free(); }
+void guard_pinned_in_forks() {
+  ::pthread_atfork([] { pinned().before_fork(); }, [] { pinned().after_fork(); }, [] { pinned().in_child(); });
+}
 
 }  // namespace sky

@@ -23,7 +23,7 @@ struct PinnedPlace {
 // the session of that serial has finished its copy of that number.
 std::optional<PinnedPlace> use_pinned(const void* at, uint64_t bytes, uint32_t serial, uint64_t copy);
 
-// In a forked child: what was free here is the parent's to give out.
-void forget_free_pinned() noexcept;
+// A forked child is not to give out what the parent has; once per process.
+void guard_pinned_in_forks();
 
 }  // namespace sky

@@ -17,7 +17,6 @@ thread_local uint32_t current_streams[kDevicesMax] = {};
 
 void disown_all() {
   for (auto& session : sessions) session->disown();
-  forget_free_pinned();
 }
 
 // What closed the last device of this index, if there was one.
@@ -47,6 +46,7 @@ Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_mem
   if (sessions.capacity() < Address::kSerials - 1) {
     sessions.reserve(Address::kSerials - 1);
     pthread_atfork(nullptr, nullptr, disown_all);
+    guard_pinned_in_forks();
   }
   SKY_CHECK(sessions.size() < sessions.capacity(), "this process has opened ", sessions.size(),
             " sky devices, which is the most; start another");
@@ -63,7 +63,7 @@ void close_session(int index, const std::string& why) {
     for (auto each = sessions.rbegin(); each != sessions.rend() && !found; ++each)
       if ((*each)->index == index) found = each->get();
   }
-  if (!found || found->is_disowned()) return;
+  if (!found || found->is_disowned() || found->is_retired()) return;
   found->close(why);
   found->retire();
 }

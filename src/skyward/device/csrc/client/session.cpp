@@ -54,9 +54,10 @@ void Session::retire() {
   }
   wake_.notify_all();
   if (flusher_.joinable()) flusher_.join();
-  std::lock_guard lock(mutex);
   bulk_.retire();
-  if (rings_) rings_->retire();
+  std::lock_guard lock(mutex);
+  if (rings_ && !is_retired_) rings_->retire();
+  is_retired_ = true;
   templates.clear();
   last = nullptr;
 }
@@ -77,8 +78,9 @@ void Session::put(const void* data, size_t size) {
     flush();
     return;
   }
-  dirty_.store(true, std::memory_order_relaxed);
-  if (asleep_.load(std::memory_order_acquire)) {
+  // Both in one order that the flusher sees too, or it would fall asleep on what was just written.
+  dirty_.store(true);
+  if (asleep_.load()) {
     std::lock_guard lock(wake_mutex_);
     asleep_ = false;
     wake_.notify_one();
@@ -116,7 +118,7 @@ void Session::flush_later() {
       quiet_since = now;
     } else if (now - quiet_since > kSleepAfter) {
       std::unique_lock lock(wake_mutex_);
-      asleep_.store(true, std::memory_order_release);
+      asleep_.store(true);
       if (!dirty_) wake_.wait(lock, [this] { return !asleep_ || ending_.load(); });
       asleep_ = false;
       quiet_since = now;
@@ -227,7 +229,9 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
 }
 
 void Session::notice_waiting() {
-  if (advised_ || ++noticed_waits_ < kWaitsNoticed) return;
+  // Saving a model reads one tensor after the other, with nothing in between: that is no loop of the user's.
+  auto before = std::exchange(noticed_last_, stats.operations);
+  if (advised_ || before == stats.operations || ++noticed_waits_ < kWaitsNoticed) return;
   auto since = stats.operations - noticed_operations_;
   noticed_waits_ = 0;
   noticed_operations_ = stats.operations;
@@ -332,7 +336,11 @@ void Session::unshare(uint32_t area) {
   std::lock_guard lock(mutex);
   if (is_closed_ || !areas_.erase(area)) return;
   uint32_t record[] = {kUnshare, area};
-  put(record, sizeof record);
+  try {
+    put(record, sizeof record);
+  } catch (...) {
+    // The connection broke; the next operation says so.
+  }
 }
 
 void Session::copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned) {

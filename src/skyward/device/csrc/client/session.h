@@ -145,6 +145,7 @@ class Session {
 
   // How many copies from and to pinned memory the worker has finished.
   uint64_t copies_done() const { return rings_ ? rings_->counters().copies.load() : ~uint64_t{0}; }
+  bool is_retired() const { return is_retired_; }
 
   Mutex mutex;
   const int index;
@@ -154,9 +155,9 @@ class Session {
   std::unordered_multimap<uint64_t, std::unique_ptr<Template>> templates;
   uint32_t template_count = 0;
   Template* last = nullptr;
-  uint64_t seedings = 0;  // of the device's own generator
-  uint64_t settings = 0;  // as the worker knows them; 0: not told yet
-  bool warned = false;    // with the last reply
+  std::atomic<uint64_t> seedings{0};  // of the device's own generator
+  uint64_t settings = 0;              // as the worker knows them; 0: not told yet
+  bool warned = false;                // with the last reply
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
@@ -186,7 +187,7 @@ class Session {
   uint64_t copies_ = 0;       // from and to pinned memory, asked of the worker
   std::unique_ptr<const std::array<uint64_t, kTraitCount>> traits_;
   uint32_t stream_ = 0;
-  uint64_t noticed_waits_ = 0, noticed_operations_ = 0;
+  uint64_t noticed_waits_ = 0, noticed_operations_ = 0, noticed_last_ = 0;
   bool advised_ = false;
   Warnings warnings_;
   std::string out_;
@@ -198,6 +199,7 @@ class Session {
   std::string reason_;  // of the first to close it
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false;
+  std::atomic<bool> is_retired_{false};
   std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false};
   std::mutex wake_mutex_;
   std::condition_variable wake_;

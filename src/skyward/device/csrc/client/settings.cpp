@@ -3,6 +3,9 @@
 #include <ATen/Context.h>
 #include <c10/core/DefaultDtype.h>
 
+#include <algorithm>
+#include <cstring>
+
 namespace sky {
 namespace {
 
@@ -61,8 +64,9 @@ uint64_t with_precision(uint64_t settings, uint64_t known, Product product, bool
             : product == Product::kConvolution ? kConvolutionPrecisionAt
                                                : kRecurrentPrecisionAt;
   uint64_t precision = on_cpu ? static_cast<uint64_t>(context.float32Precision(at::Float32Backend::MKLDNN, op))
-                       : product == Product::kMatmul ? context.allowTF32CuBLAS()
-                                                     : context.allowTF32CuDNN(op);
+                       : product == Product::kMatmul
+                           ? context.float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32
+                           : context.allowTF32CuDNN(op);
   return (settings & ~(kPrecisionMask << at)) | (precision & kPrecisionMask) << at;
 }
 

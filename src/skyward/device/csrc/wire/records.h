@@ -152,7 +152,7 @@ constexpr int kMatmulPrecisionAt = 48, kConvolutionPrecisionAt = 50, kRecurrentP
 constexpr uint64_t kPrecisionMask = 3;
 
 // What of the worker's device decides how PyTorch computes, in this order.
-enum Trait { kCudnnVersion, kCudnnRecurrentBrain, kTraitCount };
+enum Trait { kIsCuda, kCudnnVersion, kCudnnRecurrentBrain, kTraitCount };
 
 // A reply: u32 length of the content, u8 status, content.
 // A failure keeps its kind, so that Python raises the class it would raise locally.

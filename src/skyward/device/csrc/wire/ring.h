@@ -2,7 +2,7 @@
 // unless it has to wait.
 #pragma once
 
-#include <sys/socket.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -134,9 +134,8 @@ class Ring {
     if (!ready()) wait_for_change(head_->turns, turns, most ? *most : moment);
     head_->waiting.fetch_sub(1);
     if (ready()) return true;
-    char byte;
-    auto peeked = ::recv(alive_, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    bool open = peeked > 0 || (peeked < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
+    pollfd watched{alive_, 0, 0};
+    bool open = ::poll(&watched, 1, 0) == 0 || !(watched.revents & (POLLHUP | POLLERR | POLLNVAL));
     if (!open) throw Disconnected("the other end is gone");
     return false;
   }

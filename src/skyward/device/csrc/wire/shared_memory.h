@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -63,12 +64,13 @@ class SharedMemory {
  public:
   // Throws where the kernel gives none.
   explicit SharedMemory(size_t size) : SharedMemory(create(size), size) {}
-  // Takes the descriptor over.
+  // Takes the descriptor over. Without one, it is memory of this process alone.
   SharedMemory(int fd, size_t size) : fd_(fd), size_(size) {
-    memory_ = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    int kind = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    memory_ = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, kind, fd, 0);
     if (memory_ != MAP_FAILED) return;
     auto why = std::string("shared memory: ") + std::strerror(errno);
-    ::close(fd);
+    if (fd >= 0) ::close(fd);
     throw Disconnected(why);
   }
   SharedMemory(const SharedMemory&) = delete;
@@ -127,25 +129,32 @@ class SharedRings {
   }
 
   // Made here, and told over the socket to the one who calls `join`; null where the kernel gives no memory.
-  static std::unique_ptr<SharedRings> make(int ops, int bulk) try {
-    SharedMemory made(kSize);
-    send_descriptor(bulk, made.descriptor());
-    return std::make_unique<SharedRings>(::dup(made.descriptor()), ops, bulk);
-  } catch (const Disconnected&) {
-    send_descriptor(bulk, -1);
-    return nullptr;
+  static std::unique_ptr<SharedRings> make(int ops, int bulk) {
+    std::unique_ptr<SharedMemory> memory;
+    std::unique_ptr<SharedRings> rings;
+    try {
+      memory = std::make_unique<SharedMemory>(kSize);
+      rings = std::make_unique<SharedRings>(::dup(memory->descriptor()), ops, bulk);
+    } catch (const Disconnected&) {
+      rings.reset();
+    }
+    send_descriptor(bulk, rings ? memory->descriptor() : -1);
+    return rings;
   }
 
   static std::unique_ptr<SharedRings> join(int ops, int bulk) {
     int fd = receive_descriptor(bulk);
-    return fd < 0 ? nullptr : std::make_unique<SharedRings>(fd, ops, bulk);
+    if (fd < 0) return nullptr;
+    struct stat told{};
+    if (::fstat(fd, &told) || static_cast<size_t>(told.st_size) < kSize) {
+      ::close(fd);
+      throw Disconnected("shared memory of another size");
+    }
+    return std::make_unique<SharedRings>(fd, ops, bulk);
   }
 
-  // Gives the memory of the rings back. Who asks for the counters later finds that all is done.
-  void retire() {
-    counters().copies.store(~uint64_t{0});
-    memory_.trim(kHeads);
-  }
+  // Gives the memory of the rings back; the counters stay.
+  void retire() { memory_.trim(kHeads); }
 
   void* memory() const { return memory_.bytes(); }
   SharedCounters& counters() const { return *reinterpret_cast<SharedCounters*>(memory_.bytes() + kHeads / 2); }

@@ -9,10 +9,6 @@ namespace {
 
 constexpr size_t kStage = 8 << 20;
 
-at::Tensor host_view(const char* at, size_t bytes) {
-  return at::from_blob(const_cast<char*>(at), {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace
 
 at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t offset) {
@@ -33,6 +29,10 @@ at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t 
 at::Tensor byte_view(const c10::Storage& storage, uint64_t offset, uint64_t bytes) {
   Layout layout{at::kByte, {static_cast<int64_t>(bytes)}, {1}, 0};
   return make_view(storage, layout, static_cast<int64_t>(offset));
+}
+
+at::Tensor host_view(const char* at, uint64_t bytes) {
+  return at::from_blob(const_cast<char*>(at), {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
 }
 
 c10::Storage Session::new_storage(uint64_t bytes) {
@@ -77,7 +77,7 @@ size_t Session::upload(const char* data, size_t size) {
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64();
   bool is_inline = r.u8();
-  if (is_inline && size < head + bytes) return 0;
+  if (is_inline && bytes > size - head) return 0;
   // If not, the bytes are taken from the stream and dropped.
   bool drop = !accepts(held, offset, bytes);
   if (is_inline) {
@@ -93,9 +93,9 @@ void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes)
     std::memcpy(static_cast<char*>(held.storage.mutable_data()) + offset, from, bytes);
     return;
   }
-  // Page-locked memory is read later; any other has been read when this returns.
+  // CUDA reads page-locked memory later; any other has been read when this returns.
   auto failed = attempt("copying to the device", [&] {
-    byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes), /*non_blocking=*/true);
+    byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes), /*non_blocking=*/device_.is_cuda());
   });
   if (failed) held.poison = failed;
 }
@@ -114,19 +114,14 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
       // The client needs room to go on.
       copies_.await(SharedRings::kBytes / 2);
       auto* from = rings_->up.to_read(bytes - done, n);
-      if (!drop && !held.poison) {
-        put(held, offset + done, from, n);
-        copies_.from_ring(n);
-      } else {
-        rings_->up.keep(n);
-        rings_->up.release(n);
-      }
+      if (!drop && !held.poison) put(held, offset + done, from, n);
+      copies_.from_ring(n);
     } else {
       n = std::min<uint64_t>(kStage, bytes - done);
       auto& stage = staging(turn);
       bulk_.receive(stage.mutable_data_ptr(), n, done, bytes);
       if (!drop && !held.poison) put(held, offset + done, static_cast<const char*>(stage.const_data_ptr()), n);
-      if (device_.is_cuda()) streams_.mark(staged_[turn]);
+      attempt("copying to the device", [&] { streams_.mark(staged_[turn]); });
     }
     done += n;
   }
@@ -153,7 +148,7 @@ std::string Session::small(const at::Tensor& dense) {
   if (dense.is_cpu()) return {static_cast<const char*>(dense.const_data_ptr()), bytes};
   auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
   auto part = staging(0).narrow(0, 0, static_cast<int64_t>(bytes));
-  if (bytes) part.copy_(byte_view(dense.storage(), start, bytes), /*non_blocking=*/true);
+  if (bytes) part.copy_(byte_view(dense.storage(), start, bytes), /*non_blocking=*/device_.is_cuda());
   streams_.synchronize_current();
   return {static_cast<const char*>(part.const_data_ptr()), bytes};
 }
@@ -213,7 +208,7 @@ void Session::send_tensor(const at::Tensor& dense) {
   auto begin = [&](uint64_t at, int which) {
     auto n = std::min<uint64_t>(kStage, bytes - at);
     auto part = staging(which).narrow(0, 0, static_cast<int64_t>(n));
-    part.copy_(byte_view(dense.storage(), start + at, n), /*non_blocking=*/true);
+    part.copy_(byte_view(dense.storage(), start + at, n), /*non_blocking=*/device_.is_cuda());
     streams_.mark(staged_[which]);
   };
   int turn = 0;

@@ -25,8 +25,13 @@ void Copies::add(size_t bytes, uint64_t shared) {
     event = std::move(spare_.back());
     spare_.pop_back();
   }
-  event.record(guard_->getStream(device_));
-  pending_.push_back({std::move(event), bytes, shared});
+  try {
+    event.record(guard_->getStream(device_));
+    pending_.push_back({std::move(event), bytes, shared});
+  } catch (const std::exception&) {
+    finish_all();
+    finish(bytes, shared);
+  }
 }
 
 void Copies::finish(size_t bytes, uint64_t shared) {
@@ -37,20 +42,38 @@ void Copies::finish(size_t bytes, uint64_t shared) {
   if (shared) rings_->counters().copies.store(shared);
 }
 
+void Copies::drop_first() {
+  auto done = std::move(pending_.front());
+  pending_.pop_front();
+  finish(done.bytes, done.shared);
+  spare_.push_back(std::move(done.event));
+}
+
 void Copies::collect() {
-  while (!pending_.empty() && pending_.front().event.query()) {
-    auto done = std::move(pending_.front());
-    pending_.pop_front();
-    finish(done.bytes, done.shared);
-    spare_.push_back(std::move(done.event));
+  try {
+    while (!pending_.empty() && pending_.front().event.query()) drop_first();
+  } catch (const std::exception&) {
+    finish_all();
   }
 }
 
 void Copies::await(size_t most) {
-  while (held_ > most) {
-    pending_.front().event.synchronize();
-    collect();
+  try {
+    while (held_ > most) {
+      pending_.front().event.synchronize();
+      collect();
+    }
+  } catch (const std::exception&) {
+    finish_all();
   }
+}
+
+void Copies::finish_all() {
+  for (; !pending_.empty(); drop_first()) try {
+      pending_.front().event.synchronize();
+    } catch (const std::exception&) {
+      // Nothing is copied any more.
+    }
 }
 
 }  // namespace sky

@@ -12,7 +12,8 @@
 
 namespace sky {
 
-// A CPU has copied when it returns; a GPU is asked by an event whether it has.
+// A CPU has copied when it returns; a GPU is asked by an event whether it has. A GPU that has failed copies nothing any
+// more: then all of them count as done, and the operations say what is wrong.
 class Copies {
  public:
   Copies(c10::Device device, SharedRings* rings);
@@ -27,6 +28,7 @@ class Copies {
   void collect();
   // Waits until at most so many bytes of the ring are still in use.
   void await(size_t most);
+  void finish_all();
 
  private:
   struct Pending {
@@ -36,6 +38,7 @@ class Copies {
   };
   void add(size_t bytes, uint64_t shared);
   void finish(size_t bytes, uint64_t shared);
+  void drop_first();
 
   c10::Device device_;
   SharedRings* rings_;

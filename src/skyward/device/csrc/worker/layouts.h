@@ -81,5 +81,7 @@ class Layouts {
 // A tensor over a storage there already is.
 at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t offset);
 at::Tensor byte_view(const c10::Storage& storage, uint64_t offset, uint64_t bytes);
+// Memory of this process, which must outlive it.
+at::Tensor host_view(const char* at, uint64_t bytes);
 
 }  // namespace sky

@@ -8,15 +8,23 @@
 
 namespace sky {
 
+// CUDA keeps an error until someone asks for it, and PyTorch would take it for one of the next kernel.
+inline void forget_cuda_error() {
+  using LastError = int (*)();
+  if (auto last = reinterpret_cast<LastError>(::dlsym(RTLD_DEFAULT, "cudaGetLastError"))) last();
+}
+
 // A GPU then copies from and to this memory directly. Where that fails, it copies all the same, only slower.
 inline void lock_pages(void* memory, size_t bytes) {
   using Register = int (*)(void*, size_t, unsigned);
-  if (auto lock = reinterpret_cast<Register>(::dlsym(RTLD_DEFAULT, "cudaHostRegister"))) lock(memory, bytes, 0);
+  auto lock = reinterpret_cast<Register>(::dlsym(RTLD_DEFAULT, "cudaHostRegister"));
+  if (lock && lock(memory, bytes, 0)) forget_cuda_error();
 }
 
 inline void unlock_pages(void* memory) {
   using Unregister = int (*)(void*);
-  if (auto unlock = reinterpret_cast<Unregister>(::dlsym(RTLD_DEFAULT, "cudaHostUnregister"))) unlock(memory);
+  auto unlock = reinterpret_cast<Unregister>(::dlsym(RTLD_DEFAULT, "cudaHostUnregister"));
+  if (unlock && unlock(memory)) forget_cuda_error();
 }
 
 }  // namespace sky

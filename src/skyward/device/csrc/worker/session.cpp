@@ -47,8 +47,10 @@ Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device
 }
 
 Session::~Session() {
-  for (auto& [number, area] : areas_)
-    if (device_.is_cuda()) unlock_pages(area->bytes());
+  copies_.finish_all();
+  if (!device_.is_cuda()) return;
+  for (auto& [number, area] : areas_) unlock_pages(area->bytes());
+  if (rings_) unlock_pages(rings_->memory());
 }
 
 void Session::serve() {
@@ -63,7 +65,7 @@ void Session::serve() {
     auto arrival =
         ops_.receive_some(buffer.data() + have, buffer.size() - have, n, copies_.is_empty() ? nullptr : &kMoment);
     if (arrival == Stream::kEnd) return;
-    if (!copies_.is_empty()) attempt("copying", [&] { copies_.collect(); });
+    copies_.collect();
     have += n;
     size_t at = 0;
     while (size_t used =
@@ -188,6 +190,7 @@ void Session::used_on(Reader& r) {
 void Session::tell_traits() {
   reply_with([&](Writer& w) {
     std::array<uint64_t, kTraitCount> traits{};
+    traits[kIsCuda] = device_.is_cuda();
     auto& hooks = at::detail::getCUDAHooks();
     if (device_.is_cuda() && hooks.compiledWithCuDNN()) {
       traits[kCudnnVersion] = static_cast<uint64_t>(hooks.versionCuDNN());

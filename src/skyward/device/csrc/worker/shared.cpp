@@ -2,22 +2,14 @@
 #include "pages.h"
 #include "session.h"
 
-#include <ATen/ops/from_blob.h>
 #include <sys/stat.h>
 
 namespace sky {
-namespace {
-
-at::Tensor host_view(char* at, uint64_t bytes) {
-  return at::from_blob(at, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
-}
-
-}  // namespace
-
 void Session::share(Reader& r) {
   auto number = r.u32();
   auto bytes = r.u64();
   if (!rings_) throw Malformed("shared memory from another host");
+  if (areas_.count(number)) throw Malformed("an area that is known already");
   int fd = receive_descriptor(bulk_.first());
   if (fd < 0) throw Malformed("shared memory without a descriptor");
   struct stat told{};
@@ -31,10 +23,11 @@ void Session::share(Reader& r) {
   areas_[number] = std::move(area);
 }
 
-// The client gives memory back only after all copies from and to it are done.
+// The client gives memory back after all copies from and to it are done; that is not left to the client alone.
 void Session::unshare(Reader& r) {
   auto found = areas_.find(r.u32());
   if (found == areas_.end()) throw Malformed("an unknown area");
+  copies_.finish_all();
   if (device_.is_cuda()) unlock_pages(found->second->bytes());
   areas_.erase(found);
 }
@@ -71,7 +64,7 @@ void Session::copy_out(Reader& r) {
       auto bytes = whole.nbytes();
       auto* into = shared(area, at, bytes);
       auto start = static_cast<uint64_t>(whole.storage_offset()) * whole.itemsize();
-      host_view(into, bytes).copy_(byte_view(whole.storage(), start, bytes), /*non_blocking=*/true);
+      host_view(into, bytes).copy_(byte_view(whole.storage(), start, bytes), /*non_blocking=*/device_.is_cuda());
     });
   }
   copies_.of_shared();

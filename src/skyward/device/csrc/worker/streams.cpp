@@ -39,6 +39,7 @@ void Streams::synchronize_current() {
 }
 
 void Streams::mark(std::optional<c10::Event>& event) {
+  if (!real_) return;
   if (!event) event.emplace(device_.type());
   event->record(guard_->getStream(device_));
 }

@@ -23,7 +23,7 @@ class Streams {
   void used_on(const c10::Storage& storage, uint32_t stream);
   void synchronize(uint32_t stream);
   void synchronize_current();
-  // The event of all that the current stream was given so far; made anew or used again. Not for a CPU.
+  // The event of all that the current stream was given so far; made anew or used again. None but for CUDA.
   void mark(std::optional<c10::Event>& event);
   bool is_done(uint32_t stream);
 
