@@ -93,13 +93,18 @@ def lane_of(path: str) -> str:
     return next((lane for lane, needs in LANES.items() if needs.search(text)), "")
 
 
+ALONE = ("tests/device/test_whole_runs.py",)
+"""Files in a process of their own: what libraries leave behind changes the last bits of others."""
+
+
 def batches_of(files: Sequence[str]) -> list[Batch]:
     """The files in batches, longest first; those of one folder share what its fixtures start."""
     known = known_seconds()
     found: list[Batch] = []
     groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path in files:
-        groups[lane_of(path), str(Path(path).parent)].append(path)
+        apart = path if path in ALONE else str(Path(path).parent)
+        groups[lane_of(path), apart].append(path)
     for (lane, _), group in groups.items():
         group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
         bins: list[tuple[list[str], float]] = []

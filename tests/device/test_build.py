@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -197,3 +198,26 @@ def test_a_compiler_that_does_not_start_is_named(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(build.CompilerError, match="install g"):
         build.libraries()
+
+
+def test_no_name_of_a_source_hides_another_when_sources_are_joined() -> None:
+    """Two sources in one unit share their anonymous namespace: a constant of one would be the other's."""
+    sources = compiling.SOURCES
+
+    def constants(path: Path) -> set[str]:
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        listed = re.findall(r"\benum\b[^{;]*\{([^}]*)\}", text)
+        found = {
+            name for each in listed for name in re.findall(r"\b(k[A-Z]\w*)\s*(?:=|,|\Z)", each)
+        }
+        for line in re.findall(r"^constexpr [^;]*;", text, re.MULTILINE):
+            found.update(re.findall(r"\b(k[A-Z]\w*)\s*=", line))
+        return found
+
+    for part in compiling.PARTS:
+        headers = [*(sources / part).glob("*.h"), *(sources / "wire").glob("*.h")]
+        seen = set().union(*map(constants, headers))
+        assert "kSettings" in seen
+        for source in sorted((sources / part).glob("*.cpp")):
+            assert not seen & constants(source), f"{source.name} has a name that is taken"
+            seen |= constants(source)

@@ -23,7 +23,7 @@
 namespace sky {
 namespace {
 
-enum Choice : int64_t { kMath = 0, kFlash = 1, kEfficient = 2, kCudnn = 3 };
+enum Choice : int64_t { kMath = 0, kFlash = 1, kEfficient = 2, kByCudnn = 3 };
 
 using Optional = std::optional<at::Tensor>;
 
@@ -128,7 +128,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
     case kEfficient:
       return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, aligned(bias, query, key),
                                                                      keeps_graph, dropout, causal, scale));
-    case kCudnn:
+    case kByCudnn:
       return std::get<0>(
           at::_scaled_dot_product_cudnn_attention(query, key, value, bias, keeps_graph, dropout, causal, false, scale));
     case kMath:
