@@ -201,7 +201,7 @@ def test_a_compiler_that_does_not_start_is_named(
 
 
 def test_no_name_of_a_source_hides_another_when_sources_are_joined() -> None:
-    """Two sources in one unit share their anonymous namespace: a constant of one would be the other's."""
+    """Sources in one unit share their anonymous namespace, where a constant hides a header's."""
     sources = compiling.SOURCES
 
     def constants(path: Path) -> set[str]:
