@@ -161,26 +161,29 @@ def test_the_gpu_is_described_as_the_node_describes_it(gpu: torch.device) -> Non
 
 
 @pytest.fixture
-def tf32() -> Iterator[None]:
-    """The switches as they were, after a test that sets them."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+def precision() -> Iterator[None]:
+    """The precision of matrix products as it was, after a test that sets it."""
+    before = torch.get_float32_matmul_precision()
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    torch.set_float32_matmul_precision(before)
 
 
-def test_the_precision_of_products_is_the_one_chosen_here(gpu: torch.device, tf32: None) -> None:
+def test_the_precision_of_products_is_the_one_chosen_here(
+    gpu: torch.device, precision: None
+) -> None:
     a, b = torch.randn(512, 512), torch.randn(512, 512)
     x, w = torch.randn(8, 64, 32, 32), torch.randn(64, 64, 3, 3)
     found = []
     for allowed in (False, True):
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-        ours, theirs = (
-            [
-                (a.to(where) @ b.to(where)).cpu(),
-                torch.nn.functional.conv2d(x.to(where), w.to(where)).cpu(),
-            ]
-            for where in (gpu, torch.device("cuda"))
-        )
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        with torch.backends.cudnn.flags(allow_tf32=allowed):
+            ours, theirs = (
+                [
+                    (a.to(where) @ b.to(where)).cpu(),
+                    torch.nn.functional.conv2d(x.to(where), w.to(where)).cpu(),
+                ]
+                for where in (gpu, torch.device("cuda"))
+            )
         assert all(map(torch.equal, ours, theirs))
         found.append(ours)
     assert not any(map(torch.equal, *found))

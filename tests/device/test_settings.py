@@ -113,11 +113,8 @@ def test_a_switch_costs_one_record_when_it_changes(device: torch.device) -> None
 
     x @ x
     usual = sent()
-    torch.backends.cudnn.benchmark = True
-    try:
+    with torch.backends.cudnn.flags(benchmark=True):
         x @ x
         assert sent() == usual
-    finally:
-        torch.backends.cudnn.benchmark = False
     assert sent() > usual
     assert sent() == usual
