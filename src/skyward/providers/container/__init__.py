@@ -28,6 +28,8 @@ __all__ = ["Container"]
 
 CACHE = "skyward.cache"
 """The label of volumes that hold the environments of an image; no pool removes them."""
+NETWORK_ATTEMPTS = 3
+GONE_INTERFACE = "no such network interface"
 IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
 BOOTSTRAP_SECONDS = 1800
 AGENTLESS_SECONDS = 30
@@ -193,13 +195,19 @@ def _network(docker: Any, pool: str) -> str:
     import docker.errors as errors
 
     name = f"sky-{pool}"
-    if not docker.networks.list(names=[name]):
+    for attempt in range(NETWORK_ATTEMPTS):
+        if docker.networks.list(names=[name]):
+            break
         try:
             docker.networks.create(name, labels={POOL: pool}, check_duplicate=True)
         except errors.APIError as problem:
+            # Podman looks at all interfaces one by one, and fails if one has gone meanwhile.
+            if GONE_INTERFACE in str(problem) and attempt + 1 < NETWORK_ATTEMPTS:
+                continue
             # Another node of the pool made the network at the same moment.
             if problem.status_code != 409 and "already" not in str(problem):
                 raise
+        break
     return name
 
 
