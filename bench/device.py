@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import multiprocessing
 import os
 import statistics
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+from elsewhere import Elsewhere
 from measure import Sample, interleave, p50, say, timed
 from parity import parity, small
 from report import Row, absolute, compared, run_suite
@@ -59,34 +59,15 @@ def local() -> torch.device:
 MODELS = {"MLP": mlp, "4-block transformer": transformer}
 
 
-class Local:
-    """The same PyTorch without skyward, in a process of its own.
-
-    PyTorch's autograd engine knows one accelerator a process: once there is a sky device, a local
-    GPU's backward no longer finds its streams.
-    """
+class Local(Elsewhere):
+    """The device that a user would otherwise use here."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._near, far = context.Pipe()
-        self._process = context.Process(target=_serve_local, args=(far, KIND), daemon=True)
-        self._process.start()
+        super().__init__(_serve_local, KIND)
 
-    def ask(self, *question: Any) -> Callable[[], float]:
+    def contender(self, *question: Any) -> Callable[[], float]:
         """A contender that measures itself over there."""
-
-        def measure() -> float:
-            self._near.send(question)
-            return float(self._near.recv())
-
-        return measure
-
-    def __enter__(self) -> Local:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._near.send(None)
-        self._process.join()
+        return functools.partial(self.ask, *question)
 
 
 def _serve_local(pipe: Connection, kind: str) -> None:
@@ -150,7 +131,7 @@ def training(size: Size) -> Sequence[Row]:
                 samples = interleave(
                     {
                         "sky": stepper(make, remote, size.steps, item=item),
-                        "local": here.ask("steps", name, size.steps, item, False),
+                        "local": here.contender("steps", name, size.steps, item, False),
                     },
                     rounds=size.rounds,
                 )
@@ -171,14 +152,14 @@ def client_cost(size: Size) -> Sequence[Row]:
         adds = interleave(
             {
                 "sky": adding(remote, size.operations),
-                "local": here.ask("adding", size.operations),
+                "local": here.contender("adding", size.operations),
             },
             rounds=4 * size.rounds,
         )
         steps = interleave(
             {
                 "sky": stepper(mlp, remote, size.steps, item=False, clock=time.thread_time),
-                "local": here.ask("steps", "MLP", size.steps, False, True),
+                "local": here.contender("steps", "MLP", size.steps, False, True),
             },
             rounds=size.rounds,
         )
@@ -282,7 +263,7 @@ def worker_cost(size: Size) -> Sequence[Row]:
         contenders: dict[str, Callable[[], float]] = {}
         for name in OPERATIONS:
             contenders[name] = served(compute, name, size.operations)
-            contenders[f"direct {name}"] = here.ask("direct", name, size.operations)
+            contenders[f"direct {name}"] = here.contender("direct", name, size.operations)
         samples = interleave(contenders, rounds=4 * size.rounds)
     beyond = {
         name: [
@@ -337,8 +318,8 @@ def bytes_each_way(size: Size) -> Sequence[Row]:
             {
                 "up": up,
                 "down": down,
-                "local up": here.ask("up", size.payload),
-                "local down": here.ask("down", size.payload),
+                "local up": here.contender("up", size.payload),
+                "local down": here.contender("down", size.payload),
             },
             rounds=size.rounds,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from elsewhere import Elsewhere
 from measure import interleave, p50, say
 from models import LOOPS, Loop
 from report import Row, absolute, compared
@@ -63,30 +63,6 @@ class Timed:
         return (time.perf_counter() - start) / self._steps
 
 
-class Elsewhere:
-    """The same on the local GPU, in a process that knows no sky device."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._near, far = context.Pipe()
-        self._process = context.Process(target=_serve, args=(far,), daemon=True)
-        self._process.start()
-
-    def ask(self, *question: Any) -> Any:
-        self._near.send(question)
-        answer = self._near.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def __enter__(self) -> Elsewhere:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._near.send(None)
-        self._process.join()
-
-
 def _serve(pipe: Connection) -> None:
     device = torch.device("cuda", 0)
     timed: dict[Any, Callable[[], float]] = {}
@@ -114,7 +90,7 @@ def _serve(pipe: Connection) -> None:
 
 def parity(steps: int, rounds: int, only: str = "") -> Iterator[Row]:
     """A row for the losses and one or two for the speed of each model, as they come."""
-    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere() as here:
+    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
         device = compute.device("cuda")
         for name in (name for name in LOOPS if only in name):
             say(f"  {name}")
@@ -190,7 +166,7 @@ def reading(device: torch.device, reads: int) -> Callable[[], float]:
 
 def small(rounds: int) -> Sequence[Row]:
     """A chain of small operations, and reading one value."""
-    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere() as here:
+    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
         device = compute.device("cuda")
         chains = interleave(
             {
