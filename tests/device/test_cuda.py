@@ -230,3 +230,9 @@ def test_pinned_batches_arrive_while_the_gpu_is_busy(gpu: torch.device) -> None:
     again = [torch.full((1 << 20,), -1.0).pin_memory() for _ in range(8)]
     assert [t.mean().item() for t in there] == list(range(8))
     assert all(t.eq(-1).all() for t in again)
+
+
+def test_backward_on_the_gpu_of_this_machine_says_the_way(gpu: torch.device) -> None:
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"sky\.Local\(\)"):
+        weight.sum().backward()
