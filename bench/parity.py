@@ -1,24 +1,25 @@
 """Ordinary models through the sky device and on the same GPU: the same losses, and how fast.
 
 python bench/parity.py              # needs a GPU here; part of `bench/device.py --device cuda`
-python bench/parity.py --only LSTM
+python bench/parity.py --only LSTM --only GRU --rows rows.json
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from elsewhere import Elsewhere
 from measure import interleave, p50, say
 from models import LOOPS, Loop
-from report import Row, absolute, compared
+from report import Row, absolute, compared, save
 
 import skyward as sky
 
@@ -88,11 +89,11 @@ def _serve(pipe: Connection) -> None:
             pipe.send(RuntimeError(f"{name}: {problem!r}"))
 
 
-def parity(steps: int, rounds: int, only: str = "") -> Iterator[Row]:
+def parity(steps: int, rounds: int, only: Sequence[str] = ("",)) -> Iterator[Row]:
     """A row for the losses and one or two for the speed of each model, as they come."""
     with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
         device = compute.device("cuda")
-        for name in (name for name in LOOPS if only in name):
+        for name in (name for name in LOOPS if any(part in name for part in only)):
             say(f"  {name}")
             try:
                 yield from _compare(name, device, here, steps, rounds)
@@ -166,8 +167,13 @@ def reading(device: torch.device, reads: int) -> Callable[[], float]:
 
 def small(rounds: int) -> Sequence[Row]:
     """A chain of small operations, and reading one value."""
-    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
-        device = compute.device("cuda")
+    quiet = sky.Options(console=False)
+    with (
+        sky.Compute(options=quiet) as compute,
+        sky.Compute(sky.Local(transport="tcp"), options=quiet) as over_tls,
+        Elsewhere(_serve) as here,
+    ):
+        device, far = compute.device("cuda"), over_tls.device("cuda")
         chains = interleave(
             {
                 "sky": chain(device, 5000),
@@ -178,6 +184,7 @@ def small(rounds: int) -> Sequence[Row]:
         reads = interleave(
             {
                 "sky": reading(device, 300),
+                "TLS": reading(far, 300),
                 "local": functools.partial(here.ask, "reading", "", 300),
             },
             rounds=rounds,
@@ -185,11 +192,21 @@ def small(rounds: int) -> Sequence[Row]:
     return [
         compared("x + 1 in a chain", chains["sky"], "local GPU", chains["local"], "<= 1.0x"),
         absolute(".item(), p50", reads["sky"], "<= 40 us", 40e-6),
+        absolute(".item(), p50, TLS on loopback", reads["TLS"], "<= 100 us", 100e-6),
         absolute(".item(), p50, local GPU", reads["local"]),
     ]
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
-    for row in itertools.chain(() if chosen else small(5), parity(20, 5, chosen)):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", help="models whose name contains this")
+    parser.add_argument("--rows", type=Path, help="write the rows there as JSON, too")
+    options = parser.parse_args()
+    rows = []
+    for row in itertools.chain(
+        () if options.only else small(5), parity(20, 5, options.only or ("",))
+    ):
         print(" | ".join(row.cells()), flush=True)
+        rows.append(row)
+        if options.rows:
+            save(rows, options.rows)

@@ -104,7 +104,7 @@ def figure(value: float, unit: str) -> str:
         case "B":
             return f"{value / 2**20:,.1f} MiB" if value >= 2**20 else f"{value:,.0f} B"
         case "tasks/s":
-            return f"{value:,.0f} /s"
+            return f"{value:,.0f} /s" if value >= 100 else f"{value:.3g} /s"
         case _:
             return f"{value:.2f}{unit}"
 

@@ -22,6 +22,12 @@ CLOSE_ON_EXEC = 0 if PORTABLE else int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 """The flag with which received descriptors are closed in programs that this process starts."""
 
 
+def processors() -> int:
+    """How many processors this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
 def selector() -> selectors.BaseSelector:
     """What waits for many sockets at once."""
     return selectors.PollSelector() if PORTABLE else selectors.DefaultSelector()

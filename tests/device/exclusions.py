@@ -39,9 +39,10 @@ EXCLUSIONS = (
     Exclusion(
         "nn.functional.linear_cross_entropy",
         "PyTorch accumulates in bfloat16 off the CPU and in float32 on it, by its acc_policy"
-        ' "auto"; bit-equal when the policy is the same; compared with a tolerance of 0.024',
+        ' "auto"; bit-equal when the policy is the same; compared with a tolerance of 0.05, since '
+        "a processor without instructions for bfloat16 rounds more often",
         dtypes="bfloat16",
-        rtol=0.024,
+        rtol=0.05,
     ),
     Exclusion(
         "tensor_split",

@@ -253,9 +253,11 @@ def test_a_profile_that_has_not_ended_says_so(device: torch.device, tmp_path: Pa
         assert "profile object" in str(p)
 
 
-def test_only_sky_devices_are_profiled(device: torch.device) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"sky.profile\('cpu'\): give a device of"):
-        sky.profile("cpu")
+@pytest.mark.parametrize("given", ["cpu", None, "no such device"])
+def test_only_sky_devices_are_profiled(device: torch.device, given: Any) -> None:
+    said = re.escape(f"sky.profile({given!r}): give a device of")
+    with pytest.raises(sky.ConfigurationError, match=said):
+        sky.profile(given)
 
 
 def test_a_summary_has_five_lines_that_add_up(device: torch.device) -> None:
@@ -265,13 +267,13 @@ def test_a_summary_has_five_lines_that_add_up(device: torch.device) -> None:
     assert re.fullmatch(rf"{device} \(cpu of node 0\): [\d.]+ m?s, 10 operations", first)
     assert [line.split()[2] for line in rest] == [
         "worker-bound",
-        "reads",
         "transfers",
+        "reads",
         "client-bound",
     ]
     assert sum(float(line.split()[0]) for line in rest) == pytest.approx(100, abs=0.3)
-    assert rest[1].endswith("; waits: 5")
-    assert "21.0 MB up, 20 B down" in rest[2]
+    assert "21.0 MB up, 20 B down" in rest[1]
+    assert rest[2].endswith("; waits: 5")
 
 
 def operation(run_start: int, run_end: int, kernel: tuple[int, int] = (0, 0)) -> Operation:
@@ -363,6 +365,7 @@ def test_a_device_over_a_network_is_profiled_on_the_same_clock() -> None:
                     x.sin().sum().item()
         assert "The worker's part is missing" in str(dying)
         assert "is gone: its process was killed by SIGKILL" in str(dying)
+        assert "aten::sin" in {each.name for each in dying.operations()}
 
 
 SKEWED = """

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import skyward as sky
+from skyward.device.processors import spared, threads_beside_a_worker
 
 
 def _trained(seed: int, device: torch.device) -> list[float]:
@@ -276,3 +277,45 @@ def test_a_module_is_trained_while_another_thread_reads_it(device: torch.device)
         watching.result()
     assert seen
     assert loss.item() < 1.0
+
+
+@pytest.fixture
+def sixteen_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch has 16 threads that nobody has chosen; as before after the test."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(16)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_pytorchs_threads_leave_processors_to_gpu_workers_on_this_host(
+    sixteen_threads: None,
+) -> None:
+    with spared(16):
+        assert torch.get_num_threads() == 14
+        with spared(16):
+            assert torch.get_num_threads() == 14
+        assert torch.get_num_threads() == 14
+    assert torch.get_num_threads() == 16
+
+
+def test_a_number_of_threads_that_the_user_has_chosen_stays(
+    sixteen_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with spared(16):
+        torch.set_num_threads(5)
+    assert torch.get_num_threads() == 5
+    with spared(16):
+        assert torch.get_num_threads() == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    torch.set_num_threads(16)
+    with spared(16):
+        assert torch.get_num_threads() == 16
+
+
+@pytest.mark.parametrize(
+    ("processors", "threads"), [(1, 1), (2, 2), (3, 2), (8, 7), (16, 14), (96, 84)]
+)
+def test_small_hosts_leave_a_worker_less(processors: int, threads: int) -> None:
+    assert threads_beside_a_worker(processors) == threads

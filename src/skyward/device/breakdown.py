@@ -125,15 +125,15 @@ class Breakdown:
                 f"the worker computed{gpu}; the client waited for {_time(self.waited)} of it",
             ),
             (
+                self.transferring,
+                "transfers",
+                f"{_size(self.bytes_uploaded)} up, {_size(self.bytes_downloaded)} down",
+            ),
+            (
                 self.reading,
                 "reads",
                 "the worker was done, and an answer on its way (.item(), .cpu(), ...); "
                 f"waits: {self.reads}",
-            ),
-            (
-                self.transferring,
-                "transfers",
-                f"{_size(self.bytes_uploaded)} up, {_size(self.bytes_downloaded)} down",
             ),
             (
                 self.client_bound,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
@@ -181,8 +182,14 @@ def _used(path: Path) -> float:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m skyward.device.build",
+        description="Compile the torch device's cores for this torch, if they are not there yet.",
+    )
+    parser.add_argument("--check", action="store_true", help="only check them, strictly")
+    wanted = parser.parse_args()
     try:
-        if sys.argv[1:] == ["--check"]:
+        if wanted.check:
             print(f"{check()} cores compiled, the others had passed before")
         else:
             print(*libraries(), sep="\n")

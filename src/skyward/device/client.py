@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from skyward.device.core import core
+from skyward.device.processors import spared
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 
@@ -45,12 +46,15 @@ class Device:
                     opened.callback(pump.close)
                     end = pump.near
                 self._ends.append(end)
+            on_cpu = kind.startswith("cpu")
+            if shares_memory and not on_cpu:
+                opened.enter_context(spared())
             ops, *bulk = (end.fileno() for end in self._ends)
             self.index = core().open(
                 ops,
                 bulk,
                 shares_memory=shares_memory,
-                on_cpu=kind.startswith("cpu"),
+                on_cpu=on_cpu,
                 place=self._where,
                 properties=properties,
             )

@@ -45,7 +45,10 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
         self._core = core()
         self._indices: list[int] = []
         for device in devices or ("sky",):
-            wanted = torch.device(device)
+            try:
+                wanted = torch.device(device)
+            except (TypeError, RuntimeError):
+                wanted = torch.device("cpu")
             if wanted.type != "sky":
                 raise ConfigurationError(
                     f"sky.profile({device!r}): give a device of compute.device()"

@@ -85,8 +85,7 @@ def _pool() -> Crew:
     global _crew
     with _crew_lock:
         if _crew is None:
-            allowed = getattr(os, "sched_getaffinity", None)  # not on every system
-            processors = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+            processors = kernel.processors()
             _crew = Crew(min(4, processors))
         return _crew
 

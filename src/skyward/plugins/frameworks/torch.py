@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
+from skyward import kernel
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins import arrival, rendezvous
@@ -117,8 +118,7 @@ def _share_processors(info: InstanceInfo) -> None:
     mine = next((peer.address for peer in info.peers if peer.node == info.node), "")
     here = sum(peer.address == mine for peer in info.peers) * info.workers_per_node
     if here > 1:
-        mine_to_use = getattr(os, "sched_getaffinity", None)  # not on every system
-        processors = len(mine_to_use(0)) if mine_to_use is not None else os.cpu_count() or 1
+        processors = kernel.processors()
         threads = max(1, processors // here)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 

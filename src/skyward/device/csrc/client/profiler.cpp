@@ -171,7 +171,7 @@ class Tracer final : public libkineto::IActivityProfiler {
   std::set<ActivityType> kinds_{ActivityType::CONCURRENT_KERNEL};
 };
 
-const bool traced = [] {
+const bool has_tracer = [] {
   libkineto::api().registerProfilerFactory([] { return std::make_unique<Tracer>(); });
   return true;
 }();

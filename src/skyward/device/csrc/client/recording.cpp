@@ -142,6 +142,7 @@ Profile Session::stop_recording() {
     auto& name = *each->op->name;
     made.names.push_back(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
   }
+  if (is_retired_) templates.clear();
   made.operations.reserve(recording->issues.size());
   made.correlations.reserve(recording->issues.size());
   for (size_t i = 0; i < recording->issues.size(); i++) {
@@ -149,8 +150,8 @@ Profile Session::stop_recording() {
     Run run = i < runs.size() ? runs[i] : Run{};
     if (run.start && run.operation != issue.operation) run = {};
     made.operations.push_back({issue.start, issue.end, clocks.here(run.start), clocks.here(run.end),
-                               clocks.here(run.kernel_start), clocks.here(run.kernel_end),
-                               names.empty() ? 0 : names[issue.operation], issue.thread, run.stream, 0});
+                               clocks.here(run.kernel_start), clocks.here(run.kernel_end), names[issue.operation],
+                               issue.thread, run.stream, 0});
     made.correlations.push_back(issue.correlation);
   }
   return made;

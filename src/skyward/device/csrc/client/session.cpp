@@ -13,8 +13,6 @@ namespace {
 constexpr size_t kFlushAt = 1024;
 constexpr auto kFlushAfter = std::chrono::microseconds(100);
 constexpr auto kSleepAfter = std::chrono::milliseconds(5);
-// Small uploads ride in the op stream; the copy there is their snapshot.
-constexpr uint64_t kInlineUpload = 64 << 10;
 // A training step is forty operations at the very least: three waits in it are one every dozen.
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
@@ -58,8 +56,8 @@ void Session::retire() {
   std::lock_guard lock(mutex);
   if (rings_ && !is_retired_) rings_->retire();
   is_retired_ = true;
-  templates.clear();
   last = nullptr;
+  if (!recording_) templates.clear();  // else its profile needs their names
 }
 
 void Session::begin() {
@@ -197,37 +195,6 @@ std::string Session::ask(const void* data, size_t size) {
   return reply();
 }
 
-void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later) {
-  std::lock_guard lock(mutex);
-  Spent spent(recording_.get(), kUploading, size);
-  begin();
-  bool is_inline = size <= kInlineUpload;
-  if (later && !is_inline && rings_)
-    if (auto pinned = use_pinned(data, size, serial, copies_ + 1)) {
-      stats.uploaded += size;
-      copy_in(slot, offset, size, *pinned);
-      return;
-    }
-  struct __attribute__((packed)) {
-    uint32_t kind, slot;
-    uint64_t offset, size;
-    uint8_t is_inline;
-  } record{kUpload, slot, offset, size, is_inline};
-  put(&record, sizeof record);
-  stats.uploaded += size;
-  if (is_inline) {
-    put(data, size);
-    return;
-  }
-  flush();
-  try {
-    OutsidePython outside;
-    bulk_.send(data, size, later);
-  } catch (const Disconnected& e) {
-    broken(e.what());
-  }
-}
-
 void Session::notice_waiting() {
   // Saving a model reads one tensor after the other, with nothing in between: that is no loop of the user's.
   auto before = std::exchange(noticed_last_, stats.operations);
@@ -243,129 +210,6 @@ void Session::notice_waiting() {
                              " every few operations (.item(), .cpu(), printing a "
                              "tensor, or an `if` on one); each wait is a round trip. Read values less often",
                          false));
-}
-
-std::string Session::located(const at::Tensor& source) const {
-  Writer w;
-  auto place = place_of(source.unsafeGetTensorImpl());
-  w.u32(place.slot);
-  w.u8(static_cast<uint8_t>(source.scalar_type()));
-  w.u8(static_cast<uint8_t>(source.dim()));
-  for (auto s : source.sizes()) w.i64(s);
-  for (auto s : source.strides()) w.i64(s);
-  w.i64(place.offset);
-  return w.bytes();
-}
-
-namespace {
-
-std::string fetch_record(const std::string& located, bool later) {
-  Writer w;
-  w.u32(kFetch);
-  w.u32(static_cast<uint32_t>(1 + located.size()));
-  w.u8(later);
-  w.raw(located.data(), located.size());
-  return w.bytes();
-}
-
-}  // namespace
-
-void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
-  notice_waiting();
-  std::lock_guard lock(mutex);
-  Spent spent(recording_.get(), size <= kInlineFetch ? kReading : kDownloading, size);
-  begin();
-  stats.fetched += size;
-  if (size > kInlineFetch && rings_)
-    if (auto pinned = use_pinned(into, size, serial, copies_ + 1)) {
-      copy_out(source, *pinned);
-      uint32_t record[] = {kSync, stream_};
-      ask(record, sizeof record);
-      return;
-    }
-  auto record = fetch_record(located(source), false);
-  auto content = ask(record.data(), record.size());
-  if (size <= kInlineFetch) {
-    SKY_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
-    std::memcpy(into, content.data(), size);
-    return;
-  }
-  try {
-    OutsidePython outside;
-    bulk_.receive(into, size);
-  } catch (const Disconnected& e) {
-    broken(e.what());
-  }
-}
-
-void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
-  std::lock_guard lock(mutex);
-  Spent spent(recording_.get(), kDownloading, into.nbytes());
-  begin();
-  stats.fetched += into.nbytes();
-  if (rings_)
-    if (auto pinned = use_pinned(into.const_data_ptr(), into.nbytes(), serial, copies_ + 1)) {
-      copy_out(source, *pinned);
-      return;
-    }
-  auto record = fetch_record(located(source), true);
-  try {
-    bulk_.receive_later(std::move(into));
-  } catch (const Disconnected& e) {
-    broken(e.what());
-  }
-  put(record.data(), record.size());
-}
-
-// Pinned memory that the worker has not seen yet is mapped there first.
-void Session::share(const PinnedPlace& pinned) {
-  if (!areas_.insert(pinned.area).second) return;
-  struct __attribute__((packed)) {
-    uint32_t kind, area;
-    uint64_t size;
-  } record{kShare, pinned.area, pinned.area_size};
-  put(&record, sizeof record);
-  try {
-    bulk_.send_descriptor(pinned.descriptor);
-  } catch (const Disconnected& e) {
-    broken(e.what());
-  }
-}
-
-void Session::unshare(uint32_t area) {
-  std::lock_guard lock(mutex);
-  if (is_closed_ || !areas_.erase(area)) return;
-  uint32_t record[] = {kUnshare, area};
-  try {
-    put(record, sizeof record);
-  } catch (...) {
-    // The connection broke; the next operation says so.
-  }
-}
-
-void Session::copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned) {
-  share(pinned);
-  struct __attribute__((packed)) {
-    uint32_t kind, slot;
-    uint64_t offset, size;
-    uint32_t area;
-    uint64_t from;
-  } record{kCopyIn, slot, offset, size, pinned.area, pinned.offset};
-  put(&record, sizeof record);
-  copies_++;
-}
-
-void Session::copy_out(const at::Tensor& source, const PinnedPlace& pinned) {
-  share(pinned);
-  auto from = located(source);
-  Writer w;
-  w.u32(kCopyOut);
-  w.u32(static_cast<uint32_t>(from.size() + 4 + 8));
-  w.raw(from.data(), from.size());
-  w.u32(pinned.area);
-  w.u64(pinned.offset);
-  put(w.bytes().data(), w.size());
-  copies_++;
 }
 
 // Waits for what `fetch_later` promised.

@@ -31,12 +31,12 @@ enum Record : uint32_t {
   kMemory = 0x7fffff0du,     // u8 action; replied: how much is in use
   kExport = 0x7fffff0eu,  // u32 length, slots; replied for each: text, how others on its node open its memory, or none
   kSettings = 0x7fffff0fu,  // u64 settings, for everything after it
-  kShare = 0x7fffff13u,     // u32 area, u64 bytes: memory of the client's, whose descriptor is on the bulk socket
-  kUnshare = 0x7fffff14u,   // u32 area
-  kCopyIn = 0x7fffff15u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
-  kCopyOut = 0x7fffff16u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
-  kTraits = 0x7fffff11u,    // replied: what of the worker's device decides how PyTorch computes, each a u64
-  kProfile = 0x7fffff12u,   // u8 action; each is replied
+  kTraits = 0x7fffff10u,    // replied: what of the worker's device decides how PyTorch computes, each a u64
+  kProfile = 0x7fffff11u,   // u8 action; each is replied
+  kShare = 0x7fffff12u,     // u32 area, u64 bytes: memory of the client's, whose descriptor is on the bulk socket
+  kUnshare = 0x7fffff13u,   // u32 area
+  kCopyIn = 0x7fffff14u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
+  kCopyOut = 0x7fffff15u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
 };
 constexpr uint32_t kFree = 0x80000000u;
 

@@ -51,8 +51,8 @@ void Session::resize(Reader& r) {
   auto bytes = r.u64();
   auto failed = attempt("resizing memory", [&] {
     auto bigger = new_storage(bytes);
-    auto kept = std::min<uint64_t>(bytes, held.storage ? held.storage.nbytes() : 0);
-    if (kept) byte_view(bigger, 0, kept).copy_(byte_view(held.storage, 0, kept));
+    auto kept = std::min<uint64_t>(bytes, held.has_memory() ? held.memory().nbytes() : 0);
+    if (kept) byte_view(bigger, 0, kept).copy_(byte_view(held.memory(), 0, kept));
     slots_.clear(held);
     slots_.hold(held, bigger);
   });
@@ -62,10 +62,10 @@ void Session::resize(Reader& r) {
 // Whether the slot can take the bytes. A slice may have been made before its storage shrank.
 bool Session::accepts(Slot& held, uint64_t offset, uint64_t bytes) {
   if (held.poison) return false;
-  if (!held.storage) throw Malformed("an upload to an empty slot");
-  if (bytes <= held.storage.nbytes() && offset <= held.storage.nbytes() - bytes) return true;
+  if (!held.has_memory()) throw Malformed("an upload to an empty slot");
+  if (bytes <= held.memory().nbytes() && offset <= held.memory().nbytes() - bytes) return true;
   note({std::to_string(bytes) + " bytes at " + std::to_string(offset) + " do not fit a storage of " +
-            std::to_string(held.storage.nbytes()),
+            std::to_string(held.memory().nbytes()),
         kFailed, "copying to the device"});
   return false;
 }
@@ -89,20 +89,20 @@ size_t Session::upload(const char* data, size_t size) {
 }
 
 void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes) {
-  if (held.storage.device_type() == c10::kCPU) {
-    std::memcpy(static_cast<char*>(held.storage.mutable_data()) + offset, from, bytes);
+  if (held.memory().device_type() == c10::kCPU) {
+    std::memcpy(static_cast<char*>(held.memory().mutable_data()) + offset, from, bytes);
     return;
   }
   // CUDA reads page-locked memory later; any other has been read when this returns.
   auto failed = attempt("copying to the device", [&] {
-    byte_view(held.storage, offset, bytes).copy_(host_view(from, bytes), /*non_blocking=*/device_.is_cuda());
+    byte_view(held.memory(), offset, bytes).copy_(host_view(from, bytes), /*non_blocking=*/device_.is_cuda());
   });
   if (failed) held.poison = failed;
 }
 
 void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
   if (device_.is_cpu() && !drop) {
-    auto* into = static_cast<char*>(held.storage.mutable_data()) + offset;
+    auto* into = static_cast<char*>(held.memory().mutable_data()) + offset;
     if (rings_) rings_->up.read(into, bytes);
     else bulk_.receive(into, bytes, 0, bytes);
     return;
@@ -138,8 +138,8 @@ at::Tensor& Session::staging(int which) {
 }
 
 at::Tensor Session::dense(Slot& held, const Layout& layout, int64_t offset) {
-  TORCH_CHECK(held.storage, "the tensor has no memory");
-  return make_view(held.storage, layout, offset).contiguous();
+  TORCH_CHECK(held.has_memory(), "the tensor has no memory");
+  return make_view(held.memory(), layout, offset).contiguous();
 }
 
 // Its bytes. A GPU copies into page-locked memory without the detour that it takes into any other.

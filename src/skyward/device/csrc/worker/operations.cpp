@@ -18,9 +18,10 @@ at::Tensor copy_as(const Layout& layout, const at::Tensor& from) {
   return copy;
 }
 
-// An output that owns its memory from the first byte, as the client believes.
-at::Tensor own(at::Tensor t) {
-  if (t.storage_offset() == 0 && t.storage().use_count() <= 1) return t;
+// An output that owns its memory from the first byte, as the client believes. An operation may have returned an
+// argument, or a view of one: then there are more references to it than those that `known` says.
+at::Tensor own(at::Tensor t, size_t known) {
+  if (t.storage_offset() == 0 && t.use_count() <= known && t.storage().use_count() <= 1) return t;
   return copy_as(Layout::of(t), t);
 }
 
@@ -69,7 +70,8 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
   if (C10_UNLIKELY(held.poison != nullptr)) throw Poisoned{held.poison};
   for (int i = 0; i < 2; i++)
     if (held.layout[i] == s.layout && held.offset[i] == offset) return held.view[i];
-  if (!held.storage) throw Malformed("an empty slot used as a tensor");
+  if (!held.has_memory()) throw Malformed("an empty slot used as a tensor");
+  held.keep_memory();
   auto view = make_view(held.storage, layouts_[s.layout], offset);
   int i = held.layout[0] < 0 ? 0 : 1;
   held.view[i] = view;
@@ -153,7 +155,8 @@ c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device devic
   bool is_plain = true, is_there = false;
   auto look = [&](const at::Tensor& t) {
     if (!t.defined()) return;
-    auto keys = t.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    // Neither gradients nor autocast are for the worker: the client has seen to both.
+    auto keys = t.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
     is_there = is_there || keys == own;
     is_plain = is_plain && (keys == own || keys == cpu);
   };
@@ -216,21 +219,23 @@ size_t Session::operation(uint32_t id, const char* data, size_t size) {
   size_t next = 0;
   for (size_t i = 0; i < t.alias.size(); i++) {
     if (t.alias[i]) continue;
-    bind(outs, t, t.outs[next++], reason ? IValue() : std::move(stack_[i]), reason);
+    bind(outs, t, t.outs[next++], reason ? IValue() : std::move(stack_[i]), reason, 1);
   }
   stack_.clear();
   return length;
 }
 
-void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue value, const Reason& reason) {
+// There are `known` references to the value.
+void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue value, const Reason& reason,
+                   size_t known) {
   if (out.kind == kTensorList) {
     if (reason) {
-      for (auto& e : out.items) bind(slots, t, e, IValue(), reason);
+      for (auto& e : out.items) bind(slots, t, e, IValue(), reason, 0);
       return;
     }
     auto list = value.toListRef();
     for (size_t i = 0; i < out.items.size(); i++)
-      bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason);
+      bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason, known + 1);
     return;
   }
   if (out.kind != kNewTensor) return;
@@ -248,7 +253,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
     got = copy_as(promised, got);
-  slots_.hold(held, own(std::move(got)), out.layout);
+  slots_.hold(held, own(std::move(got), known), out.layout);
 }
 
 // A template's first run: the client waits for what its outputs are.
@@ -278,7 +283,7 @@ void Session::ask(Reader& r) {
   Writer w;
   try {
     for (size_t i = 0; i < t.alias.size(); i++)
-      if (!t.alias[i]) t.outs.push_back(describe(w, t, stack_[i]));
+      if (!t.alias[i]) t.outs.push_back(describe(w, t, std::move(stack_[i]), 1));
     describe_written(w, t, r.at());
   } catch (const std::exception& e) {
     asked_.clear();
@@ -291,19 +296,20 @@ void Session::ask(Reader& r) {
   reply(kOk, w.bytes());
 }
 
-OutSpec Session::describe(Writer& w, Template& t, const IValue& value) {
+// There are `known` references to the value.
+OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t known) {
   OutSpec out;
   if (value.isTensor() && !value.toTensor().defined()) {
     out.kind = kUndefinedTensor;
     w.u8(out.kind);
   } else if (value.isTensor()) {
-    auto tensor = value.toTensor();
+    auto tensor = std::move(value).toTensor();
     bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
     TORCH_CHECK_NOT_IMPLEMENTED(
         tensor.layout() == c10::kStrided && !tensor.is_nested() && lives_here, t.name,
         " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
         "arguments first");
-    tensor = own(tensor);
+    tensor = own(std::move(tensor), known);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));
     t.new_slots++;
@@ -315,7 +321,7 @@ OutSpec Session::describe(Writer& w, Template& t, const IValue& value) {
     w.u8(out.kind);
     auto list = value.toListRef();
     w.u32(static_cast<uint32_t>(list.size()));
-    for (auto& e : list) out.items.push_back(describe(w, t, e));
+    for (auto& e : list) out.items.push_back(describe(w, t, e, known + 1));
   } else {
     out.kind = kValue;
     w.u8(out.kind);
@@ -347,6 +353,7 @@ bool Session::describe_resized(Writer& w, const Spec& s, uint32_t number, int64_
       return false;
     w.u32(index);
     write_tensor(w, view);
+    held.keep_memory();
     slots_.count(held);
     // The cached view is no longer what its layout says.
     held.layout[i] = -1;

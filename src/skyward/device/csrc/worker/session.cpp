@@ -184,7 +184,7 @@ void Session::reply_done() {
 void Session::used_on(Reader& r) {
   auto& held = slots_[r.u32()];
   auto stream = r.u32();
-  if (held.storage) attempt("record_stream", [&] { streams_.used_on(held.storage, stream); });
+  if (held.has_memory()) attempt("record_stream", [&] { streams_.used_on(held.memory(), stream); });
 }
 
 void Session::tell_traits() {
@@ -300,7 +300,7 @@ void Session::export_slots(Reader& r) {
   while (r.left()) {
     auto& held = slots_[r.u32()];
     if (held.poison) poison = held.poison;
-    w.text(held.storage ? exported(held.storage) : "");
+    w.text(held.has_memory() ? exported(held.memory()) : "");
   }
   if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
   else reply(kOk, w.bytes());

@@ -136,8 +136,9 @@ class Session {
   c10::IValue build_list(Spec& s, Reader& r);
   Reason run(Template& t, Reader& r);
   void fail_written(const Template& t, const char* payload, const Reason& reason);
-  void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason);
-  OutSpec describe(Writer& w, Template& t, const c10::IValue& value);
+  void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason,
+            size_t known);
+  OutSpec describe(Writer& w, Template& t, c10::IValue value, size_t known);
   void describe_written(Writer& w, Template& t, const char* payload);
   bool describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index);
 

@@ -12,12 +12,20 @@
 namespace sky {
 
 struct Slot {
+  // What has come as a result has its storage in the first view only: a reference less for every operation.
   c10::Storage storage;
   at::Tensor view[2];
   int layout[2] = {-1, -1};
   int64_t offset[2] = {0, 0};
   uint64_t counted = 0;  // of its storage's bytes, which `out=` may grow
   Reason poison;
+
+  bool has_memory() const { return storage || view[0].defined(); }
+  const c10::Storage& memory() const { return storage ? storage : view[0].storage(); }
+  // From now on it has it by itself: the views may go.
+  void keep_memory() {
+    if (!storage && view[0].defined()) storage = view[0].storage();
+  }
 };
 
 class Slots {
@@ -30,7 +38,7 @@ class Slots {
   }
 
   void clear(Slot& slot) {
-    if (!slot.storage && !slot.poison) return;  // has nothing else either
+    if (!slot.has_memory() && !slot.poison) return;  // has nothing else either
     bytes_ -= slot.counted;
     slot.counted = 0;
     slot.storage = c10::Storage();
@@ -48,14 +56,15 @@ class Slots {
   }
 
   void hold(Slot& slot, at::Tensor tensor, int layout) {
-    hold(slot, tensor.storage());
     slot.view[0] = std::move(tensor);
     slot.layout[0] = layout;
+    count(slot);
   }
 
   void count(Slot& slot) {
-    bytes_ += slot.storage.nbytes() - slot.counted;
-    slot.counted = slot.storage.nbytes();
+    auto bytes = slot.memory().nbytes();
+    bytes_ += bytes - slot.counted;
+    slot.counted = bytes;
     peak_ = std::max(peak_, bytes_);
   }
 
