@@ -8,7 +8,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
+    # Of torch's own, where it imports its compiler.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+]
 
 
 class Model(nn.Module):
@@ -48,6 +52,46 @@ def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
             torch.testing.assert_close(_loss_and_gradients(model, compiled, tokens, mask), plain)
             with torch.inference_mode():
                 torch.testing.assert_close(compiled(tokens, mask).cpu(), model(tokens, mask).cpu())
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}])
+def test_a_graph_that_inductor_makes_no_code_for_runs_as_it_is(
+    device: torch.device, options: dict[str, object]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)).to(device)
+    rows = torch.randn(5, 3, device=device)
+    plain = _loss_and_gradients(model, model, rows)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, **options)
+    with pytest.warns(UserWarning, match=r"Inductor makes no code for sky:\d+; .*aot_eager"):
+        ours = _loss_and_gradients(model, compiled, rows)
+    torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile. Inductor makes no code:UserWarning")
+def test_a_graph_without_inputs_may_make_its_tensors_on_the_device(device: torch.device) -> None:
+    torch.compiler.reset()
+    assert torch.compile(lambda: torch.arange(5, device=device).sum())().item() == 10
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile. Inductor makes no code:UserWarning")
+def test_flex_attention_is_compiled_as_libraries_compile_it(device: torch.device) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return query >= key
+
+    torch.compiler.reset()
+    query = torch.randn(1, 2, 128, 8, device=device, requires_grad=True)
+    mask = torch.compile(create_block_mask)(causal, None, None, 128, 128, device=device)
+    ours = torch.compile(flex_attention)(query, query, query, block_mask=mask)
+    plain = scaled_dot_product_attention(query, query, query, is_causal=True)
+    torch.testing.assert_close(ours.cpu(), plain.cpu())
+    gradients = [torch.autograd.grad(out.square().sum(), query)[0].cpu() for out in (ours, plain)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (3, 5, 8)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +63,35 @@ def _flex_attention(module: ModuleType, choice: Choice) -> None:
     wrap(module, "_validate_device", validate)
 
 
+def _inductor(module: ModuleType, choice: Choice) -> None:
+    def compile_fx(original: Callable[..., Any]) -> Callable[..., Any]:
+        def of_others(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
+            device = _sky_device_of(model_, example_inputs_)
+            # With a compiler of its own it makes a file, which nothing else can stand in for.
+            if device is None or args or "inner_compile" in kwargs:
+                return original(model_, example_inputs_, *args, **kwargs)
+            from torch._dynamo.backends.debugging import aot_eager
+
+            warnings.warn(
+                f"torch.compile: Inductor makes no code for {device}; the graph runs on it "
+                "operation by operation, and no faster than without torch.compile. "
+                'torch.compile(..., backend="aot_eager") does the same without this warning.',
+                stacklevel=2,
+            )
+            return aot_eager(model_, example_inputs_)
+
+        return of_others
+
+    wrap(module, "compile_fx", compile_fx)
+
+
+def _sky_device_of(graph: Any, inputs: Sequence[Any]) -> Any:
+    """The sky device that a traced graph uses, if any: it may make its tensors itself."""
+    values = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    devices = (getattr(value, "device", None) for value in values)
+    return next((device for device in devices if getattr(device, "type", "") == "sky"), None)
+
+
 def _data_parallel(module: ModuleType, choice: Choice) -> None:
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def with_a_reason(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,6 +110,7 @@ def _data_parallel(module: ModuleType, choice: Choice) -> None:
 
 
 PATCHES: dict[str, Callable[..., None]] = {
+    "torch._inductor.compile_fx": _inductor,
     "torch.accelerator": _accelerator,
     "torch.autograd.graph": _autograd,
     "torch.nn.attention.flex_attention": _flex_attention,
