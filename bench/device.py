@@ -235,7 +235,7 @@ def floor_library() -> ctypes.CDLL:
         made = Path(folder, "floor.so")
         compiling.run(
             os.environ.get("CXX", "g++"),
-            *compiling.FLAGS,
+            *compiling.flags_of("worker"),
             f"-I{home / 'include'}",
             "-shared",
             str(Path(__file__).with_name("floor.cpp")),

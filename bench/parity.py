@@ -89,7 +89,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(RuntimeError(f"{name}: {problem!r}"))
 
 
-def parity(steps: int, rounds: int, only: Sequence[str] = ("",)) -> Iterator[Row]:
+def parity(steps: int, rounds: int, *, only: Sequence[str] = ("",)) -> Iterator[Row]:
     """A row for the losses and one or two for the speed of each model, as they come."""
     with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
         device = compute.device("cuda")
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     rows = []
     for row in itertools.chain(
-        () if options.only else small(5), parity(20, 5, options.only or ("",))
+        () if options.only else small(5), parity(20, 5, only=options.only or [""])
     ):
         print(" | ".join(row.cells()), flush=True)
         rows.append(row)

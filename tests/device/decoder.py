@@ -22,6 +22,9 @@ class Decoder:
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        assert self._process.stdout
+        self.skips_dispatcher = self._process.stdout.read(1) == b"\1"
+        """Whether the worker calls the kernels of plain tensors without the dispatcher."""
 
     def read(self, definition: bytes, payload: bytes, count: int) -> tuple[int, str]:
         """How the worker read these bytes, and what it made of them."""
@@ -46,6 +49,8 @@ def main() -> None:
 
     library = ctypes.CDLL(str(build.library("worker")))
     text = ctypes.create_string_buffer(CAPACITY)
+    sys.stdout.buffer.write(bytes([library.sky_worker_probe_keys()]))
+    sys.stdout.buffer.flush()
     while len(head := sys.stdin.buffer.read(12)) == 12:
         defined, sent, count = struct.unpack("<III", head)
         # Each in memory of exactly its size, where a sanitizer or an unmapped page would notice.

@@ -57,6 +57,10 @@ def test_the_worker_reads_what_the_client_wrote(device: torch.device, decoder: D
     assert kinds >= {str(kind) for kind in range(14)}, "not every kind was tried"
 
 
+def test_kernels_of_plain_tensors_are_called_without_the_dispatcher(decoder: Decoder) -> None:
+    assert decoder.skips_dispatcher
+
+
 def test_arguments_cut_short_are_malformed(device: torch.device, decoder: Decoder) -> None:
     for seed in range(SEEDS // 8):
         definition, payload, _ = _written(device, seed, 3)

@@ -28,6 +28,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from skyward.device import build, compiling
+compiling.UNITS = 2
 compiling.SOURCES = Path(sys.argv[1])
 print(*build.libraries(), sep="\\n")
 """
@@ -59,6 +60,7 @@ class Workshop:
         patch.setenv("CXX", str(compiler))
         patch.setenv("SKYWARD_CACHE", str(folder / "cache"))
         patch.setattr(compiling, "SOURCES", self.sources)
+        patch.setattr(compiling, "UNITS", 2)
 
     def write(self, part: str, name: str, text: str) -> None:
         text = f'#include "../wire/number.h"\n{text}\n'

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import skyward as sky
+from skyward import kernel
+from skyward.device.processors import threads_beside_a_worker
 
 torch = pytest.importorskip("torch")
 
@@ -236,3 +238,21 @@ def test_backward_on_the_gpu_of_this_machine_says_the_way(gpu: torch.device) -> 
     weight = torch.ones(2, device="cuda", requires_grad=True)
     with pytest.raises(RuntimeError, match=r"sky\.Local\(\)"):
         weight.sum().backward()
+
+
+def test_pytorchs_threads_leave_processors_to_the_worker() -> None:
+    before = torch.get_num_threads()
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        compute.device("cuda")
+        assert torch.get_num_threads() <= threads_beside_a_worker(kernel.processors())
+    assert torch.get_num_threads() == before
+
+
+def test_an_operation_on_host_memory_follows_one_on_the_gpu(gpu: torch.device) -> None:
+    """The seeds of fused attention stay on the host; the same template may have met the GPU's."""
+    there = torch.zeros((), dtype=torch.int64, device=gpu)
+    assert [(there + 1).item() for _ in range(2)] == [1, 1]
+    q = torch.randn(1, 1, 8, 8, device=gpu, dtype=torch.float16)
+    _, _, seed, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True)
+    once = (seed + 1).item()
+    assert (seed + 1).item() == once

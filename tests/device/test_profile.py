@@ -255,9 +255,10 @@ def test_a_profile_that_has_not_ended_says_so(device: torch.device, tmp_path: Pa
 
 @pytest.mark.parametrize("given", ["cpu", None, "no such device"])
 def test_only_sky_devices_are_profiled(device: torch.device, given: Any) -> None:
-    said = re.escape(f"sky.profile({given!r}): give a device of")
-    with pytest.raises(sky.ConfigurationError, match=said):
-        sky.profile(given)
+    said = re.escape(f"({given!r}): give a device of")
+    for asked in (sky.profile, sky.device_stats):
+        with pytest.raises(sky.ConfigurationError, match=f"{asked.__name__}{said}"):
+            asked(given)
 
 
 def test_a_summary_has_five_lines_that_add_up(device: torch.device) -> None:

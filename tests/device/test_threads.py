@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import skyward as sky
-from skyward.device.processors import spared, threads_beside_a_worker
+from skyward.device.processors import give_back, spared, threads_beside_a_worker
 
 
 def _trained(seed: int, device: torch.device) -> list[float]:
@@ -312,6 +312,23 @@ def test_a_number_of_threads_that_the_user_has_chosen_stays(
     torch.set_num_threads(16)
     with spared(16):
         assert torch.get_num_threads() == 16
+
+
+def test_threads_come_back_though_the_worker_was_lost_on_another_thread(
+    sixteen_threads: None,
+) -> None:
+    worker = spared(16)
+    worker.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(worker.__exit__, None, None, None).result()
+    assert torch.get_num_threads() == 14
+    give_back(16)
+    assert torch.get_num_threads() == 16
+
+
+def test_a_cpu_worker_changes_no_threads(sixteen_threads: None, compute: sky.Compute) -> None:
+    compute.device("cpu")
+    assert torch.get_num_threads() == 16
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 import platformdirs
 
 from skyward.device import compiling
-from skyward.device.compiling import FLAGS, PARTS, Compiler, CompilerError
+from skyward.device.compiling import PARTS, Compiler, CompilerError
 
 __all__ = ["PARTS", "CompilerError", "check", "libraries", "library", "shipped_name"]
 
@@ -102,7 +102,8 @@ def _shipped(part: str) -> Path | None:
 def _cached(part: str) -> Path:
     import torch
 
-    digest = compiling.digest(compiling.files_of(part), (*FLAGS, str(compiling.UNITS)))
+    words = (*compiling.flags_of(part), str(compiling.UNITS))
+    digest = compiling.digest(compiling.files_of(part), words)
     name = f"{part}-{torch.__version__}-abi{_abi()}-{platform.machine()}-{digest}.so"
     return _cache() / name
 

@@ -33,9 +33,21 @@ def device_stats(device: Any) -> DeviceStats:
 
     >>> sky.device_stats(device).waits
     """
+    return core().stats(index_of(device, "device_stats"))
+
+
+def index_of(device: Any, asked: str) -> int:
+    """The index of a sky device; `asked` is the function that was called with it."""
     import torch
 
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError) as problem:
+        raise _no_device(device, asked) from problem
     if wanted.type != "sky":
-        raise ConfigurationError(f"device_stats({device!r}): give a device of compute.device()")
-    return core().stats(core().current if wanted.index is None else wanted.index)
+        raise _no_device(device, asked)
+    return core().current if wanted.index is None else wanted.index
+
+
+def _no_device(device: Any, asked: str) -> ConfigurationError:
+    return ConfigurationError(f"{asked}({device!r}): give a device of compute.device()")

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyward.device import trace
 from skyward.device.breakdown import Breakdown
-from skyward.device.core import core
+from skyward.device.core import core, index_of
 from skyward.device.recording import Recording
 from skyward.errors import ConfigurationError
 
@@ -40,20 +40,8 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
     """
 
     def __init__(self, *devices: Any) -> None:
-        import torch
-
         self._core = core()
-        self._indices: list[int] = []
-        for device in devices or ("sky",):
-            try:
-                wanted = torch.device(device)
-            except (TypeError, RuntimeError):
-                wanted = torch.device("cpu")
-            if wanted.type != "sky":
-                raise ConfigurationError(
-                    f"sky.profile({device!r}): give a device of compute.device()"
-                )
-            self._indices.append(self._core.current if wanted.index is None else wanted.index)
+        self._indices = [index_of(device, "sky.profile") for device in devices or ("sky",)]
         self._running: list[tuple[int, str, int]] | None = None
         self._threads: dict[int, str] = {}
         self._recorded: list[trace.Recorded] | None = None
@@ -138,14 +126,13 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
         return self._recorded
 
     def _one(self, what: str, device: Any) -> trace.Recorded:
-        import torch
-
         recorded = self._ended(what)
         if device is None and len(recorded) == 1:
             return recorded[0]
-        wanted = None if device is None else str(torch.device(device))
-        for each in recorded:
-            if each.name == wanted:
-                return each
+        if device is not None:
+            wanted = f"sky:{index_of(device, what)}"
+            for each in recorded:
+                if each.name == wanted:
+                    return each
         names = ", ".join(each.name for each in recorded)
         raise ConfigurationError(f"{what}({device!r}): name one of the profiled devices: {names}")

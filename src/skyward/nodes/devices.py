@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from skyward.device import processors
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
@@ -145,3 +146,4 @@ class DeviceDesk:
             device.close(why)
             with contextlib.suppress(SkywardError):
                 self._tell(node, CloseDevice(number))
+        processors.give_back()

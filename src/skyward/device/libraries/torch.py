@@ -65,9 +65,9 @@ def _flex_attention(module: ModuleType, choice: Choice) -> None:
 
 def _inductor(module: ModuleType, choice: Choice) -> None:
     def compile_fx(original: Callable[..., Any]) -> Callable[..., Any]:
-        def of_others(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
+        def or_run_it(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
             device = _sky_device_of(model_, example_inputs_)
-            # With a compiler of its own it makes a file, which nothing else can stand in for.
+            # AOTInductor passes `inner_compile` and wants a file: to run the graph is no answer.
             if device is None or args or "inner_compile" in kwargs:
                 return original(model_, example_inputs_, *args, **kwargs)
             from torch._dynamo.backends.debugging import aot_eager
@@ -80,14 +80,17 @@ def _inductor(module: ModuleType, choice: Choice) -> None:
             )
             return aot_eager(model_, example_inputs_)
 
-        return of_others
+        return or_run_it
 
     wrap(module, "compile_fx", compile_fx)
 
 
 def _sky_device_of(graph: Any, inputs: Sequence[Any]) -> Any:
     """The sky device that a traced graph uses, if any: it may make its tensors itself."""
-    values = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    nodes = getattr(getattr(graph, "graph", None), "nodes", ())
+    # Dynamo writes down one of the two, `make_fx` and `torch.export` the other.
+    made = (node.meta.get(key) for node in nodes for key in ("example_value", "val"))
+    values = [*inputs, *made]
     devices = (getattr(value, "device", None) for value in values)
     return next((device for device in devices if getattr(device, "type", "") == "sky"), None)
 

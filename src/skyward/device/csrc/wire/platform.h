@@ -44,6 +44,12 @@ inline int shareable_memory([[maybe_unused]] size_t size) {
   return -1;
 }
 
+// How many bytes such memory has. Not by `fstat`, whose symbol is newer than the oldest glibc that wheels are for.
+inline uint64_t size_of_memory(int fd) {
+  auto end = ::lseek(fd, 0, SEEK_END);
+  return end < 0 ? 0 : static_cast<uint64_t>(end);
+}
+
 // Returns when `word` has changed from `value` and someone called `wake_all`, or after so long.
 inline void wait_for_change([[maybe_unused]] std::atomic<uint32_t>& word, [[maybe_unused]] uint32_t value,
                             [[maybe_unused]] const timespec& most) {

@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -145,8 +144,7 @@ class SharedRings {
   static std::unique_ptr<SharedRings> join(int ops, int bulk) {
     int fd = receive_descriptor(bulk);
     if (fd < 0) return nullptr;
-    struct stat told{};
-    if (::fstat(fd, &told) || static_cast<size_t>(told.st_size) < kSize) {
+    if (size_of_memory(fd) < kSize) {
       ::close(fd);
       throw Disconnected("shared memory of another size");
     }

@@ -19,9 +19,9 @@ at::Tensor copy_as(const Layout& layout, const at::Tensor& from) {
 }
 
 // An output that owns its memory from the first byte, as the client believes. An operation may have returned an
-// argument, or a view of one: then there are more references to it than those that `known` says.
-at::Tensor own(at::Tensor t, size_t known) {
-  if (t.storage_offset() == 0 && t.use_count() <= known && t.storage().use_count() <= 1) return t;
+// argument, or a view of one: then there are more references to it than the caller's.
+at::Tensor own(at::Tensor t, size_t references) {
+  if (t.storage_offset() == 0 && t.use_count() <= references && t.storage().use_count() <= 1) return t;
   return copy_as(Layout::of(t), t);
 }
 
@@ -69,7 +69,10 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
   int64_t offset = s.flag ? r.i64() : 0;
   if (C10_UNLIKELY(held.poison != nullptr)) throw Poisoned{held.poison};
   for (int i = 0; i < 2; i++)
-    if (held.layout[i] == s.layout && held.offset[i] == offset) return held.view[i];
+    if (held.layout[i] == s.layout && held.offset[i] == offset) {
+      uses_host_ |= held.view[i].device().type() != device_.type();
+      return held.view[i];
+    }
   if (!held.has_memory()) throw Malformed("an empty slot used as a tensor");
   held.keep_memory();
   auto view = make_view(held.storage, layouts_[s.layout], offset);
@@ -77,6 +80,7 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
   held.view[i] = view;
   held.layout[i] = s.layout;
   held.offset[i] = offset;
+  uses_host_ |= view.device().type() != device_.type();
   return view;
 }
 
@@ -94,7 +98,6 @@ IValue Session::build(Reader& r, Spec& s) {
       std::memcpy(s.bytes.data(), bytes, s.bytes.size());
       std::memcpy(s.number.mutable_data_ptr(), bytes, s.number.itemsize());
       if (s.flag) s.number.unsafeGetTensorImpl()->set_wrapped_number(true);
-      s.shared = s.number.storage();
       return s.number;
     }
     default: return from_plain(s.kind, read(r, sent));
@@ -146,8 +149,6 @@ IValue Session::build_list(Spec& s, Reader& r) {
   }
 }
 
-namespace {
-
 // The keys of plain tensors on the device, for which the dispatcher need not be asked: that takes 50 ns.
 c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device device) {
   const auto cpu = c10::DispatchKeySet(c10::DispatchKey::CPU);
@@ -169,13 +170,17 @@ c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device devic
   return is_plain && is_there ? own : c10::DispatchKeySet();
 }
 
-}  // namespace
-
 // Runs the template's operation on the stack; returns the reason if it failed.
 Reason Session::run(Template& t, Reader& r) {
   try {
     stack_.clear();
+    uses_host_ = false;
     for (auto& arg : t.args) stack_.push_back(build(r, arg));
+    if (C10_UNLIKELY(uses_host_)) {
+      // The seeds of fused attention: another time the same template may get tensors of the device.
+      t.op->callBoxed(&stack_);
+      return nullptr;
+    }
     if (C10_UNLIKELY(!t.has_keys)) {
       t.keys = plain_keys(stack_, device_);
       t.has_keys = true;
@@ -225,17 +230,17 @@ size_t Session::operation(uint32_t id, const char* data, size_t size) {
   return length;
 }
 
-// There are `known` references to the value.
+// There are `references` to a tensor that is the operation's own: this one, and that of the list that it is in.
 void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue value, const Reason& reason,
-                   size_t known) {
+                   size_t references) {
   if (out.kind == kTensorList) {
     if (reason) {
-      for (auto& e : out.items) bind(slots, t, e, IValue(), reason, 0);
+      for (auto& e : out.items) bind(slots, t, e, IValue(), reason, references);
       return;
     }
     auto list = value.toListRef();
     for (size_t i = 0; i < out.items.size(); i++)
-      bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason, known + 1);
+      bind(slots, t, out.items[i], i < list.size() ? list[i] : IValue(), reason, references + 1);
     return;
   }
   if (out.kind != kNewTensor) return;
@@ -253,7 +258,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
     got = copy_as(promised, got);
-  slots_.hold(held, own(std::move(got), known), out.layout);
+  slots_.hold(held, own(std::move(got), references), out.layout);
 }
 
 // A template's first run: the client waits for what its outputs are.
@@ -296,8 +301,8 @@ void Session::ask(Reader& r) {
   reply(kOk, w.bytes());
 }
 
-// There are `known` references to the value.
-OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t known) {
+// `references` as for `bind`.
+OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t references) {
   OutSpec out;
   if (value.isTensor() && !value.toTensor().defined()) {
     out.kind = kUndefinedTensor;
@@ -309,7 +314,7 @@ OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t known) {
         tensor.layout() == c10::kStrided && !tensor.is_nested() && lives_here, t.name,
         " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
         "arguments first");
-    tensor = own(std::move(tensor), known);
+    tensor = own(std::move(tensor), references);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));
     t.new_slots++;
@@ -321,7 +326,7 @@ OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t known) {
     w.u8(out.kind);
     auto list = value.toListRef();
     w.u32(static_cast<uint32_t>(list.size()));
-    for (auto& e : list) out.items.push_back(describe(w, t, e, known + 1));
+    for (auto& e : list) out.items.push_back(describe(w, t, e, references + 1));
   } else {
     out.kind = kValue;
     w.u8(out.kind);

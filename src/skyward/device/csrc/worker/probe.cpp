@@ -77,3 +77,10 @@ extern "C" int sky_worker_probe(const char* data, size_t size, const char* sent,
     return 2;
   }
 }
+
+// Whether an operation on plain tensors, alone or in a list, goes around the dispatcher.
+extern "C" int sky_worker_probe_keys() {
+  const c10::Device cpu(c10::kCPU);
+  torch::jit::Stack alone{at::empty({2})}, listed{c10::List<at::Tensor>({at::empty({2}), at::empty({3})})};
+  return !sky::plain_keys(alone, cpu).empty() && !sky::plain_keys(listed, cpu).empty();
+}

@@ -41,7 +41,6 @@ struct Spec {
   std::vector<Spec> items;
   // The number on the host that came last, and its bytes: it is mostly the same again.
   at::Tensor number;
-  c10::Storage shared;  // its storage once more: an operation that returns it returns a copy
   std::array<char, 16> bytes{};
 };
 
@@ -61,10 +60,12 @@ struct Template {
   uint32_t new_slots = 0;
   bool resizes = false;     // its `out=` arguments
   std::vector<bool> alias;  // which returns are arguments written to
-  // What the dispatcher would find for the arguments, which is the same every time; empty if it is to look.
+  // What the dispatcher would find for arguments on the device, the same every time; empty if it is to look.
   c10::DispatchKeySet keys;
   bool has_keys = false;  // whether that was worked out
 };
+
+c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device device);
 
 class Session {
  public:
@@ -137,8 +138,8 @@ class Session {
   Reason run(Template& t, Reader& r);
   void fail_written(const Template& t, const char* payload, const Reason& reason);
   void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason,
-            size_t known);
-  OutSpec describe(Writer& w, Template& t, c10::IValue value, size_t known);
+            size_t references);
+  OutSpec describe(Writer& w, Template& t, c10::IValue value, size_t references);
   void describe_written(Writer& w, Template& t, const char* payload);
   bool describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index);
 
@@ -180,6 +181,7 @@ class Session {
   std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
   std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
+  bool uses_host_ = false;  // whether an argument on it lies in the host's memory, though the device is another
   Warnings warnings_;
   Reason first_error_;
   uint64_t count_ = 0;

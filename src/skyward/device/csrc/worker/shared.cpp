@@ -2,8 +2,6 @@
 #include "pages.h"
 #include "session.h"
 
-#include <sys/stat.h>
-
 namespace sky {
 void Session::share(Reader& r) {
   auto number = r.u32();
@@ -12,8 +10,7 @@ void Session::share(Reader& r) {
   if (areas_.count(number)) throw Malformed("an area that is known already");
   int fd = receive_descriptor(bulk_.first());
   if (fd < 0) throw Malformed("shared memory without a descriptor");
-  struct stat told{};
-  if (::fstat(fd, &told) || static_cast<uint64_t>(told.st_size) < bytes) {
+  if (size_of_memory(fd) < bytes) {
     ::close(fd);
     throw Malformed("shared memory of another size");
   }

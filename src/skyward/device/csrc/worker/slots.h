@@ -12,7 +12,8 @@
 namespace sky {
 
 struct Slot {
-  // What has come as a result has its storage in the first view only: a reference less for every operation.
+  // A result's storage is held by view[0] alone, which saves counting a second reference for every operation;
+  // `memory` finds it either way.
   c10::Storage storage;
   at::Tensor view[2];
   int layout[2] = {-1, -1};
@@ -22,7 +23,7 @@ struct Slot {
 
   bool has_memory() const { return storage || view[0].defined(); }
   const c10::Storage& memory() const { return storage ? storage : view[0].storage(); }
-  // From now on it has it by itself: the views may go.
+  // Before a view is dropped or added: from then on the slot itself holds the storage.
   void keep_memory() {
     if (!storage && view[0].defined()) storage = view[0].storage();
   }
@@ -45,6 +46,7 @@ class Slots {
     for (int i = 0; i < 2; i++) {
       slot.view[i].reset();
       slot.layout[i] = -1;
+      slot.offset[i] = 0;
     }
     slot.poison.reset();
   }
