@@ -37,12 +37,24 @@ ABI = 1
 MACOS = "14.0"
 GLIBC, GLIBCXX = (2, 28), (3, 4, 25)
 """What torch's own wheels need, manylinux_2_28, and what the libstdc++ of such a system has."""
+_CHAR = "cNS_11char_traitsIcEE"
+_STRING = f"I{_CHAR}NS_9allocatorIcEEEE"
 NEW_TO_TORCH = {
     "__ZNSt3__115recursive_mutex8try_lockEv",
     "__ZNSt3__15mutex8try_lockEv",
     "__ZdlPvm",
+    f"__ZTVNSt3__115basic_streambufI{_CHAR}EE",
+    f"__ZTVNSt3__115basic_stringbuf{_STRING}",
+    *(
+        f"__{table}NSt3__119basic_{way}stringstream{_STRING}"
+        for table in ("ZTT", "ZTV")
+        for way in ("i", "o")
+    ),
 }
-"""What our cores need of libc++ and torch does not; macOS has had all of it since 10.12."""
+"""What our cores need of libc++ and torch does not, which is for older systems.
+
+macOS has had the tables of streams into strings since 12, the rest since 10.12.
+"""
 RPATH = "../../../torch/lib"
 """From skyward/device/cores to torch, for a program that has not imported torch yet."""
 

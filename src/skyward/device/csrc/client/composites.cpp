@@ -166,7 +166,7 @@ at::Tensor ctc_loss_of_tensors(const at::Tensor& log_probs, const at::Tensor& ta
   auto inputs = input_lengths.to(at::kCPU, at::kLong).contiguous();
   auto lengths = target_lengths.to(at::kCPU, at::kLong).contiguous();
   auto ints = [](const at::Tensor& t) {
-    return at::IntArrayRef(t.const_data_ptr<int64_t>(), static_cast<size_t>(t.numel()));
+    return at::IntArrayRef(static_cast<const int64_t*>(t.const_data_ptr()), static_cast<size_t>(t.numel()));
   };
   bool are_ints = input_lengths.scalar_type() == at::kInt && target_lengths.scalar_type() == at::kInt;
   if (!are_ints || !may_use_cudnn_ctc(log_probs, targets, blank) || !fit_cudnn_ctc(ints(inputs), ints(lengths)))

@@ -218,7 +218,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run(Mode mode, const at::Tensor& 
 at::IntArrayRef sizes_in(const at::Tensor& batch_sizes) {
   SKY_CHECK(batch_sizes.dim() == 1 && batch_sizes.device().is_cpu(),
             "batch_sizes tensor should be 1D and on CPU, but got ", batch_sizes.dim(), "D on ", batch_sizes.device());
-  return {batch_sizes.const_data_ptr<int64_t>(), static_cast<size_t>(batch_sizes.numel())};
+  return {static_cast<const int64_t*>(batch_sizes.const_data_ptr()), static_cast<size_t>(batch_sizes.numel())};
 }
 
 void lstm(at::Tensor& output, at::Tensor& hy, at::Tensor& cy, const at::Tensor& input, at::TensorList hx,
