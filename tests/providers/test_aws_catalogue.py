@@ -382,20 +382,17 @@ def test_without_the_catalogue_itself_there_are_no_offers(access: RecordedAccess
         offers(access, a_request())
 
 
-def test_the_second_listing_takes_well_under_a_second_with_all_imports(
-    access: RecordedAccess,
-) -> None:
+def test_the_second_listing_asks_nobody_and_imports_little(access: RecordedAccess) -> None:
     offers(access, a_request())
     code = """
-import time
-began = time.perf_counter()
+import sys
 from skyward.providers import Request
 from skyward.providers.aws.catalogue import Catalogue
 from skyward.spec import Image
 class Access:
     region, endpoint, profile = "us-east-1", "", None
 assert Catalogue(Access()).offers(Request(None, None, None, Image(), ()))
-print(time.perf_counter() - began)
+print(*sorted({"boto3", "botocore", "torch", "numpy"} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.6
+    assert not done.stdout.strip(), "these take a second to import"
