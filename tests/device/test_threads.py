@@ -322,7 +322,7 @@ def test_threads_come_back_though_the_worker_was_lost_on_another_thread(
     with ThreadPoolExecutor(1) as other:
         other.submit(worker.__exit__, None, None, None).result()
     assert torch.get_num_threads() == 14
-    give_back(16)
+    give_back()
     assert torch.get_num_threads() == 16
 
 

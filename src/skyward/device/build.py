@@ -102,8 +102,7 @@ def _shipped(part: str) -> Path | None:
 def _cached(part: str) -> Path:
     import torch
 
-    words = (*compiling.flags_of(part), str(compiling.UNITS))
-    digest = compiling.digest(compiling.files_of(part), words)
+    digest = compiling.digest(compiling.files_of(part), compiling.flags_of(part))
     name = f"{part}-{torch.__version__}-abi{_abi()}-{platform.machine()}-{digest}.so"
     return _cache() / name
 

@@ -12,15 +12,21 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from skyward import kernel
 
 _lock = threading.Lock()
 _workers = 0
-_before = 0
-"""How many threads PyTorch had before the first worker; 0 if that was left as it is."""
-_thread = 0
-"""The thread that lowered the number: it has one of its own, and only it can raise it again."""
+_lowered: _Lowered | None = None
+
+
+class _Lowered(NamedTuple):
+    """A number of threads that was lowered; each thread has one of its own."""
+
+    thread: int
+    before: int
+    after: int
 
 
 def threads_beside_a_worker(processors: int) -> int:
@@ -35,34 +41,35 @@ def spared(processors: int | None = None) -> Iterator[None]:
     A number that the user has chosen, with OMP_NUM_THREADS or a smaller one with
     `torch.set_num_threads`, stays.
     """
-    global _workers, _before, _thread
+    global _workers, _lowered
     import torch
 
-    fewer = threads_beside_a_worker(processors or kernel.processors())
+    before = torch.get_num_threads()
+    after = threads_beside_a_worker(processors or kernel.processors())
     with _lock:
         _workers += 1
-        if not _before and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > fewer:
-            _before, _thread = torch.get_num_threads(), threading.get_ident()
-            torch.set_num_threads(fewer)
+        if _lowered is None and "OMP_NUM_THREADS" not in os.environ and before > after:
+            _lowered = _Lowered(threading.get_ident(), before, after)
+            torch.set_num_threads(after)
     try:
         yield
     finally:
         with _lock:
             _workers -= 1
-        give_back(processors)
+        give_back()
 
 
-def give_back(processors: int | None = None) -> None:
+def give_back() -> None:
     """PyTorch gets its threads back if no worker is left, and if this thread can do that.
 
     A device that is lost is closed on another thread; the end of its pool asks once more.
     """
-    global _before
+    global _lowered
     with _lock:
-        if not _before or _workers or threading.get_ident() != _thread:
+        if _lowered is None or _workers or _lowered.thread != threading.get_ident():
             return
         import torch
 
-        if torch.get_num_threads() == threads_beside_a_worker(processors or kernel.processors()):
-            torch.set_num_threads(_before)
-        _before = 0
+        if torch.get_num_threads() == _lowered.after:
+            torch.set_num_threads(_lowered.before)
+        _lowered = None
