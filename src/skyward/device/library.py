@@ -70,6 +70,8 @@ class Core:
         self._free = list(range(DEVICES_MAX))
         self._places: dict[int, str] = {}
         self._properties: dict[int, DeviceProperties] = {}
+        self.openings = [0] * DEVICES_MAX
+        """How often each index was opened: a worker knows nothing of what an earlier one knew."""
         self.chosen: int | None = None
         """The device that the user has made the current one, if it is still open."""
         self._lock = threading.Lock()
@@ -106,6 +108,7 @@ class Core:
             sockets = (ctypes.c_int * len(bulk))(*bulk)
             self._call("sky_open", index, ops, sockets, len(bulk), int(shares_memory), int(on_cpu))
             self._places[index] = place
+            self.openings[index] += 1
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:

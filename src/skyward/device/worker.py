@@ -13,6 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from skyward.device import properties
+from skyward.device.graphs import running as graphs
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials
@@ -105,6 +106,7 @@ def main() -> None:
         ends = [pump.near for pump in pumps]
     ops, *bulk = (end.fileno() for end in ends)
     sockets = (ctypes.c_int * len(bulk))(*bulk)
+    graphs.install(kind)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
         ops,

@@ -14,7 +14,7 @@ class Choice:
     """Follows the user's choice between sky devices and a GPU of this machine."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self.core = core
 
     def device(self) -> torch.device | None:
         """The sky device to use; None if none is open, or if a GPU of this machine is preferred.
@@ -24,25 +24,25 @@ class Choice:
         """
         import torch
 
-        if self._core.in_bad_fork or not self._core.open_devices:
+        if self.core.in_bad_fork or not self.core.open_devices:
             return None
         default = torch.get_default_device()
         if default.type == "sky":
             return torch.device(
-                "sky", self._core.current if default.index is None else default.index
+                "sky", self.core.current if default.index is None else default.index
             )
-        if _is_gpu(default.type) or (self._core.chosen is None and _has_gpu()):
+        if _is_gpu(default.type) or (self.core.chosen is None and _has_gpu()):
             return None
-        return torch.device("sky", self._core.current)
+        return torch.device("sky", self.core.current)
 
     def note(self, index: int) -> None:
         """Remember that the user has made a device the current one."""
-        if index in self._core.open_devices:
-            self._core.chosen = index
+        if index in self.core.open_devices:
+            self.core.chosen = index
 
     def is_closed(self, device: torch.device) -> bool:
         """Whether a device that a library remembers is one of ours and gone."""
-        return device.type == "sky" and device.index not in self._core.open_devices
+        return device.type == "sky" and device.index not in self.core.open_devices
 
 
 def _is_gpu(kind: str) -> bool:

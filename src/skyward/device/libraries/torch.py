@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from skyward.device.graphs import backend, shipping
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import wrap
 from skyward.device.library import DeviceError
@@ -65,27 +65,42 @@ def _flex_attention(module: ModuleType, choice: Choice) -> None:
 
 def _inductor(module: ModuleType, choice: Choice) -> None:
     def compile_fx(original: Callable[..., Any]) -> Callable[..., Any]:
-        def or_run_it(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
-            device = _sky_device_of(model_, example_inputs_)
-            # AOTInductor passes `inner_compile` and wants a file: to run the graph is no answer.
-            if device is None or args or "inner_compile" in kwargs:
+        def or_ship(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
+            # AOTInductor passes `inner_compile` and wants a file, and so does the recursion below.
+            if args or "inner_compile" in kwargs or not sky_device_of(model_, example_inputs_):
                 return original(model_, example_inputs_, *args, **kwargs)
-            from torch._dynamo.backends.debugging import aot_eager
+            return shipping.compile_fx(choice.core, original, model_, example_inputs_, **kwargs)
 
-            warnings.warn(
-                f"torch.compile: Inductor makes no code for {device}; the graph runs on it "
-                "operation by operation, and no faster than without torch.compile. "
-                'torch.compile(..., backend="aot_eager") does the same without this warning.',
-                stacklevel=2,
-            )
-            return aot_eager(model_, example_inputs_)
-
-        return or_run_it
+        return or_ship
 
     wrap(module, "compile_fx", compile_fx)
 
 
-def _sky_device_of(graph: Any, inputs: Sequence[Any]) -> Any:
+def _backends(module: ModuleType, choice: Choice) -> None:
+    # Installed packages name their backends in their metadata; this is for those that are not.
+    if "sky" not in module._COMPILER_FNS and "sky" not in module._BACKENDS:
+        module.register_backend(backend.sky)
+
+
+def _optimizers(module: ModuleType, choice: Choice) -> None:
+    def set_capturable(original: Callable[..., None]) -> Callable[..., None]:
+        def on_sky_too(self: Any, tx: Any) -> None:
+            # As for a GPU: the number of steps is then a tensor of the device, and the compiled
+            # step can count it.
+            optimizer = self.value
+            for group in optimizer.param_groups:
+                parameters = group.get("params", [])
+                is_new = not any(p in optimizer.state for p in parameters)
+                if "capturable" in group and is_new:
+                    group["capturable"] |= all(p.device.type == "sky" for p in parameters)
+            original(self, tx)
+
+        return on_sky_too
+
+    wrap(module.OptimizerVariable, "_set_capturable", set_capturable)
+
+
+def sky_device_of(graph: Any, inputs: Sequence[Any]) -> Any:
     """The sky device that a traced graph uses, if any: it may make its tensors itself."""
     nodes = getattr(getattr(graph, "graph", None), "nodes", ())
     # Dynamo writes down one of the two, `make_fx` and `torch.export` the other.
@@ -113,6 +128,8 @@ def _data_parallel(module: ModuleType, choice: Choice) -> None:
 
 
 PATCHES: dict[str, Callable[..., None]] = {
+    "torch._dynamo.backends.registry": _backends,
+    "torch._dynamo.variables.optimizer": _optimizers,
     "torch._inductor.compile_fx": _inductor,
     "torch.accelerator": _accelerator,
     "torch.autograd.graph": _autograd,

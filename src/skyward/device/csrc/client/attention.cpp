@@ -11,6 +11,8 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
@@ -49,19 +51,22 @@ Optional additive(const Optional& mask, const at::Tensor& query) {
   return at::where(*mask, number(0.0), number(-std::numeric_limits<double>::infinity()));
 }
 
+// While a compiler traces, other sizes of the tensor may be symbols.
+int64_t width_of(const at::Tensor& t) { return t.sym_size(-1).guard_int(__FILE__, __LINE__); }
+
 // The last axis, filled up with zeros to a multiple of what a kernel loads at once.
 at::Tensor padded(const at::Tensor& t, int64_t multiple) {
-  auto over = t.size(-1) % multiple;
+  auto over = width_of(t) % multiple;
   return over ? at::constant_pad_nd(t, {0, multiple - over}) : t;
 }
 
 at::Tensor flash(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double dropout, bool causal,
                  std::optional<double> scale) {
-  auto width = query.size(-1);
+  auto width = width_of(query);
   auto out = std::get<0>(
       at::_scaled_dot_product_flash_attention(padded(query, 8), padded(key, 8), padded(value, 8), dropout, causal,
                                               false, scale ? *scale : 1.0 / std::sqrt(static_cast<double>(width))));
-  return out.size(-1) == width ? out : out.narrow(-1, 0, width);
+  return width_of(out) == width ? out : out.narrow(-1, 0, width);
 }
 
 // Its rows begin where the kernel can load several elements at once.
@@ -81,11 +86,41 @@ Optional aligned(const Optional& mask, const at::Tensor& query, const at::Tensor
   return rows.expand({query.size(0), query.size(1), query.size(2), key.size(2)});
 }
 
-// While a compiler traces or vmap maps, tensors have shapes and no memory, and the worker cannot be asked. The CPU's
-// fused kernel takes what is checked here; for other workers attention is written out.
+// A tensor of the device in place of one that has a shape and no memory. Where a size is a symbol any number will do:
+// what the worker chooses depends on the last axis, the dtype and what kind of mask there is.
+at::Tensor stand_in(const at::Tensor& t) {
+  constexpr int64_t kAny = 64;
+  std::vector<int64_t> sizes, strides;
+  bool has_symbols = false;
+  for (auto& size : t.sym_sizes()) {
+    sizes.push_back(size.maybe_as_int().value_or(kAny));
+    has_symbols = has_symbols || size.is_heap_allocated();
+  }
+  for (auto& stride : t.sym_strides()) {
+    strides.push_back(stride.maybe_as_int().value_or(kAny));
+    has_symbols = has_symbols || stride.is_heap_allocated();
+  }
+  auto options = at::TensorOptions().dtype(t.dtype()).device(t.device());
+  return has_symbols ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options);
+}
+
+// The worker's choice for tensors of these shapes, also while a compiler traces.
+int64_t choice_for(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
+                   double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  c10::impl::ExcludeDispatchKeyGuard untraced(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  auto in_place_of = mask ? Optional(stand_in(*mask)) : std::nullopt;
+  return at::_fused_sdp_choice(stand_in(query), stand_in(key), stand_in(value), in_place_of, dropout, causal, scale,
+                               grouped);
+}
+
+bool has_symbols(const at::Tensor& t) { return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
+
+// While a compiler traces or vmap maps, tensors have shapes and no memory. The CPU's fused kernel takes what is
+// checked here.
 bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
                 double dropout) {
-  if (!session_at(query.device().index()).on_cpu || !at::globalContext().userEnabledFlashSDP()) return false;
+  if (!at::globalContext().userEnabledFlashSDP()) return false;
   if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || dropout != 0.0) return false;
   if (mask && (at::GradMode::is_enabled() && mask->requires_grad())) return false;
   if (mask && mask->dim() != 2 && mask->dim() != 4) return false;
@@ -95,28 +130,29 @@ bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   return c10::isFloatingType(query.scalar_type()) && fits(0) && fits(1) && fits(3);
 }
 
-at::Tensor traced(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
-                  double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  auto bias = additive(mask, query);
-  if (is_for_cpu(query, key, value, mask, dropout))
-    return std::get<0>(
-        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
-  return std::get<0>(
-      at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt, scale, grouped));
-}
-
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
                      double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
   check(query, key, value, mask);
-  if (query.key_set().has(c10::DispatchKey::Python) || !query.has_storage())
-    return traced(query, key, value, mask, dropout, causal, scale, grouped);
+  bool is_traced = query.key_set().has(c10::DispatchKey::Python);
+  bool is_mapped = !is_traced && !query.has_storage();
   bool on_cpu = session_at(query.device().index()).on_cpu;
   bool with_grad = at::GradMode::is_enabled();
-  // The worker sees no gradients; the CPU's fused kernel has none for the mask.
-  bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();
-  auto offered =
-      by_hand ? int64_t{kMath} : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  int64_t offered;
+  if (is_mapped && !on_cpu) {
+    offered = kMath;
+  } else if (on_cpu && (is_traced || is_mapped)) {
+    offered = is_for_cpu(query, key, value, mask, dropout) ? kFlash : kMath;
+  } else if (is_traced) {
+    offered = choice_for(query, key, value, mask, dropout, causal, scale, grouped);
+    // Its rows are to be aligned, which is not known of symbols.
+    if (offered == kEfficient && mask && has_symbols(*mask)) offered = kMath;
+  } else {
+    // The worker sees no gradients; the CPU's fused kernel has none for the mask.
+    bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();
+    offered =
+        by_hand ? int64_t{kMath} : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  }
   auto bias = additive(mask, query);
   bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());
   switch (offered) {

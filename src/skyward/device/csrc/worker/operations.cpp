@@ -25,6 +25,22 @@ at::Tensor own(at::Tensor t, size_t references) {
   return copy_as(Layout::of(t), t);
 }
 
+void let_go(void* kept) noexcept { delete static_cast<c10::Storage*>(kept); }
+
+// A compiled graph's result, as it is: graphs return views of their inputs on purpose, and say so to the client where
+// it matters. Its memory begins at its first element, as the client believes.
+at::Tensor adopted(const at::Tensor& t) {
+  auto layout = Layout::of(t);
+  auto storage = t.storage();
+  if (t.storage_offset() && t.numel()) {
+    auto* kept = new c10::Storage(t.storage());
+    storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), layout.extent(0),
+        c10::DataPtr(t.mutable_data_ptr(), kept, &let_go, t.device()), nullptr, /*resizable=*/false));
+  }
+  return make_view(storage, layout, 0);
+}
+
 void write_tensor(Writer& w, const at::Tensor& t) {
   w.u8(static_cast<uint8_t>(t.scalar_type()));
   w.u8(static_cast<uint8_t>(t.dim()));
@@ -258,7 +274,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
     got = copy_as(promised, got);
-  slots_.hold(held, own(std::move(got), references), out.layout);
+  slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout);
 }
 
 // A template's first run: the client waits for what its outputs are.
@@ -314,7 +330,7 @@ OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t reference
         tensor.layout() == c10::kStrided && !tensor.is_nested() && lives_here, t.name,
         " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
         "arguments first");
-    tensor = own(std::move(tensor), references);
+    tensor = t.is_graph ? adopted(tensor) : own(std::move(tensor), references);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));
     t.new_slots++;

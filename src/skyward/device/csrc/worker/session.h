@@ -59,6 +59,7 @@ struct Template {
   std::vector<OutSpec> outs;
   uint32_t new_slots = 0;
   bool resizes = false;     // its `out=` arguments
+  bool is_graph = false;    // it runs a compiled graph
   std::vector<bool> alias;  // which returns are arguments written to
   // What the dispatcher would find for arguments on the device, the same every time; empty if it is to look.
   c10::DispatchKeySet keys;

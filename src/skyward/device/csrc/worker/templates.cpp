@@ -68,6 +68,7 @@ void Session::define(Reader& r) {
   auto name = r.text(), overload = r.text();
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
+  t.is_graph = name == "skyward::run";
   t.op = c10::Dispatcher::singleton().findSchema({name, overload});
   t.payload = r.u32();
   auto n = r.u32();

@@ -1,0 +1,164 @@
+"""torch.compile through the sky device against torch.compile on the same device used locally.
+
+python bench/compiled.py                   # a CPU worker
+python bench/compiled.py --device cuda     # part of `bench/device.py --device cuda`
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from elsewhere import Elsewhere
+from measure import interleave, say
+from models import Loop
+from report import Row, compared, save
+from torch import nn
+from torch.nn import functional
+from training import mlp
+
+import skyward as sky
+
+WARM = 12
+"""Steps before anything is measured: the compiler works in the first, CUDA graphs are recorded in
+the next few."""
+
+
+def gpt(device: torch.device, options: dict[str, Any], *, layers: int, width: int) -> Loop:
+    """GPT-2 of some size in bfloat16 by autocast, a batch of 8 times 512."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, use_cache=False)
+    model = GPT2LMHeadModel(config).to(device)
+    x = torch.randint(0, 50257, (8, 512)).to(device)
+    compiled = torch.compile(model, **options) if options else model
+    return _steps(
+        model, device, lambda: compiled(input_ids=x, labels=x).loss, cast=torch.bfloat16
+    )
+
+
+def small(device: torch.device, options: dict[str, Any]) -> Loop:
+    """The MLP 784-256-128-10 with a batch of 64."""
+    model, x, y = mlp()
+    model.to(device)
+    x, y = x.to(device), y.to(device)
+    compiled = torch.compile(model, **options) if options else model
+    return _steps(model, device, lambda: functional.cross_entropy(compiled(x), y))
+
+
+def _steps(
+    model: nn.Module,
+    device: torch.device,
+    loss_of: Callable[[], torch.Tensor],
+    *,
+    cast: torch.dtype | None = None,
+) -> Loop:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    while True:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, cast, enabled=cast is not None):
+            loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+COMPILED: dict[str, tuple[Callable[..., Loop], dict[str, Any], str]] = {
+    "GPT-2 124M, bf16, compiled": (functools.partial(gpt, layers=12, width=768), {}, ">= 0.97x"),
+    "GPT-2 6x384, bf16, compiled": (functools.partial(gpt, layers=6, width=384), {}, ">= 1.3x"),
+    "MLP, compiled with reduce-overhead": (small, {"mode": "reduce-overhead"}, ">= 2.5x"),
+}
+
+
+class Timed:
+    """A compiled loop that has warmed up and measures its steps."""
+
+    def __init__(self, name: str, device: torch.device, steps: int, backend: str) -> None:
+        make, options, _ = COMPILED[name]
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        self._loop = make(device, {"backend": backend, **options} if backend else {})
+        self._steps = steps
+        self.losses = [next(self._loop).item() for _ in range(WARM)]
+
+    def __call__(self) -> float:
+        """Seconds a step."""
+        start = time.perf_counter()
+        for _ in range(self._steps):
+            loss = next(self._loop)
+        loss.item()
+        return (time.perf_counter() - start) / self._steps
+
+
+def _serve(pipe: Connection, kind: str) -> None:
+    device = torch.device(kind)
+    timed: dict[Any, Timed] = {}
+    while (question := pipe.recv()) is not None:
+        try:
+            if question[0] == "forget":
+                timed.clear()
+                pipe.send(None)
+                continue
+            name, steps, backend, what = question
+            if (name, backend) not in timed:
+                timed[name, backend] = Timed(name, device, steps, backend)
+            found = timed[name, backend]
+            pipe.send(found.losses if what == "losses" else found())
+        except Exception as problem:
+            pipe.send(RuntimeError(f"{question[0]}: {problem!r}"))
+
+
+def compiled(kind: str, steps: int, rounds: int, *, only: Sequence[str] = ("",)) -> Iterator[Row]:
+    """Training steps a second of compiled models; the eager ones of the same run beside them."""
+    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve, kind) as here:
+        device = compute.device(kind)
+        for name in (name for name in COMPILED if any(part in name for part in only)):
+            say(f"  {name}")
+            try:
+                yield from _compare(name, device, here, steps, rounds)
+            except Exception as problem:
+                say(f"  {name}: {problem!r}")
+                yield Row(name, f"failed: {problem!r}"[:200], failed=True)
+
+
+def _compare(
+    name: str, device: torch.device, here: Elsewhere, steps: int, rounds: int
+) -> Iterator[Row]:
+    ours = Timed(name, device, steps, "sky")
+    seconds: dict[str, Callable[[], float]] = {
+        "sky": ours,
+        "local": functools.partial(here.ask, name, steps, "inductor", "time"),
+        "eager": functools.partial(here.ask, name, steps, "", "time"),
+    }
+    theirs = here.ask(name, steps, "inductor", "losses")
+    apart = max(abs(a - b) for a, b in zip(ours.losses, theirs, strict=True))
+    yield Row(f"{name}: losses of {WARM} steps", f"at most {apart:.2g} apart from local ones")
+    samples = interleave(seconds, rounds=rounds)
+    rates = {key: sample.per(1, "tasks/s") for key, sample in samples.items()}
+    what = f"{name}: steps a second"
+    yield compared(what, rates["sky"], "local torch.compile", rates["local"], COMPILED[name][2])
+    yield compared(what, rates["sky"], "local eager", rates["eager"])
+    del seconds, ours
+    here.ask("forget")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", action="append", help="models whose name contains this")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=Path, help="write the rows there as JSON, too")
+    given = parser.parse_args()
+    rows = []
+    for row in compiled(given.device, given.steps, given.rounds, only=given.only or [""]):
+        print(" | ".join(row.cells()), flush=True)
+        rows.append(row)
+        if given.rows:
+            save(rows, given.rows)

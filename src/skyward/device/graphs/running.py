@@ -1,0 +1,357 @@
+"""The worker's side: compiles the graphs of its client for its own device, and runs them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from skyward.device.graphs import operations
+from skyward.device.graphs.text import Answer, GraphReader, Message, NumberInput, TensorInput
+
+UNBOUNDED = 1 << 62
+FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
+"""What sizes are computed with, besides the signs of arithmetic."""
+
+
+def install(device: str) -> Programs:
+    """Have this process carry out the operations of graphs, for the device that it serves."""
+    programs = Programs(device)
+    library = operations.library()
+    for name in ("ship", "run", "drop"):
+        library.impl(name, getattr(programs, name), "CompositeExplicitAutograd")
+    return programs
+
+
+class Programs:
+    """The graphs that the client has shipped, by their numbers."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = torch.device(device)
+        self._programs: dict[int, Program] = {}
+        self._pairs: dict[int, Any] = {}
+
+    def ship(self, message: Any) -> Any:
+        """Take a graph and compile it."""
+        import torch
+
+        _load_compiler()
+        content = bytes(message.cpu().tolist())
+        shipped = msgspec.msgpack.decode(content, type=Message)
+        program = Program(shipped, self._device, self._pairs)
+        answer = program.compile()
+        self._programs[shipped.number] = program
+        told = bytearray(msgspec.msgpack.encode(answer))
+        return torch.frombuffer(told, dtype=torch.uint8).to(self._device)
+
+    def run(
+        self,
+        token: Any,
+        number: int,
+        generation: int,
+        read: list[Any],
+        written: list[Any],
+        numbers: list[int],
+    ) -> list[Any]:
+        """Run a graph."""
+        return self._programs[number](generation, [*read, *written, *numbers])
+
+    def drop(self, token: Any, number: int) -> None:
+        """Forget a graph."""
+        self._programs.pop(number, None)
+
+
+def _load_compiler() -> None:
+    """Import the compiler, and all that a graph may name.
+
+    On the thread that runs graphs: the manager of CUDA graphs belongs to the thread that imports
+    it.
+    """
+    import torch._higher_order_ops
+    import torch._inductor.compile_fx
+    import torch._inductor.cudagraph_trees
+    import torch._inductor.inductor_prims  # noqa: F401
+
+
+class Program:
+    """One graph, compiled once for each set of sizes that the compiler tells apart."""
+
+    def __init__(self, message: Message, device: Any, pairs: dict[int, Any]) -> None:
+        self._message, self._device, self._pairs = message, device, pairs
+        self._order = message.inputs
+        self._outputs: list[int] = []
+        self._variants: list[tuple[Callable[[list[int]], bool], Callable[[list[Any]], Any]]] = []
+        self._known: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
+        self._numbers = [
+            at for at, node in enumerate(self._inputs()) if isinstance(node, NumberInput)
+        ]
+
+    def __call__(self, generation: int, sent: list[Any]) -> list[Any]:
+        inputs = [sent[at] for at in self._order]
+        sizes = tuple(inputs[at] for at in self._numbers)
+        run = self._known.get(sizes)
+        if run is None:
+            run = self._known[sizes] = self._variant(sizes)
+        if generation:
+            from torch._dynamo.mutation_guard import GenerationTracker
+
+            GenerationTracker.generation = generation
+        results = run(inputs)
+        return [results[at] for at in self._outputs]
+
+    def _variant(self, sizes: tuple[int, ...]) -> Callable[[list[Any]], Any]:
+        """The code for these sizes, of which the compiler may have assumed something."""
+        for fits, run in self._variants:
+            if fits(list(sizes)):
+                return run
+        self.compile(sizes)
+        return self._variants[-1][1]
+
+    def _inputs(self) -> list[TensorInput | NumberInput]:
+        return [
+            msgspec.convert(node.content, TensorInput | NumberInput)
+            for node in self._message.nodes
+            if node.kind == "input"
+        ]
+
+    def compile(self, sizes: tuple[int, ...] | None = None) -> Answer:
+        """Compile for the sizes of the message, or others."""
+        answer: list[Answer | BaseException] = []
+
+        def work() -> None:
+            try:
+                answer.append(self._compile(sizes))
+            except BaseException as problem:
+                answer.append(problem)
+
+        # The thread that serves the client has settings for running operations, and none of them
+        # is meant for the tracing that a compiler does.
+        thread = threading.Thread(target=work, name="skyward-compile")
+        thread.start()
+        thread.join()
+        if isinstance(answer[0], BaseException):
+            raise answer[0]
+        return answer[0]
+
+    def _compile(self, sizes: tuple[int, ...] | None) -> Answer:
+        import torch
+
+        with contextlib.ExitStack() as stack:
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
+            reader = GraphReader(self._device)
+            module = reader.module(self._message.nodes)
+            output = next(node for node in module.graph.nodes if node.op == "output")
+            names = [getattr(result, "name", None) for result in output.args[0]]
+            self._outputs = [names.index(name) for name in self._message.outputs]
+            try:
+                return self._by_inductor(reader, module, output, sizes)
+            except Exception as problem:
+                # No compiler on this machine, or a graph that Inductor does not know.
+                from torch._functorch.aot_autograd import make_boxed_func
+
+                plain = reader.module(self._message.nodes)
+                self._variants.append((lambda _: True, make_boxed_func(plain.forward)))
+                return Answer([], instead=_first_line(problem))
+
+    def _by_inductor(
+        self, reader: GraphReader, module: Any, output: Any, sizes: tuple[int, ...] | None
+    ) -> Answer:
+        from torch._dynamo.utils import counters
+        from torch._inductor import compile_fx, config
+        from torch._inductor.utils import BoxedBool
+
+        message = self._message
+        output.meta["user_visible_output_idxs"] = message.visible
+        example = _Example(reader, message, self._inputs(), sizes)
+        example.describe_within(module)
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        forward = self._pairs.get(message.pair)
+        if forward is None:
+            forward = self._pairs[message.pair] = compile_fx.BoxedDeviceIndex(None)
+        with _cache_folder(), config.patch(_known(config, message.options)):
+            compiled = compile_fx.compile_fx_inner(
+                module,
+                example.inputs,
+                static_input_idxs=message.static,
+                cudagraphs=BoxedBool(message.cudagraphs),
+                is_backward=message.is_backward,
+                is_inference=message.is_inference,
+                graph_id=message.pair,
+                boxed_forward_device_index=forward,
+            )
+        self._variants.append((example.fits(), compiled))
+        was_cached = counters["inductor"]["fxgraph_cache_hit"] > hits
+        return Answer(example.strides(getattr(compiled, "output_strides", None)), was_cached)
+
+
+def _first_line(problem: Exception) -> str:
+    lines = [line for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}"
+
+
+def _known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that this version of PyTorch has."""
+    names = config.get_config_copy()
+    return {name: value for name, value in options.items() if name in names}
+
+
+@contextlib.contextmanager
+def _cache_folder() -> Iterator[None]:
+    """Code is kept with what else Skyward keeps on a machine, unless the user has said where."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        cache = os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / "graphs")
+    yield
+
+
+def _parsed(text: str, symbols: Mapping[str, Any]) -> Any:
+    """An expression of sizes as sympy has it. Not by `sympify`, which would run any code."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return sympy.Integer(number)
+            case ast.Name(id=name) if name in symbols:
+                return symbols[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
+                return binary[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
+                made = getattr(functions, name, None) or getattr(sympy, name)
+                return made(*map(value, given))
+        raise ValueError(f"a size cannot be {text!r}")
+
+    binary: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Pow: operator.pow,
+        ast.FloorDiv: functions.FloorDiv,
+        ast.Mod: functions.PythonMod,
+    }
+    return value(ast.parse(text, mode="eval").body)
+
+
+class _Example:
+    """Inputs without memory to compile a graph with: sizes are numbers, or symbols."""
+
+    def __init__(
+        self,
+        reader: GraphReader,
+        message: Message,
+        inputs: Sequence[TensorInput | NumberInput],
+        sizes: tuple[int, ...] | None,
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._environment = ShapeEnv()
+        self._symbols: dict[str, Any] = {}
+        hints = {symbol.name: symbol.hint for symbol in message.symbols}
+        if sizes is not None:
+            numbers = [node.expression for node in inputs if isinstance(node, NumberInput)]
+            for name, size in zip(numbers, sizes, strict=True):
+                if name in hints:
+                    hints[str(name)] = size
+        self._reader, self._hints = reader, hints
+        for symbol in message.symbols:
+            self._symbols[symbol.name] = self._symbol(symbol, hints[symbol.name])
+        self._mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
+        self.inputs = [self._input(node) for node in inputs]
+
+    def describe_within(self, module: Any) -> None:
+        """Give the values of nodes to the graphs that nodes of this one take as arguments.
+
+        The compiler finds those of the graph itself, and of no graph within it.
+        """
+        import torch
+        from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+        for name, within in module.named_modules():
+            if not name or not isinstance(within, torch.fx.GraphModule):
+                continue
+            places = [node for node in within.graph.nodes if node.op == "placeholder"]
+            described = [
+                msgspec.convert(place.meta["described"], TensorInput | NumberInput)
+                for place in places
+            ]
+            FakeTensorProp(within, mode=self._mode).propagate_dont_convert_inputs(
+                *map(self._input, described)
+            )
+
+    def _symbol(self, symbol: Any, hint: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        made = self._environment.create_symbol(
+            hint,
+            ConstantSource(symbol.name),
+            dynamic_dim=DimDynamic.DYNAMIC,
+            do_not_specialize_zero_one=True,
+        )
+        most = UNBOUNDED if symbol.most is None else symbol.most
+        self._environment.constrain_symbol_range(
+            made, compiler_min=symbol.least, compiler_max=most
+        )
+        return made
+
+    def _size(self, expression: int | str) -> Any:
+        if isinstance(expression, int):
+            return expression
+        parsed = _parsed(expression, self._symbols)
+        value = parsed.subs({s: self._hints[n] for n, s in self._symbols.items()})
+        return self._environment.create_symintnode(parsed, hint=int(value))
+
+    def _input(self, node: TensorInput | NumberInput) -> Any:
+        import torch
+
+        if isinstance(node, NumberInput):
+            return self._size(node.expression)
+        sizes = [self._size(size) for size in node.sizes]
+        strides = [self._size(stride) for stride in node.strides]
+        device = self._reader.device("cpu" if node.on_host else "")
+        dtype = self._reader.dtype(node.dtype)
+        with self._mode:
+            return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+    def fits(self) -> Callable[[list[int]], bool]:
+        """Whether other sizes meet what the compiler has assumed."""
+        import torch
+
+        numbers = [value for value in self.inputs if isinstance(value, torch.SymInt)]
+        if not numbers:
+            return lambda _: True
+        code = self._environment.produce_guards_expression(numbers)
+        if code is None:
+            return lambda _: True
+        return lambda sizes: bool(self._environment.evaluate_guards_expression(code, sizes))
+
+    def strides(self, written: Any) -> list[list[str] | None]:
+        """The strides of results, in the client's symbols."""
+        import sympy
+
+        if written is None:
+            return []
+        ours = {str(symbol): symbol for symbol in self._symbols.values()}
+        theirs = {symbol: sympy.Symbol(name) for name, symbol in self._symbols.items()}
+
+        def told(stride: str) -> str:
+            if stride.isdigit():
+                return stride
+            return str(_parsed(stride, ours).xreplace(theirs))
+
+        return [None if one is None else [told(stride) for stride in one] for one in written]

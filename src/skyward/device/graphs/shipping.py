@@ -1,0 +1,308 @@
+"""The client's side: a traced graph becomes a message, and its calls become one operation each."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from skyward.device.graphs import operations
+from skyward.device.graphs.text import (
+    Answer,
+    CannotShipError,
+    Message,
+    Node,
+    NumberInput,
+    Symbol,
+    Writer,
+)
+from skyward.device.library import Core, DeviceError
+
+_numbers = itertools.count(1)
+
+
+def compile_fx(core: Core, original: Callable[..., Any], model: Any, inputs: Any, **given: Any) -> Any:
+    """Compile a traced function whose tensors are on a sky device.
+
+    Inductor's own passes run here; the graphs that they end with are compiled by the worker.
+    """
+    import torch._functorch.config as functorch
+
+    # Its cache keeps code, and there is none here; the worker has a cache of its own.
+    with functorch.patch(enable_autograd_cache=False):
+        return original(model, inputs, inner_compile=_Compiler(core), **given)
+
+
+class _Compiler:
+    """Stands where Inductor calls its code generator."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __call__(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            try:
+                return _output_code(_Shipped(self._core, graph, inputs, options), inputs)
+            except CannotShipError as problem:
+                why = f"it has {problem}"
+            except (DeviceError, RuntimeError, NotImplementedError) as problem:
+                why = f"the worker says: {problem}"
+        _say(f"torch.compile: a graph runs operation by operation, since {why}")
+        return _output_code(_Plain(graph), inputs)
+
+
+def _say(what: str) -> None:
+    warnings.warn(what, stacklevel=2)
+
+
+class _Plain:
+    """A graph that runs here, each operation on its own."""
+
+    strides = None
+
+    def __init__(self, graph: Any) -> None:
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        self._run = make_boxed_func(graph.forward)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self._run(inputs)
+
+
+class _Shipped:
+    """A graph on a worker: a call is one operation, whose results are tensors of the device."""
+
+    def __init__(
+        self, core: Core, graph: Any, inputs: Sequence[Any], options: dict[str, Any]
+    ) -> None:
+        operations.library()
+        self._core = core
+        self._device = _device_of(graph, inputs)
+        writer = Writer(self._device)
+        shape = _Shape(writer, graph, inputs)
+        self._read, self._written, self._numbers = shape.read, shape.written, shape.numbers
+        self._returns = shape.returns
+        cudagraphs = options.get("cudagraphs")
+        self._counts_calls = bool(cudagraphs)
+        message = Message(
+            number=next(_numbers),
+            nodes=[*shape.inputs, *writer.nodes(graph), shape.output],
+            symbols=_symbols(inputs),
+            inputs=shape.order,
+            outputs=shape.outputs,
+            options=_options(),
+            static=[int(i) for i in options.get("static_input_idxs") or ()],
+            visible=[int(i) for i in shape.visible],
+            pair=options.get("graph_id") or 0,
+            is_backward=bool(options.get("is_backward")),
+            is_inference=bool(options.get("is_inference")),
+            cudagraphs=bool(cudagraphs),
+        )
+        self._number = message.number
+        self._message = msgspec.msgpack.encode(message)
+        answer = self._ship()
+        self.strides = answer.strides if not answer.instead else None
+        if answer.instead:
+            _say(
+                f"torch.compile: the worker of {self._device} runs a graph operation by operation, "
+                f"since it cannot compile it: {answer.instead}"
+            )
+
+    def _ship(self) -> Answer:
+        import torch
+
+        index = self._device.index
+        self._opening = self._core.openings[index]
+        message = torch.frombuffer(bytearray(self._message), dtype=torch.uint8)
+        with torch.no_grad():
+            self._token = torch.ops.skyward.ship.default(message.to(self._device))
+        weakref.finalize(self, _drop, self._token, self._number).atexit = False
+        return msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Answer)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        import torch
+
+        if self._core.openings[self._device.index] != self._opening:
+            self._ship()  # the device was opened again, and its new worker does not know the graph
+        made = torch.ops.skyward.run.default(
+            self._token,
+            self._number,
+            _generation() if self._counts_calls else 0,
+            [inputs[i] for i in self._read],
+            [inputs[i] for i in self._written],
+            [inputs[i] for i in self._numbers],
+        )
+        results = [
+            made[at] if at >= 0 else inputs[-1 - at] if at != NOTHING else None
+            for at in self._returns
+        ]
+        inputs.clear()
+        return results
+
+
+NOTHING = -(1 << 31)
+"""In the place of a result that is None."""
+
+
+def _drop(token: Any, number: int) -> None:
+    import torch
+
+    try:
+        torch.ops.skyward.drop.default(token, number)
+    except (DeviceError, RuntimeError):
+        pass  # the device is gone, and the worker's graph with it
+
+
+class _Shape:
+    """What goes into a graph and what comes out, in the order of a call's arguments."""
+
+    def __init__(self, writer: Writer, graph: Any, inputs: Sequence[Any]) -> None:
+        places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        changed = _changed(graph)
+        self.read: list[int] = []
+        self.written: list[int] = []
+        self.numbers: list[int] = []
+        self.inputs: list[Node] = []
+        for at, (place, value) in enumerate(zip(places, inputs, strict=True)):
+            content = writer.input(value)
+            if isinstance(content, NumberInput):
+                self.numbers.append(at)
+            else:
+                is_changed = place in changed
+                # A number that lies on the host goes along with a call; nothing comes back into it.
+                if content.on_host and (content.sizes or is_changed):
+                    use = "writes to" if is_changed else "reads"
+                    raise CannotShipError(
+                        f"a tensor on {value.device} of shape {tuple(value.shape)} that it {use}"
+                    )
+                (self.written if is_changed else self.read).append(at)
+            self.inputs.append(Node("input", place.name, content=content))
+        sent = [*self.read, *self.written, *self.numbers]
+        self.order = [sent.index(at) for at in range(len(places))]
+        self._results(writer, graph, places)
+
+    def _results(self, writer: Writer, graph: Any, places: list[Any]) -> None:
+        """Each distinct tensor comes back once; an input that is returned does not travel."""
+        import torch
+
+        output = next(node for node in graph.graph.nodes if node.op == "output")
+        results = list(output.args[0])
+        self.visible = output.meta.get("user_visible_output_idxs", ())
+        self.output = Node("output", "output", args=writer.value(tuple(results)))
+        self.outputs: list[str] = []
+        self.returns: list[int] = []
+        """For each result: a number among `outputs`, or -1 - i for input i, or NOTHING."""
+        for result in results:
+            if result is None:
+                self.returns.append(NOTHING)
+            elif result in places:
+                self.returns.append(-1 - places.index(result))
+            elif isinstance(result, torch.fx.Node) and _is_tensor(result):
+                if result.name not in self.outputs:
+                    self.outputs.append(result.name)
+                self.returns.append(self.outputs.index(result.name))
+            else:
+                raise CannotShipError("a result that is a number")
+
+
+def _is_tensor(node: Any) -> bool:
+    import torch
+
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _changed(graph: Any) -> set[Any]:
+    """The inputs that the graph writes to."""
+    changed = set()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        for argument, value in itertools.zip_longest(schema.arguments, node.args):
+            if argument is not None and argument.alias_info and argument.alias_info.is_write:
+                given = node.kwargs.get(argument.name) if value is None else value
+                changed.update(given if isinstance(given, list | tuple) else [given])
+    return {node for node in changed if getattr(node, "op", "") == "placeholder"}
+
+
+def _symbols(inputs: Sequence[Any]) -> list[Symbol]:
+    """The symbols of all sizes."""
+    import torch
+    from torch.utils._sympy.numbers import int_oo
+
+    found: dict[str, Symbol] = {}
+    for value in inputs:
+        numbers = [value] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, torch.Tensor):
+            numbers = [n for n in (*value.shape, *value.stride()) if isinstance(n, torch.SymInt)]
+        for number in numbers:
+            environment = number.node.shape_env
+            hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+            for symbol in number.node.expr.free_symbols:
+                if symbol not in hints:
+                    raise CannotShipError(f"the size {symbol}, which depends on data")
+                bounds = environment.var_to_range[symbol]
+                most = None if bounds.upper in (int_oo,) else int(bounds.upper)
+                least = int(bounds.lower) if bounds.lower not in (-int_oo,) else 0
+                found[str(symbol)] = Symbol(str(symbol), int(hints[symbol]), least, most)
+    return list(found.values())
+
+
+def _device_of(graph: Any, inputs: Sequence[Any]) -> Any:
+    """The one sky device of the graph."""
+    import torch
+
+    made = [node.meta.get("val") for node in graph.graph.nodes]
+    values = [v for v in (*inputs, *made) if isinstance(v, torch.Tensor)]
+    found = next((value.device for value in values if value.device.type == "sky"), None)
+    if found is None:
+        raise CannotShipError("no tensor on a sky device")
+    return found
+
+
+def _options() -> dict[str, Any]:
+    """What the user has set of Inductor's options; the worker's own defaults may be others."""
+    from torch._inductor import config
+
+    kinds = (bool, int, float, str)
+    changed = config._get_dict(skip_default=True)  # type: ignore[attr-defined]
+    return {name: value for name, value in changed.items() if isinstance(value, kinds)}
+
+
+def _generation() -> int:
+    """Counts calls of compiled functions, or the user's own marks of a new step."""
+    from torch._dynamo.mutation_guard import GenerationTracker
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    return int(MarkStepBox.mark_step_counter or GenerationTracker.generation)
+
+
+def _output_code(run: _Shipped | _Plain, inputs: Sequence[Any]) -> Any:
+    """The graph as Inductor wants its code, and its results' strides where it looks for them."""
+    from torch._inductor.output_code import OutputCode
+    from torch._inductor.utils import set_tracing_context_output_strides
+
+    class Code(OutputCode):
+        """Code that is elsewhere."""
+
+        def __call__(self, given: Any) -> Any:
+            return run(given)
+
+        def post_compile(self, *_: Any) -> None:
+            """There is nothing to add."""
+
+    code = Code()
+    # On the object: PyTorch wraps it in a function, which takes over what the object has.
+    code._boxed_call = True  # type: ignore[attr-defined]
+    if run.strides is not None:
+        code.output_strides = run.strides  # type: ignore[attr-defined]
+        set_tracing_context_output_strides(inputs, code)  # type: ignore[arg-type]
+    return code

@@ -1,0 +1,401 @@
+"""A traced graph as a message: written by the client, read by the worker.
+
+Only what is named here travels: operations by their names, numbers, texts, small constants. There
+is no code in a message and nothing to unpickle.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import msgspec
+
+CONSTANT_BYTES = 1 << 20
+"""How large a constant of a graph may be; what is larger is an input in any sensible graph."""
+FUNCTIONS: dict[str, Any] = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in (
+        (
+            operator,
+            "add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ not_ "
+            "getitem",
+        ),
+        (math, "ceil floor trunc sqrt"),
+    )
+    for name in names.split()
+}
+"""What graphs compute with sizes, besides operations of PyTorch."""
+SYMBOLIC = ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sqrt")
+
+
+class CannotShipError(Exception):
+    """The graph has something that does not travel; the text names it."""
+
+
+class Value(msgspec.Struct, array_like=True):
+    """A value that msgpack does not know as what it is."""
+
+
+class Ref(Value, tag="node"):
+    """The result of an earlier node."""
+
+    name: str
+
+
+class Listed(Value, tag="list"):
+    items: list[Any]
+
+
+class Fixed(Value, tag="tuple"):
+    items: list[Any]
+
+
+class Sliced(Value, tag="slice"):
+    items: list[Any]
+
+
+class Mapped(Value, tag="dict"):
+    items: list[tuple[str, Any]]
+
+
+class Torch(Value, tag="torch"):
+    """A dtype, layout or memory format."""
+
+    kind: str
+    name: str
+
+
+class Place(Value, tag="device"):
+    """A device; `kind` is empty for the one that the graph runs on."""
+
+    kind: str
+
+
+class Complex(Value, tag="complex"):
+    real: float
+    imaginary: float
+
+
+Special = Ref | Listed | Fixed | Sliced | Mapped | Torch | Place | Complex
+
+
+class Node(msgspec.Struct, array_like=True):
+    """One node: `kind` is "input", "call", "constant", "graph" or "output"."""
+
+    kind: str
+    name: str
+    target: str = ""
+    args: Any = None
+    kwargs: Any = None
+    content: Any = None
+    """An input's or constant's description, or a graph within this one."""
+
+
+class TensorInput(msgspec.Struct, tag="tensor", array_like=True):
+    """Sizes and strides are numbers, or expressions of the message's symbols."""
+
+    dtype: str
+    sizes: list[int | str]
+    strides: list[int | str]
+    on_host: bool
+
+
+class NumberInput(msgspec.Struct, tag="number", array_like=True):
+    expression: int | str
+
+
+class Constant(msgspec.Struct, array_like=True):
+    dtype: str
+    sizes: list[int]
+    content: bytes
+    on_host: bool
+
+
+class Symbol(msgspec.Struct, array_like=True):
+    """A size that is not the same in every call, what it is in this one, and its bounds."""
+
+    name: str
+    hint: int
+    least: int
+    most: int | None
+
+
+class Message(msgspec.Struct):
+    """A graph, and how it is to be compiled."""
+
+    number: int
+    nodes: list[Node]
+    symbols: list[Symbol]
+    inputs: list[int]
+    """For each input, in the order of the graph: where it comes in a call, among tensors that are
+    read, then those that are written, then numbers."""
+    outputs: list[str]
+    """The nodes whose tensors a call returns."""
+    options: dict[str, Any]
+    """What differs from Inductor's defaults."""
+    static: list[int]
+    """Inputs that lie at the same place in every call."""
+    visible: list[int]
+    """Outputs whose strides the user sees."""
+    pair: int
+    """The same for the forward and the backward graph of one function."""
+    is_backward: bool
+    is_inference: bool
+    cudagraphs: bool
+
+
+class Answer(msgspec.Struct):
+    """What the worker made of a graph."""
+
+    strides: list[list[str] | None]
+    """Of each of the graph's outputs, if the compiler chose them."""
+    was_cached: bool = False
+    """Whether the code was there from an earlier time."""
+    instead: str = ""
+    """Why the graph is not compiled, if it is run as it is."""
+
+
+# Writing, on the client.
+
+
+class Writer:
+    """Writes the nodes of one graph module."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def nodes(self, graph: Any) -> list[Node]:
+        """All nodes of a graph but its inputs and its output."""
+        return [
+            self._node(graph, node)
+            for node in graph.graph.nodes
+            if node.op not in ("placeholder", "output")
+        ]
+
+    def value(self, value: Any) -> Any:
+        """An argument of a node."""
+        import torch
+
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, torch.fx.Node):
+            return Ref(value.name)
+        if isinstance(value, list | tuple):
+            items = [self.value(item) for item in value]
+            return Listed(items) if isinstance(value, list) else Fixed(items)
+        if isinstance(value, slice):
+            return Sliced([self.value(v) for v in (value.start, value.stop, value.step)])
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return Mapped([(key, self.value(item)) for key, item in value.items()])
+        if isinstance(value, complex):
+            return Complex(value.real, value.imag)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return Torch(type(value).__name__, str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return Place(self.place(value))
+        raise CannotShipError(f"an argument of type {type(value).__name__}")
+
+    def place(self, device: Any) -> str:
+        """A device as the worker finds it."""
+        if device.type == "sky":
+            if device.index not in (None, self._device.index):
+                raise CannotShipError(f"tensors of both {self._device} and {device}")
+            return ""
+        if device.type in ("cpu", "meta"):
+            return str(device.type)
+        raise CannotShipError(f"a tensor on {device}")
+
+    def input(self, value: Any) -> TensorInput | NumberInput:
+        """What is known of an input before there is one."""
+        import torch
+
+        if isinstance(value, int | torch.SymInt):
+            return NumberInput(_size(value))
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            kind = getattr(value, "layout", None) or type(value).__name__
+            raise CannotShipError(f"an input of type {kind}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        sizes, strides = ([_size(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        return TensorInput(dtype, sizes, strides, bool(self.place(value.device)))
+
+    def _node(self, graph: Any, node: Any) -> Node:
+        if node.op == "get_attr":
+            return self._attribute(node.name, operator.attrgetter(node.target)(graph))
+        if node.op != "call_function":
+            raise CannotShipError(f"a node of kind {node.op}")
+        kwargs = {key: self.value(value) for key, value in node.kwargs.items()}
+        args = [self.value(value) for value in node.args]
+        return Node("call", node.name, name_of(node.target), args, kwargs)
+
+    def _attribute(self, name: str, value: Any) -> Node:
+        import torch
+
+        if isinstance(value, torch.fx.GraphModule):
+            return Node("graph", name, content=self._within(value))
+        if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
+            raise CannotShipError(f"an attribute of type {type(value).__name__}")
+        if value.nbytes > CONSTANT_BYTES:
+            raise CannotShipError(f"a constant of {value.nbytes} bytes")
+        host = value.detach().cpu().contiguous()
+        content = bytes(host.flatten().view(torch.uint8).tolist())
+        dtype = str(value.dtype).removeprefix("torch.")
+        constant = Constant(dtype, list(host.shape), content, bool(self.place(value.device)))
+        return Node("constant", name, content=constant)
+
+    def _within(self, graph: Any) -> list[Node]:
+        """A graph that a node of another takes as an argument."""
+        inputs = [
+            Node("input", n.name, content=self.input(n.meta.get("val")))
+            for n in graph.graph.nodes
+            if n.op == "placeholder"
+        ]
+        result = next(n for n in graph.graph.nodes if n.op == "output").args[0]
+        return [*inputs, *self.nodes(graph), Node("output", "output", args=self.value(result))]
+
+
+def _size(size: Any) -> int | str:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else str(expression)
+
+
+def name_of(target: Any) -> str:
+    """The name by which the worker finds what a node calls."""
+    import torch
+
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target._schema.name}.{target._overloadname}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        # These keep what they call in tables of this process.
+        if "triton" in target.name() or "opaque" in target.name():
+            raise CannotShipError(f"{target.name()}, which is code of this process")
+        return f"higher_order::{target.name()}"
+    for name, function in FUNCTIONS.items():
+        if target is function:
+            return name
+    for name in SYMBOLIC:
+        if target is getattr(torch, name, None):
+            return f"torch.{name}"
+    raise CannotShipError(f"a call of {getattr(target, '__name__', target)!r}")
+
+
+# Reading, on the worker.
+
+
+class GraphReader:
+    """Makes a graph module of nodes, for one real device."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def module(self, nodes: Iterable[Node]) -> Any:
+        """The graph module; the last node is its output."""
+        import torch
+
+        root: dict[str, Any] = {}
+        graph, made = torch.fx.Graph(), dict[str, Any]()
+        for node in nodes:
+            if node.kind == "input":
+                made[node.name] = graph.placeholder(node.name)
+                made[node.name].meta["described"] = node.content
+            elif node.kind == "call":
+                arguments = [self._value(value, made) for value in node.args or ()]
+                named = {k: self._value(v, made) for k, v in (node.kwargs or {}).items()}
+                made[node.name] = graph.create_node(
+                    "call_function",
+                    function_of(node.target),
+                    tuple(arguments),
+                    named,
+                    name=node.name,
+                )
+            elif node.kind == "output":
+                graph.output(self._value(node.args, made))
+            elif node.kind in ("constant", "graph"):
+                root[node.name] = self._attribute(node)
+                made[node.name] = graph.get_attr(node.name)
+            else:
+                raise ValueError(f"a node of kind {node.kind!r}")
+        module = torch.nn.Module()
+        for name, value in root.items():
+            if isinstance(value, torch.nn.Module):
+                module.add_module(name, value)
+            else:
+                module.register_buffer(name, value)
+        return torch.fx.GraphModule(module, graph)
+
+    def dtype(self, name: str) -> Any:
+        """The dtype of that name."""
+        return self._torch("dtype", name)
+
+    def device(self, kind: str) -> Any:
+        """The device that a message means."""
+        import torch
+
+        return torch.device(kind) if kind else self._device
+
+    def _attribute(self, node: Node) -> Any:
+        import torch
+
+        if node.kind == "graph":
+            return self.module(msgspec.convert(node.content, list[Node]))
+        constant = msgspec.convert(node.content, Constant)
+        flat = torch.frombuffer(bytearray(constant.content or b"\0"), dtype=torch.uint8)
+        whole = flat[: len(constant.content)].view(self.dtype(constant.dtype))
+        return whole.view(constant.sizes).to("cpu" if constant.on_host else self._device)
+
+    def _value(self, value: Any, made: Mapping[str, Any]) -> Any:
+        """What `Writer.value` wrote: an array of msgpack is one of the values with a tag."""
+        if not isinstance(value, list):
+            return value
+        special: Special = msgspec.convert(value, Special)
+        match special:
+            case Ref(name):
+                return made[name]
+            case Listed(items):
+                return [self._value(item, made) for item in items]
+            case Fixed(items):
+                return tuple(self._value(item, made) for item in items)
+            case Sliced(items):
+                return slice(*(self._value(item, made) for item in items))
+            case Mapped(pairs):
+                return {key: self._value(item, made) for key, item in pairs}
+            case Torch(kind, name):
+                return self._torch(kind, name)
+            case Place(kind):
+                return self.device(kind)
+            case Complex(real, imaginary):
+                return complex(real, imaginary)
+
+    def _torch(self, kind: str, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name, None)
+        if type(found).__name__ != kind:
+            raise ValueError(f"this worker's PyTorch {torch.__version__} has no {kind} {name!r}")
+        return found
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """What a node calls, by the name that `name_of` gave it."""
+    import torch
+
+    if name in FUNCTIONS:
+        return cast(Callable[..., Any], FUNCTIONS[name])
+    room, _, rest = name.partition("::")
+    try:
+        if rest:
+            operation, _, overload = rest.partition(".")
+            found = getattr(getattr(torch.ops, room), operation)
+            return cast(Callable[..., Any], getattr(found, overload) if overload else found)
+        if name.removeprefix("torch.") in SYMBOLIC:
+            return cast(Callable[..., Any], getattr(torch, name.removeprefix("torch.")))
+    except AttributeError:
+        pass
+    raise ValueError(
+        f"{name} is not known to this worker's PyTorch {torch.__version__}; "
+        "import the package that defines it on the worker, or use the client's version there"
+    )
