@@ -38,9 +38,7 @@ def gpt(device: torch.device, options: dict[str, Any], *, layers: int, width: in
     model = GPT2LMHeadModel(config).to(device)
     x = torch.randint(0, 50257, (8, 512)).to(device)
     compiled = torch.compile(model, **options) if options else model
-    return _steps(
-        model, device, lambda: compiled(input_ids=x, labels=x).loss, cast=torch.bfloat16
-    )
+    return _steps(model, device, lambda: compiled(input_ids=x, labels=x).loss, cast=torch.bfloat16)
 
 
 def small(device: torch.device, options: dict[str, Any]) -> Loop:
@@ -116,7 +114,10 @@ def _serve(pipe: Connection, kind: str) -> None:
 
 def compiled(kind: str, steps: int, rounds: int, *, only: Sequence[str] = ("",)) -> Iterator[Row]:
     """Training steps a second of compiled models; the eager ones of the same run beside them."""
-    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve, kind) as here:
+    with (
+        sky.Compute(options=sky.Options(console=False)) as compute,
+        Elsewhere(_serve, kind) as here,
+    ):
         device = compute.device(kind)
         for name in (name for name in COMPILED if any(part in name for part in only)):
             say(f"  {name}")

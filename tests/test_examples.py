@@ -79,6 +79,11 @@ TELLING = {
         r"36 x  aten::mm: ",
         r"the trace is in .*trace-at-the-end\.json",
     ],
+    "compile_gpt": [
+        r"Operation by operation:\n  first step: loss=(\d+\.\d+), ",
+        r"Compiled by the worker:\n  first step: loss=\d+\.\d+, ",
+        r"Operations a step: \d\d plain, \d+ compiled",
+    ],
     "model_store": [
         r"saved digits 1: 340,008 bytes, 340,008 of them new",
         r"saved digits 2: 340,008 bytes, 10,280 of them new",

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
+
+import skyward as sky
+
+from ..conftest import only_in_all
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
@@ -37,7 +47,7 @@ def _loss_and_gradients(
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", "sky"])
 def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
     device: torch.device, backend: str
 ) -> None:
@@ -47,16 +57,15 @@ def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
     compiled = torch.compile(model, backend=backend)
     for length in (5, 7):
         tokens = torch.arange(2 * length, device=device).view(2, length) % 11
-        for mask in (None, torch.ones(length, length, dtype=torch.bool, device=device).triu(1)):
-            plain = _loss_and_gradients(model, model, tokens, mask)
-            torch.testing.assert_close(_loss_and_gradients(model, compiled, tokens, mask), plain)
-            with torch.inference_mode():
-                torch.testing.assert_close(compiled(tokens, mask).cpu(), model(tokens, mask).cpu())
+        plain = _loss_and_gradients(model, model, tokens)
+        torch.testing.assert_close(_loss_and_gradients(model, compiled, tokens), plain)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(tokens).cpu(), model(tokens).cpu())
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}])
-def test_a_graph_that_inductor_makes_no_code_for_runs_as_it_is(
-    device: torch.device, options: dict[str, object]
+@pytest.mark.parametrize("options", [{"backend": "sky"}, {"mode": "reduce-overhead"}])
+def test_a_call_of_a_compiled_model_is_one_operation_each_way(
+    device: torch.device, options: dict[str, str]
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)).to(device)
@@ -64,18 +73,138 @@ def test_a_graph_that_inductor_makes_no_code_for_runs_as_it_is(
     plain = _loss_and_gradients(model, model, rows)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, **options)
-    with pytest.warns(UserWarning, match=r"Inductor makes no code for sky:\d+; .*aot_eager"):
-        ours = _loss_and_gradients(model, compiled, rows)
-    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(_loss_and_gradients(model, compiled, rows), plain)
+    out = compiled(rows)
+    tangent = torch.ones_like(out)
+    model.zero_grad()
+    before = sky.device_stats(device)
+    out = compiled(rows)
+    out.backward(tangent)
+    after = sky.device_stats(device)
+    assert after.operations - before.operations == 2
+    assert after.waits == before.waits
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile. Inductor makes no code:UserWarning")
-def test_a_graph_without_inputs_may_make_its_tensors_on_the_device(device: torch.device) -> None:
+def _written(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def _views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.t(), x[1:], x, x.view(-1) + 1
+
+
+def _broken(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return y.sin() + 1
+
+
+def _constant(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor([1.0, 2.0, 3.0], device=x.device) * torch.tensor(3.0)
+
+
+@pytest.mark.parametrize("function", [_written, _views, _broken, _constant])
+def test_a_compiled_function_does_what_it_did(
+    device: torch.device, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     torch.compiler.reset()
-    assert torch.compile(lambda: torch.arange(5, device=device).sum())().item() == 10
+    compiled = torch.compile(function, backend="sky")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        given = torch.randn(2, 3, device=device)
+        same = given.clone()
+        torch.testing.assert_close(compiled(given), function(same))
+        assert torch.equal(given, same)
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile. Inductor makes no code:UserWarning")
+def test_a_result_that_is_a_view_of_an_input_is_one_still(device: torch.device) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: (x[1:], x + 1), backend="sky")
+    given = torch.zeros(3, device=device)
+    view, _ = compiled(given)
+    view.fill_(5)
+    assert given.tolist() == [0, 5, 5]
+
+
+def test_sizes_that_change_are_compiled_once(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sum(0) + x.shape[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(scaled, backend="sky", dynamic=True)
+    with caplog.at_level(logging.INFO, "skyward.device.graphs.shipping"):
+        for length in (3, 5, 8, 33):
+            rows = torch.randn(length, 6, device=device)
+            torch.testing.assert_close(compiled(rows), scaled(rows))
+    assert sum("bytes" in record.message for record in caplog.records) == 1
+
+
+def test_random_numbers_follow_the_seed_of_the_device(device: torch.device) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: functional.dropout(x, 0.5), backend="sky")
+    ones = torch.ones(64, device=device)
+    torch.manual_seed(3)
+    first, second = compiled(ones).tolist(), compiled(ones).tolist()
+    torch.manual_seed(3)
+    assert compiled(ones).tolist() == first != second
+
+
+class Tied(nn.Module):
+    """An embedding that is also the last layer, and buffers that are counted up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        pytest.param(lambda p: torch.optim.Adam(p, 0.01), marks=only_in_all),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*optimizer.step.*:UserWarning")
+def test_a_compiled_optimizer_trains_tied_weights_and_counts_buffers(
+    device: torch.device, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = Tied().to(device)
+    compiled = copy.deepcopy(plain)
+    tokens = torch.arange(5, device=device)
+    run = torch.compile(compiled, backend="sky")
+    ours, theirs = optimizer(compiled.parameters()), optimizer(plain.parameters())
+    step = torch.compile(ours.step, backend="sky")
+    for _ in range(3):
+        for model, call, update in ((compiled, run, step), (plain, plain, theirs.step)):
+            model.zero_grad()
+            functional.cross_entropy(call(tokens), tokens).backward()
+            update()
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
+
+
+def test_a_graph_that_cannot_be_shipped_runs_and_says_why(device: torch.device) -> None:
+    torch.compiler.reset()
+    beside = torch.arange(3.0)
+    compiled = torch.compile(lambda x, y: x.sum() + y.sum().to(x.device), backend="sky")
+    with pytest.warns(
+        UserWarning, match=r"operation by operation.*a tensor on cpu of shape \(3,\)"
+    ):
+        result = compiled(torch.ones(3, device=device), beside)
+    assert result.item() == 6
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile. the worker of:UserWarning")
 def test_flex_attention_is_compiled_as_libraries_compile_it(device: torch.device) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -92,6 +221,28 @@ def test_flex_attention_is_compiled_as_libraries_compile_it(device: torch.device
     torch.testing.assert_close(ours.cpu(), plain.cpu())
     gradients = [torch.autograd.grad(out.square().sum(), query)[0].cpu() for out in (ours, plain)]
     torch.testing.assert_close(*gradients)
+
+
+def test_a_function_without_tensors_of_the_device_runs_as_it_is() -> None:
+    torch.compiler.reset()
+    assert torch.compile(lambda x: x + 1, backend="sky")(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_the_graph_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = torch.compile(lambda x: x.sum() * 3, backend="sky")
+    devices = []
+    with caplog.at_level(logging.INFO, "skyward.device.graphs.shipping"):
+        for _ in range(2):
+            with sky.Compute(options=sky.Options(console=False)) as compute:
+                devices.append(compute.device("cpu"))
+                assert compiled(torch.ones(5, device=devices[-1])).item() == 15
+    shipped = [record.message for record in caplog.records if "bytes" in record.message]
+    assert devices[0] == devices[1]
+    assert ["from its cache" in message for message in shipped] == [False, True]
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (3, 5, 8)])

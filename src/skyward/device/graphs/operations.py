@@ -26,7 +26,7 @@ def library() -> Any:
     """PyTorch's library of these operations, which lives as long as the process."""
     import torch
 
-    made = torch.library.Library(NAMESPACE, "FRAGMENT")
+    made: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     for schema in SCHEMAS:
         made.define(schema)
         # Gradients are AOTAutograd's, which calls these below its own node of the graph.

@@ -158,7 +158,7 @@ class Program:
                 return self._by_inductor(reader, module, output, sizes)
             except Exception as problem:
                 # No compiler on this machine, or a graph that Inductor does not know.
-                from torch._functorch.aot_autograd import make_boxed_func
+                from torch._functorch._aot_autograd.utils import make_boxed_func
 
                 plain = reader.module(self._message.nodes)
                 self._variants.append((lambda _: True, make_boxed_func(plain.forward)))
@@ -169,6 +169,7 @@ class Program:
     ) -> Answer:
         from torch._dynamo.utils import counters
         from torch._inductor import compile_fx, config
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
         from torch._inductor.utils import BoxedBool
 
         message = self._message
@@ -178,8 +179,12 @@ class Program:
         hits = counters["inductor"]["fxgraph_cache_hit"]
         forward = self._pairs.get(message.pair)
         if forward is None:
-            forward = self._pairs[message.pair] = compile_fx.BoxedDeviceIndex(None)
-        with _cache_folder(), config.patch(_known(config, message.options)):
+            forward = self._pairs[message.pair] = BoxedDeviceIndex(None)
+        with (
+            _cache_folder(),
+            example.tracing(),
+            config.patch(_known(config, message.options)),
+        ):
             compiled = compile_fx.compile_fx_inner(
                 module,
                 example.inputs,
@@ -190,7 +195,9 @@ class Program:
                 graph_id=message.pair,
                 boxed_forward_device_index=forward,
             )
-        self._variants.append((example.fits(), compiled))
+        # Straight to the code: around it there is only what measures a process that compiles.
+        fits = example.fits(getattr(compiled, "guards_expr", None))
+        self._variants.append((fits, getattr(compiled, "current_callable", compiled)))
         was_cached = counters["inductor"]["fxgraph_cache_hit"] > hits
         return Answer(example.strides(getattr(compiled, "output_strides", None)), was_cached)
 
@@ -217,7 +224,7 @@ def _cache_folder() -> Iterator[None]:
 
 def _parsed(text: str, symbols: Mapping[str, Any]) -> Any:
     """An expression of sizes as sympy has it. Not by `sympify`, which would run any code."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy import functions
 
     def value(node: ast.expr) -> Any:
@@ -304,9 +311,7 @@ class _Example:
             do_not_specialize_zero_one=True,
         )
         most = UNBOUNDED if symbol.most is None else symbol.most
-        self._environment.constrain_symbol_range(
-            made, compiler_min=symbol.least, compiler_max=most
-        )
+        self._environment.constrain_symbol_range(made, compiler_min=symbol.least, compiler_max=most)
         return made
 
     def _size(self, expression: int | str) -> Any:
@@ -328,14 +333,20 @@ class _Example:
         with self._mode:
             return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
-    def fits(self) -> Callable[[list[int]], bool]:
-        """Whether other sizes meet what the compiler has assumed."""
+    def tracing(self) -> Any:
+        """What the compiler asks for its symbols; without it, code is not kept for another time."""
+        from torch._guards import TracingContext, tracing
+
+        return tracing(TracingContext(self._mode))
+
+    def fits(self, assumed: str | None) -> Callable[[list[int]], bool]:
+        """Whether other sizes meet what the compiler has assumed, now or when it was kept."""
         import torch
 
         numbers = [value for value in self.inputs if isinstance(value, torch.SymInt)]
         if not numbers:
             return lambda _: True
-        code = self._environment.produce_guards_expression(numbers)
+        code = assumed or self._environment.produce_guards_expression(numbers)
         if code is None:
             return lambda _: True
         return lambda sizes: bool(self._environment.evaluate_guards_expression(code, sizes))

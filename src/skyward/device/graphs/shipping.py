@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -23,10 +25,13 @@ from skyward.device.graphs.text import (
 )
 from skyward.device.library import Core, DeviceError
 
+_log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
 
-def compile_fx(core: Core, original: Callable[..., Any], model: Any, inputs: Any, **given: Any) -> Any:
+def compile_fx(
+    core: Core, original: Callable[..., Any], model: Any, inputs: Any, **given: Any
+) -> Any:
     """Compile a traced function whose tensors are on a sky device.
 
     Inductor's own passes run here; the graphs that they end with are compiled by the worker.
@@ -68,7 +73,7 @@ class _Plain:
     strides = None
 
     def __init__(self, graph: Any) -> None:
-        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         self._run = make_boxed_func(graph.forward)
 
@@ -82,13 +87,16 @@ class _Shipped:
     def __init__(
         self, core: Core, graph: Any, inputs: Sequence[Any], options: dict[str, Any]
     ) -> None:
+        import torch
+
         operations.library()
+        self._run = torch.ops.skyward.run.default
         self._core = core
         self._device = _device_of(graph, inputs)
         writer = Writer(self._device)
         shape = _Shape(writer, graph, inputs)
         self._read, self._written, self._numbers = shape.read, shape.written, shape.numbers
-        self._returns = shape.returns
+        self._places, self._sizes = shape.places, shape.sizes
         cudagraphs = options.get("cudagraphs")
         self._counts_calls = bool(cudagraphs)
         message = Message(
@@ -105,7 +113,7 @@ class _Shipped:
             is_inference=bool(options.get("is_inference")),
             cudagraphs=bool(cudagraphs),
         )
-        self._number = message.number
+        self._number, self._is_backward = message.number, message.is_backward
         self._message = msgspec.msgpack.encode(message)
         answer = self._ship()
         self.strides = answer.strides if not answer.instead else None
@@ -118,46 +126,47 @@ class _Shipped:
     def _ship(self) -> Answer:
         import torch
 
-        index = self._device.index
-        self._opening = self._core.openings[index]
+        start = time.monotonic()
+        self._opening = self._core.openings[self._device.index]
         message = torch.frombuffer(bytearray(self._message), dtype=torch.uint8)
         with torch.no_grad():
             self._token = torch.ops.skyward.ship.default(message.to(self._device))
         weakref.finalize(self, _drop, self._token, self._number).atexit = False
-        return msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Answer)
+        answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Answer)
+        _log.info(
+            "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
+            self._number,
+            "backward" if self._is_backward else "forward",
+            len(self._message),
+            time.monotonic() - start,
+            self._device,
+            ", from its cache" if answer.was_cached else "",
+        )
+        return answer
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        import torch
-
         if self._core.openings[self._device.index] != self._opening:
             self._ship()  # the device was opened again, and its new worker does not know the graph
-        made = torch.ops.skyward.run.default(
+        numbers = [inputs[i] for i in self._numbers]
+        made = self._run(
             self._token,
             self._number,
             _generation() if self._counts_calls else 0,
             [inputs[i] for i in self._read],
             [inputs[i] for i in self._written],
-            [inputs[i] for i in self._numbers],
+            numbers,
         )
-        results = [
-            made[at] if at >= 0 else inputs[-1 - at] if at != NOTHING else None
-            for at in self._returns
-        ]
+        found = [*made, *inputs, *self._sizes(numbers)]
         inputs.clear()
-        return results
-
-
-NOTHING = -(1 << 31)
-"""In the place of a result that is None."""
+        return [None if at is None else found[at] for at in self._places]
 
 
 def _drop(token: Any, number: int) -> None:
     import torch
 
-    try:
+    # A device that is gone has taken its worker's graphs along.
+    with contextlib.suppress(DeviceError, RuntimeError):
         torch.ops.skyward.drop.default(token, number)
-    except (DeviceError, RuntimeError):
-        pass  # the device is gone, and the worker's graph with it
 
 
 class _Shape:
@@ -186,42 +195,80 @@ class _Shape:
             self.inputs.append(Node("input", place.name, content=content))
         sent = [*self.read, *self.written, *self.numbers]
         self.order = [sent.index(at) for at in range(len(places))]
+        self.sizes = _Sizes([inputs[at] for at in self.numbers])
         self._results(writer, graph, places)
 
-    def _results(self, writer: Writer, graph: Any, places: list[Any]) -> None:
-        """Each distinct tensor comes back once; an input that is returned does not travel."""
-        import torch
-
+    def _results(self, writer: Writer, graph: Any, inputs: list[Any]) -> None:
+        """Each distinct tensor comes back once. An input that is returned does not travel, nor a
+        number, which follows from the sizes of inputs.
+        """
         output = next(node for node in graph.graph.nodes if node.op == "output")
         results = list(output.args[0])
         self.visible = output.meta.get("user_visible_output_idxs", ())
         self.output = Node("output", "output", args=writer.value(tuple(results)))
-        self.outputs: list[str] = []
-        self.returns: list[int] = []
-        """For each result: a number among `outputs`, or -1 - i for input i, or NOTHING."""
+        tensors = [node for node in results if _is_tensor(node) and node not in inputs]
+        self.outputs = list(dict.fromkeys(node.name for node in tensors))
+        self.places: list[int | None] = []
+        """For each result, where it is among the tensors that come back, the inputs, the sizes."""
         for result in results:
             if result is None:
-                self.returns.append(NOTHING)
-            elif result in places:
-                self.returns.append(-1 - places.index(result))
-            elif isinstance(result, torch.fx.Node) and _is_tensor(result):
-                if result.name not in self.outputs:
-                    self.outputs.append(result.name)
-                self.returns.append(self.outputs.index(result.name))
+                self.places.append(None)
+            elif result in inputs:
+                self.places.append(len(self.outputs) + inputs.index(result))
+            elif _is_tensor(result):
+                self.places.append(self.outputs.index(result.name))
             else:
-                raise CannotShipError("a result that is a number")
+                size = self.sizes.add(getattr(result, "meta", {}).get("val", result))
+                self.places.append(len(self.outputs) + len(inputs) + size)
+
+
+class _Sizes:
+    """Numbers among a graph's results, which are computed here."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._symbols = [_expression(number) for number in inputs]
+        self._wanted: list[Any] = []
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def add(self, number: Any) -> int:
+        """Where this number will be among those that a call returns."""
+        import sympy  # type: ignore[import-untyped]
+
+        wanted = _expression(number)
+        if not isinstance(wanted, sympy.Expr) or not wanted.free_symbols <= set(self._symbols):
+            raise CannotShipError(f"the result {wanted}, which does not follow from its sizes")
+        self._wanted.append(wanted)
+        return len(self._wanted) - 1
+
+    def __call__(self, inputs: list[int]) -> list[int]:
+        if not self._wanted:
+            return []
+        key = tuple(inputs)
+        if key not in self._known:
+            values = dict(zip(self._symbols, inputs, strict=True))
+            self._known[key] = [int(wanted.subs(values)) for wanted in self._wanted]
+        return self._known[key]
+
+
+def _expression(number: Any) -> Any:
+    import sympy
+    import torch
+
+    if isinstance(number, torch.SymInt):
+        return number.node.expr
+    return sympy.Integer(number) if isinstance(number, int) else number
 
 
 def _is_tensor(node: Any) -> bool:
     import torch
 
-    value = node.meta.get("val")
+    value = getattr(node, "meta", {}).get("val")
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _changed(graph: Any) -> set[Any]:
     """The inputs that the graph writes to."""
-    changed = set()
+    changed = set[Any]()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None:

@@ -271,9 +271,10 @@ def name_of(target: Any) -> str:
         return f"{target._schema.name}.{target._overloadname}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         # These keep what they call in tables of this process.
-        if "triton" in target.name() or "opaque" in target.name():
-            raise CannotShipError(f"{target.name()}, which is code of this process")
-        return f"higher_order::{target.name()}"
+        name = str(target._name)
+        if "triton" in name or "opaque" in name:
+            raise CannotShipError(f"{name}, which is code of this process")
+        return f"higher_order::{name}"
     for name, function in FUNCTIONS.items():
         if target is function:
             return name

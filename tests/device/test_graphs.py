@@ -1,0 +1,143 @@
+"""A graph in a message: what travels, what a worker makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import operator
+
+import msgspec
+import pytest
+import torch
+
+from skyward.device.graphs import operations, running
+from skyward.device.graphs.text import (
+    Answer,
+    CannotShipError,
+    Fixed,
+    Message,
+    Node,
+    Ref,
+    TensorInput,
+    Writer,
+    function_of,
+    name_of,
+)
+
+pytestmark = [
+    # Of torch's own, where it imports its compiler.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+]
+
+
+def _message(*nodes: Node) -> Message:
+    """A graph of one input `x` of three numbers; the last node is its result."""
+    x = Node("input", "x", content=TensorInput("float32", [3], [1], False))
+    output = Node("output", "output", args=Fixed([Ref(nodes[-1].name)]))
+    return Message(
+        number=1,
+        nodes=[x, *nodes, output],
+        symbols=[],
+        inputs=[0],
+        outputs=[nodes[-1].name],
+        options={},
+        static=[],
+        visible=[0],
+        pair=1,
+        is_backward=False,
+        is_inference=True,
+        cudagraphs=False,
+    )
+
+
+def _bytes(message: Message) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def programs() -> running.Programs:
+    """What a worker keeps of its client's graphs, without a worker."""
+    return running.Programs("cpu")
+
+
+def test_a_worker_runs_a_graph_until_it_is_dropped(programs: running.Programs) -> None:
+    token = programs.ship(_bytes(_message(Node("call", "y", "aten::mul.Tensor", [Ref("x"), 3]))))
+    (result,) = programs.run(token, 1, 0, [torch.ones(3)], [], [])
+    assert result.tolist() == [3, 3, 3]
+    programs.drop(token, 1)
+    with pytest.raises(KeyError):
+        programs.run(token, 1, 0, [torch.ones(3)], [], [])
+
+
+def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(
+    programs: running.Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import compile_fx
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler\nand more about it")
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse)
+    token = programs.ship(_bytes(_message(Node("call", "y", "aten::neg.default", [Ref("x")]))))
+    answer = msgspec.msgpack.decode(bytes(token.tolist()), type=Answer)
+    assert answer.instead == "RuntimeError: no compiler"
+    assert programs.run(token, 1, 0, [torch.ones(3)], [], [])[0].tolist() == [-1, -1, -1]
+
+
+def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Programs) -> None:
+    with pytest.raises(ValueError, match=r"elsewhere::spin.default is not known to this worker"):
+        programs.ship(_bytes(_message(Node("call", "y", "elsewhere::spin.default", [Ref("x")]))))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node("call", "y", "os.system", ["true"]),
+        Node("call", "y", "builtins.eval", ["1"]),
+        Node("call", "y", "operator.attrgetter", ["x"]),
+        Node("code", "y"),
+    ],
+)
+def test_a_worker_calls_nothing_but_operations(programs: running.Programs, node: Node) -> None:
+    with pytest.raises(ValueError, match=r"is not known to this worker|a node of kind 'code'"):
+        programs.ship(_bytes(_message(node)))
+
+
+def test_a_message_that_is_none_costs_the_worker_nothing(device: torch.device) -> None:
+    operations.library()
+    with pytest.raises(RuntimeError):
+        torch.ops.skyward.ship.default(torch.zeros(100, dtype=torch.uint8, device=device))
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "s0.real", "[s0]", "unknown", "s0 if s0 else 1"]
+)
+def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
+    import sympy
+
+    with pytest.raises(ValueError, match="a size cannot be"):
+        running._parsed(text, {"s0": sympy.Symbol("s0")})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2*s0 + 1", 15), ("(s0//2)", 3), ("Max(s0, 9)", 9), ("-s0 + 8", 1)]
+)
+def test_sizes_are_computed_as_they_are_written(text: str, value: int) -> None:
+    import sympy
+
+    symbol = sympy.Symbol("s0", integer=True, positive=True)
+    assert running._parsed(text, {"s0": symbol}).subs({symbol: 7}) == value
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.ops.aten.add.Tensor, torch.ops.aten.relu.default, operator.getitem, torch.sym_max],
+)
+def test_what_a_node_calls_has_the_same_name_at_both_ends(target: object) -> None:
+    assert function_of(name_of(target)) is target
+
+
+def test_a_function_of_the_users_own_does_not_travel() -> None:
+    with pytest.raises(CannotShipError, match="a call of 'test_a_function"):
+        name_of(test_a_function_of_the_users_own_does_not_travel)
+    with pytest.raises(CannotShipError, match="an argument of type Generator"):
+        Writer(torch.device("cpu")).value(torch.Generator())
