@@ -10,13 +10,13 @@ import torch
 
 from skyward.device.graphs import operations, running
 from skyward.device.graphs.text import (
-    Answer,
     CannotShipError,
-    Fixed,
-    Message,
-    Node,
-    Ref,
+    Compiled,
+    GraphNode,
+    NodeValue,
+    ShippedGraph,
     TensorInput,
+    TupleValue,
     Writer,
     function_of,
     name_of,
@@ -28,11 +28,11 @@ pytestmark = [
 ]
 
 
-def _message(*nodes: Node) -> Message:
+def _message(*nodes: GraphNode) -> ShippedGraph:
     """A graph of one input `x` of three numbers; the last node is its result."""
-    x = Node("input", "x", content=TensorInput("float32", [3], [1], False))
-    output = Node("output", "output", args=Fixed([Ref(nodes[-1].name)]))
-    return Message(
+    x = GraphNode("input", "x", content=TensorInput("float32", [3], [1], False))
+    output = GraphNode("output", "output", args=TupleValue([NodeValue(nodes[-1].name)]))
+    return ShippedGraph(
         number=1,
         nodes=[x, *nodes, output],
         symbols=[],
@@ -48,7 +48,7 @@ def _message(*nodes: Node) -> Message:
     )
 
 
-def _bytes(message: Message) -> torch.Tensor:
+def _bytes(message: ShippedGraph) -> torch.Tensor:
     return torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
 
 
@@ -59,7 +59,9 @@ def programs() -> running.Programs:
 
 
 def test_a_worker_runs_a_graph_until_it_is_dropped(programs: running.Programs) -> None:
-    token = programs.ship(_bytes(_message(Node("call", "y", "aten::mul.Tensor", [Ref("x"), 3]))))
+    token = programs.ship(
+        _bytes(_message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 3])))
+    )
     (result,) = programs.run(token, 1, 0, [torch.ones(3)], [], [])
     assert result.tolist() == [3, 3, 3]
     programs.drop(token, 1)
@@ -76,27 +78,31 @@ def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(
         raise RuntimeError("no compiler\nand more about it")
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse)
-    token = programs.ship(_bytes(_message(Node("call", "y", "aten::neg.default", [Ref("x")]))))
-    answer = msgspec.msgpack.decode(bytes(token.tolist()), type=Answer)
+    token = programs.ship(
+        _bytes(_message(GraphNode("call", "y", "aten::neg.default", [NodeValue("x")])))
+    )
+    answer = msgspec.msgpack.decode(bytes(token.tolist()), type=Compiled)
     assert answer.instead == "RuntimeError: no compiler"
     assert programs.run(token, 1, 0, [torch.ones(3)], [], [])[0].tolist() == [-1, -1, -1]
 
 
 def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Programs) -> None:
     with pytest.raises(ValueError, match=r"elsewhere::spin.default is not known to this worker"):
-        programs.ship(_bytes(_message(Node("call", "y", "elsewhere::spin.default", [Ref("x")]))))
+        programs.ship(
+            _bytes(_message(GraphNode("call", "y", "elsewhere::spin.default", [NodeValue("x")])))
+        )
 
 
 @pytest.mark.parametrize(
     "node",
     [
-        Node("call", "y", "os.system", ["true"]),
-        Node("call", "y", "builtins.eval", ["1"]),
-        Node("call", "y", "operator.attrgetter", ["x"]),
-        Node("code", "y"),
+        GraphNode("call", "y", "os.system", ["true"]),
+        GraphNode("call", "y", "builtins.eval", ["1"]),
+        GraphNode("call", "y", "operator.attrgetter", ["x"]),
+        GraphNode("code", "y"),
     ],
 )
-def test_a_worker_calls_nothing_but_operations(programs: running.Programs, node: Node) -> None:
+def test_a_worker_calls_nothing_but_operations(programs: running.Programs, node: GraphNode) -> None:
     with pytest.raises(ValueError, match=r"is not known to this worker|a node of kind 'code'"):
         programs.ship(_bytes(_message(node)))
 

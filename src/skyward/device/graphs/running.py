@@ -15,7 +15,7 @@ import msgspec
 import platformdirs
 
 from skyward.device.graphs import operations
-from skyward.device.graphs.text import Answer, GraphReader, Message, NumberInput, TensorInput
+from skyward.device.graphs.text import Compiled, GraphReader, NumberInput, ShippedGraph, TensorInput
 
 UNBOUNDED = 1 << 62
 FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
@@ -47,7 +47,7 @@ class Programs:
 
         _load_compiler()
         content = bytes(message.cpu().tolist())
-        shipped = msgspec.msgpack.decode(content, type=Message)
+        shipped = msgspec.msgpack.decode(content, type=ShippedGraph)
         program = Program(shipped, self._device, self._pairs)
         answer = program.compile()
         self._programs[shipped.number] = program
@@ -86,7 +86,7 @@ def _load_compiler() -> None:
 class Program:
     """One graph, compiled once for each set of sizes that the compiler tells apart."""
 
-    def __init__(self, message: Message, device: Any, pairs: dict[int, Any]) -> None:
+    def __init__(self, message: ShippedGraph, device: Any, pairs: dict[int, Any]) -> None:
         self._message, self._device, self._pairs = message, device, pairs
         self._order = message.inputs
         self._outputs: list[int] = []
@@ -124,9 +124,9 @@ class Program:
             if node.kind == "input"
         ]
 
-    def compile(self, sizes: tuple[int, ...] | None = None) -> Answer:
+    def compile(self, sizes: tuple[int, ...] | None = None) -> Compiled:
         """Compile for the sizes of the message, or others."""
-        answer: list[Answer | BaseException] = []
+        answer: list[Compiled | BaseException] = []
 
         def work() -> None:
             try:
@@ -143,7 +143,7 @@ class Program:
             raise answer[0]
         return answer[0]
 
-    def _compile(self, sizes: tuple[int, ...] | None) -> Answer:
+    def _compile(self, sizes: tuple[int, ...] | None) -> Compiled:
         import torch
 
         with contextlib.ExitStack() as stack:
@@ -162,11 +162,11 @@ class Program:
 
                 plain = reader.module(self._message.nodes)
                 self._variants.append((lambda _: True, make_boxed_func(plain.forward)))
-                return Answer([], instead=_first_line(problem))
+                return Compiled([], instead=_first_line(problem))
 
     def _by_inductor(
         self, reader: GraphReader, module: Any, output: Any, sizes: tuple[int, ...] | None
-    ) -> Answer:
+    ) -> Compiled:
         from torch._dynamo.utils import counters
         from torch._inductor import compile_fx, config
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex
@@ -199,7 +199,7 @@ class Program:
         fits = example.fits(getattr(compiled, "guards_expr", None))
         self._variants.append((fits, getattr(compiled, "current_callable", compiled)))
         was_cached = counters["inductor"]["fxgraph_cache_hit"] > hits
-        return Answer(example.strides(getattr(compiled, "output_strides", None)), was_cached)
+        return Compiled(example.strides(getattr(compiled, "output_strides", None)), was_cached)
 
 
 def _first_line(problem: Exception) -> str:
@@ -259,7 +259,7 @@ class _Example:
     def __init__(
         self,
         reader: GraphReader,
-        message: Message,
+        message: ShippedGraph,
         inputs: Sequence[TensorInput | NumberInput],
         sizes: tuple[int, ...] | None,
     ) -> None:

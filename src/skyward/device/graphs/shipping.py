@@ -15,11 +15,11 @@ import msgspec
 
 from skyward.device.graphs import operations
 from skyward.device.graphs.text import (
-    Answer,
     CannotShipError,
-    Message,
-    Node,
+    Compiled,
+    GraphNode,
     NumberInput,
+    ShippedGraph,
     Symbol,
     Writer,
 )
@@ -99,7 +99,7 @@ class _Shipped:
         self._places, self._sizes = shape.places, shape.sizes
         cudagraphs = options.get("cudagraphs")
         self._counts_calls = bool(cudagraphs)
-        message = Message(
+        message = ShippedGraph(
             number=next(_numbers),
             nodes=[*shape.inputs, *writer.nodes(graph), shape.output],
             symbols=_symbols(inputs),
@@ -123,7 +123,7 @@ class _Shipped:
                 f"since it cannot compile it: {answer.instead}"
             )
 
-    def _ship(self) -> Answer:
+    def _ship(self) -> Compiled:
         import torch
 
         start = time.monotonic()
@@ -132,7 +132,7 @@ class _Shipped:
         with torch.no_grad():
             self._token = torch.ops.skyward.ship.default(message.to(self._device))
         weakref.finalize(self, _drop, self._token, self._number).atexit = False
-        answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Answer)
+        answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Compiled)
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
             self._number,
@@ -178,7 +178,7 @@ class _Shape:
         self.read: list[int] = []
         self.written: list[int] = []
         self.numbers: list[int] = []
-        self.inputs: list[Node] = []
+        self.inputs: list[GraphNode] = []
         for at, (place, value) in enumerate(zip(places, inputs, strict=True)):
             content = writer.input(value)
             if isinstance(content, NumberInput):
@@ -192,7 +192,7 @@ class _Shape:
                         f"a tensor on {value.device} of shape {tuple(value.shape)} that it {use}"
                     )
                 (self.written if is_changed else self.read).append(at)
-            self.inputs.append(Node("input", place.name, content=content))
+            self.inputs.append(GraphNode("input", place.name, content=content))
         sent = [*self.read, *self.written, *self.numbers]
         self.order = [sent.index(at) for at in range(len(places))]
         self.sizes = _Sizes([inputs[at] for at in self.numbers])
@@ -205,7 +205,7 @@ class _Shape:
         output = next(node for node in graph.graph.nodes if node.op == "output")
         results = list(output.args[0])
         self.visible = output.meta.get("user_visible_output_idxs", ())
-        self.output = Node("output", "output", args=writer.value(tuple(results)))
+        self.output = GraphNode("output", "output", args=writer.value(tuple(results)))
         tensors = [node for node in results if _is_tensor(node) and node not in inputs]
         self.outputs = list(dict.fromkeys(node.name for node in tensors))
         self.places: list[int | None] = []
@@ -337,7 +337,7 @@ def _output_code(run: _Shipped | _Plain, inputs: Sequence[Any]) -> Any:
     from torch._inductor.output_code import OutputCode
     from torch._inductor.utils import set_tracing_context_output_strides
 
-    class Code(OutputCode):
+    class CodeElsewhere(OutputCode):
         """Code that is elsewhere."""
 
         def __call__(self, given: Any) -> Any:
@@ -346,7 +346,7 @@ def _output_code(run: _Shipped | _Plain, inputs: Sequence[Any]) -> Any:
         def post_compile(self, *_: Any) -> None:
             """There is nothing to add."""
 
-    code = Code()
+    code = CodeElsewhere()
     # On the object: PyTorch wraps it in a function, which takes over what the object has.
     code._boxed_call = True  # type: ignore[attr-defined]
     if run.strides is not None:

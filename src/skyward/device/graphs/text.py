@@ -35,54 +35,63 @@ class CannotShipError(Exception):
     """The graph has something that does not travel; the text names it."""
 
 
-class Value(msgspec.Struct, array_like=True):
+class Tagged(msgspec.Struct, array_like=True):
     """A value that msgpack does not know as what it is."""
 
 
-class Ref(Value, tag="node"):
+class NodeValue(Tagged, tag="node"):
     """The result of an earlier node."""
 
     name: str
 
 
-class Listed(Value, tag="list"):
+class ListValue(Tagged, tag="list"):
     items: list[Any]
 
 
-class Fixed(Value, tag="tuple"):
+class TupleValue(Tagged, tag="tuple"):
     items: list[Any]
 
 
-class Sliced(Value, tag="slice"):
+class SliceValue(Tagged, tag="slice"):
     items: list[Any]
 
 
-class Mapped(Value, tag="dict"):
+class DictValue(Tagged, tag="dict"):
     items: list[tuple[str, Any]]
 
 
-class Torch(Value, tag="torch"):
+class TorchValue(Tagged, tag="torch"):
     """A dtype, layout or memory format."""
 
     kind: str
     name: str
 
 
-class Place(Value, tag="device"):
+class DeviceValue(Tagged, tag="device"):
     """A device; `kind` is empty for the one that the graph runs on."""
 
     kind: str
 
 
-class Complex(Value, tag="complex"):
+class ComplexValue(Tagged, tag="complex"):
     real: float
     imaginary: float
 
 
-Special = Ref | Listed | Fixed | Sliced | Mapped | Torch | Place | Complex
+Special = (
+    NodeValue
+    | ListValue
+    | TupleValue
+    | SliceValue
+    | DictValue
+    | TorchValue
+    | DeviceValue
+    | ComplexValue
+)
 
 
-class Node(msgspec.Struct, array_like=True):
+class GraphNode(msgspec.Struct, array_like=True):
     """One node: `kind` is "input", "call", "constant", "graph" or "output"."""
 
     kind: str
@@ -123,11 +132,11 @@ class Symbol(msgspec.Struct, array_like=True):
     most: int | None
 
 
-class Message(msgspec.Struct):
+class ShippedGraph(msgspec.Struct):
     """A graph, and how it is to be compiled."""
 
     number: int
-    nodes: list[Node]
+    nodes: list[GraphNode]
     symbols: list[Symbol]
     inputs: list[int]
     """For each input, in the order of the graph: where it comes in a call, among tensors that are
@@ -147,7 +156,7 @@ class Message(msgspec.Struct):
     cudagraphs: bool
 
 
-class Answer(msgspec.Struct):
+class Compiled(msgspec.Struct):
     """What the worker made of a graph."""
 
     strides: list[list[str] | None]
@@ -167,7 +176,7 @@ class Writer:
     def __init__(self, device: Any) -> None:
         self._device = device
 
-    def nodes(self, graph: Any) -> list[Node]:
+    def nodes(self, graph: Any) -> list[GraphNode]:
         """All nodes of a graph but its inputs and its output."""
         return [
             self._node(graph, node)
@@ -182,20 +191,20 @@ class Writer:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, torch.fx.Node):
-            return Ref(value.name)
+            return NodeValue(value.name)
         if isinstance(value, list | tuple):
             items = [self.value(item) for item in value]
-            return Listed(items) if isinstance(value, list) else Fixed(items)
+            return ListValue(items) if isinstance(value, list) else TupleValue(items)
         if isinstance(value, slice):
-            return Sliced([self.value(v) for v in (value.start, value.stop, value.step)])
+            return SliceValue([self.value(v) for v in (value.start, value.stop, value.step)])
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return Mapped([(key, self.value(item)) for key, item in value.items()])
+            return DictValue([(key, self.value(item)) for key, item in value.items()])
         if isinstance(value, complex):
-            return Complex(value.real, value.imag)
+            return ComplexValue(value.real, value.imag)
         if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return Torch(type(value).__name__, str(value).removeprefix("torch."))
+            return TorchValue(type(value).__name__, str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
-            return Place(self.place(value))
+            return DeviceValue(self.place(value))
         raise CannotShipError(f"an argument of type {type(value).__name__}")
 
     def place(self, device: Any) -> str:
@@ -221,20 +230,20 @@ class Writer:
         sizes, strides = ([_size(n) for n in numbers] for numbers in (value.shape, value.stride()))
         return TensorInput(dtype, sizes, strides, bool(self.place(value.device)))
 
-    def _node(self, graph: Any, node: Any) -> Node:
+    def _node(self, graph: Any, node: Any) -> GraphNode:
         if node.op == "get_attr":
             return self._attribute(node.name, operator.attrgetter(node.target)(graph))
         if node.op != "call_function":
             raise CannotShipError(f"a node of kind {node.op}")
         kwargs = {key: self.value(value) for key, value in node.kwargs.items()}
         args = [self.value(value) for value in node.args]
-        return Node("call", node.name, name_of(node.target), args, kwargs)
+        return GraphNode("call", node.name, name_of(node.target), args, kwargs)
 
-    def _attribute(self, name: str, value: Any) -> Node:
+    def _attribute(self, name: str, value: Any) -> GraphNode:
         import torch
 
         if isinstance(value, torch.fx.GraphModule):
-            return Node("graph", name, content=self._within(value))
+            return GraphNode("graph", name, content=self._within(value))
         if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
             raise CannotShipError(f"an attribute of type {type(value).__name__}")
         if value.nbytes > CONSTANT_BYTES:
@@ -243,17 +252,17 @@ class Writer:
         content = bytes(host.flatten().view(torch.uint8).tolist())
         dtype = str(value.dtype).removeprefix("torch.")
         constant = Constant(dtype, list(host.shape), content, bool(self.place(value.device)))
-        return Node("constant", name, content=constant)
+        return GraphNode("constant", name, content=constant)
 
-    def _within(self, graph: Any) -> list[Node]:
+    def _within(self, graph: Any) -> list[GraphNode]:
         """A graph that a node of another takes as an argument."""
         inputs = [
-            Node("input", n.name, content=self.input(n.meta.get("val")))
+            GraphNode("input", n.name, content=self.input(n.meta.get("val")))
             for n in graph.graph.nodes
             if n.op == "placeholder"
         ]
         result = next(n for n in graph.graph.nodes if n.op == "output").args[0]
-        return [*inputs, *self.nodes(graph), Node("output", "output", args=self.value(result))]
+        return [*inputs, *self.nodes(graph), GraphNode("output", "output", args=self.value(result))]
 
 
 def _size(size: Any) -> int | str:
@@ -293,7 +302,7 @@ class GraphReader:
     def __init__(self, device: Any) -> None:
         self._device = device
 
-    def module(self, nodes: Iterable[Node]) -> Any:
+    def module(self, nodes: Iterable[GraphNode]) -> Any:
         """The graph module; the last node is its output."""
         import torch
 
@@ -338,11 +347,11 @@ class GraphReader:
 
         return torch.device(kind) if kind else self._device
 
-    def _attribute(self, node: Node) -> Any:
+    def _attribute(self, node: GraphNode) -> Any:
         import torch
 
         if node.kind == "graph":
-            return self.module(msgspec.convert(node.content, list[Node]))
+            return self.module(msgspec.convert(node.content, list[GraphNode]))
         constant = msgspec.convert(node.content, Constant)
         flat = torch.frombuffer(bytearray(constant.content or b"\0"), dtype=torch.uint8)
         whole = flat[: len(constant.content)].view(self.dtype(constant.dtype))
@@ -354,21 +363,21 @@ class GraphReader:
             return value
         special: Special = msgspec.convert(value, Special)
         match special:
-            case Ref(name):
+            case NodeValue(name):
                 return made[name]
-            case Listed(items):
+            case ListValue(items):
                 return [self._value(item, made) for item in items]
-            case Fixed(items):
+            case TupleValue(items):
                 return tuple(self._value(item, made) for item in items)
-            case Sliced(items):
+            case SliceValue(items):
                 return slice(*(self._value(item, made) for item in items))
-            case Mapped(pairs):
+            case DictValue(pairs):
                 return {key: self._value(item, made) for key, item in pairs}
-            case Torch(kind, name):
+            case TorchValue(kind, name):
                 return self._torch(kind, name)
-            case Place(kind):
+            case DeviceValue(kind):
                 return self.device(kind)
-            case Complex(real, imaginary):
+            case ComplexValue(real, imaginary):
                 return complex(real, imaginary)
 
     def _torch(self, kind: str, name: str) -> Any:

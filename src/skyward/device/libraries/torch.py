@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -67,7 +67,11 @@ def _inductor(module: ModuleType, choice: Choice) -> None:
     def compile_fx(original: Callable[..., Any]) -> Callable[..., Any]:
         def or_ship(model_: Any, example_inputs_: Any, *args: Any, **kwargs: Any) -> Any:
             # AOTInductor passes `inner_compile` and wants a file, and so does the recursion below.
-            if args or "inner_compile" in kwargs or not sky_device_of(model_, example_inputs_):
+            if (
+                args
+                or "inner_compile" in kwargs
+                or not backend.sky_device_of(model_, example_inputs_)
+            ):
                 return original(model_, example_inputs_, *args, **kwargs)
             return shipping.compile_fx(choice.core, original, model_, example_inputs_, **kwargs)
 
@@ -98,16 +102,6 @@ def _optimizers(module: ModuleType, choice: Choice) -> None:
         return on_sky_too
 
     wrap(module.OptimizerVariable, "_set_capturable", set_capturable)
-
-
-def sky_device_of(graph: Any, inputs: Sequence[Any]) -> Any:
-    """The sky device that a traced graph uses, if any: it may make its tensors itself."""
-    nodes = getattr(getattr(graph, "graph", None), "nodes", ())
-    # Dynamo writes down one of the two, `make_fx` and `torch.export` the other.
-    made = (node.meta.get(key) for node in nodes for key in ("example_value", "val"))
-    values = [*inputs, *made]
-    devices = (getattr(value, "device", None) for value in values)
-    return next((device for device in devices if getattr(device, "type", "") == "sky"), None)
 
 
 def _data_parallel(module: ModuleType, choice: Choice) -> None:
