@@ -122,14 +122,14 @@ def compiled(kind: str, steps: int, rounds: int, *, only: Sequence[str] = ("",))
         for name in (name for name in COMPILED if any(part in name for part in only)):
             say(f"  {name}")
             try:
-                yield from _compare(name, device, here, steps, rounds)
+                yield from _compare(name, device, kind, here, steps, rounds)
             except Exception as problem:
                 say(f"  {name}: {problem!r}")
                 yield Row(name, f"failed: {problem!r}"[:200], failed=True)
 
 
 def _compare(
-    name: str, device: torch.device, here: Elsewhere, steps: int, rounds: int
+    name: str, device: torch.device, kind: str, here: Elsewhere, steps: int, rounds: int
 ) -> Iterator[Row]:
     ours = Timed(name, device, steps, "sky")
     seconds: dict[str, Callable[[], float]] = {
@@ -143,7 +143,8 @@ def _compare(
     samples = interleave(seconds, rounds=rounds)
     rates = {key: sample.per(1, "tasks/s") for key, sample in samples.items()}
     what = f"{name}: steps a second"
-    yield compared(what, rates["sky"], "local torch.compile", rates["local"], COMPILED[name][2])
+    bar = COMPILED[name][2] if kind.startswith("cuda") else ""
+    yield compared(what, rates["sky"], "local torch.compile", rates["local"], bar)
     yield compared(what, rates["sky"], "local eager", rates["eager"])
     del seconds, ours
     here.ask("forget")

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+from compiled import compiled
 from elsewhere import Elsewhere
 from measure import Sample, interleave, p50, say, timed
 from parity import parity, small
@@ -314,6 +315,12 @@ def ordinary_models(size: Size) -> Sequence[Row]:
     return [] if KIND == "cpu" else [*small(size.rounds), *parity(size.steps, size.rounds)]
 
 
+def compiled_models(size: Size) -> Sequence[Row]:
+    """`torch.compile` here and there; two processors compile a large model for minutes."""
+    only = ("MLP",) if KIND == "cpu" else ("",)
+    return list(compiled(KIND, size.steps, size.rounds, only=only))
+
+
 def bytes_each_way(size: Size) -> Sequence[Row]:
     """Large copies to and from the device."""
     with sky.Compute(options=QUIET) as compute, Local() as here:
@@ -344,7 +351,15 @@ if __name__ == "__main__":
         del sys.argv[at : at + 2]
     run_suite(
         "what the torch device costs",
-        [client_cost, worker_cost, training, slow_network, bytes_each_way, ordinary_models],
+        [
+            client_cost,
+            worker_cost,
+            training,
+            compiled_models,
+            slow_network,
+            bytes_each_way,
+            ordinary_models,
+        ],
         full=FULL,
         quick=QUICK,
     )
