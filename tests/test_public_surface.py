@@ -14,6 +14,7 @@ PUBLIC = [
     # what to run
     "function",
     "Function",
+    "remote",
     "Pending",
     "Group",
     "gather",

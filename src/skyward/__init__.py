@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from skyward.functions import Pending as Pending
     from skyward.functions import function as function
     from skyward.functions import gather as gather
+    from skyward.functions import remote as remote
     from skyward.future import Future as Future
     from skyward.market import Offer as Offer
     from skyward.nodes.view import NodeView as NodeView
@@ -137,6 +138,7 @@ _HOMES = {
         "Pending",
         "function",
         "gather",
+        "remote",
     ),
     "future": ("Future",),
     "market": ("Offer",),

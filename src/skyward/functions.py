@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import (
+    TYPE_CHECKING,
     Any,
     Generic,
     Literal,
@@ -30,6 +31,9 @@ from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.future import Future
 from skyward.objects.code import Code
 from skyward.objects.handles import opened
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +91,9 @@ class Function(Generic[P, T]):
         timeout: float | None = None,
         retries: int = 0,
         name: str | None = None,
+        stays: Any = None,
     ) -> None:
+        """`stays` is the device that the tensors of results stay on, as `remote` takes it."""
         if not callable(body):
             raise ConfigurationError(
                 f"@sky.function on {body!r}: it is not callable; decorate a function"
@@ -105,6 +111,7 @@ class Function(Generic[P, T]):
         self.body = body
         self.timeout = timeout
         self.retries = retries
+        self.stays = stays
         self.name = name or getattr(body, "__qualname__", type(body).__name__)
         functools.update_wrapper(self, body, updated=())
         self._code: Code | None = None
@@ -126,7 +133,16 @@ class Function(Generic[P, T]):
 
     def with_body(self, body: Callable[P, T]) -> Function[P, T]:
         """The same function with another body, for decorators."""
-        return Function(body, timeout=self.timeout, retries=self.retries, name=self.name)
+        return self._changed(body, self.stays)
+
+    def staying(self, device: Any) -> Function[P, T]:
+        """The same function with results whose tensors stay on a device."""
+        return self._changed(self.body, device)
+
+    def _changed(self, body: Callable[P, T], stays: Any) -> Function[P, T]:
+        return Function(
+            body, timeout=self.timeout, retries=self.retries, name=self.name, stays=stays
+        )
 
     @property
     def __sky_constant__(self) -> tuple[Any, ...]:
@@ -141,11 +157,11 @@ class Function(Generic[P, T]):
         if found is self:
             return str(name)
         body = cloudpickle.dumps(self.body)
-        return _unpickled, (body, self.timeout, self.retries, self.name)
+        return _unpickled, (body, self.timeout, self.retries, self.name, self.stays)
 
     def by_value(self) -> tuple[Any, ...]:
         """For Skyward's own pickles, which carry code that a worker cannot import."""
-        return _rebuild, (self.body, self.timeout, self.retries, self.name)
+        return _rebuild, (self.body, self.timeout, self.retries, self.name, self.stays)
 
     def __repr__(self) -> str:
         return f"<sky.function {self.name}>"
@@ -195,14 +211,16 @@ class _Bound(functools.partial[Any]):
         return self.func.local(*self.args, *args, **kwargs)  # type: ignore[attr-defined]
 
 
-def _unpickled(body: bytes, timeout: float | None, retries: int, name: str) -> Function[..., Any]:
-    return _rebuild(cloudpickle.loads(body), timeout, retries, name)
+def _unpickled(
+    body: bytes, timeout: float | None, retries: int, name: str, stays: Any
+) -> Function[..., Any]:
+    return _rebuild(cloudpickle.loads(body), timeout, retries, name, stays)
 
 
 def _rebuild(
-    body: Callable[..., Any], timeout: float | None, retries: int, name: str
+    body: Callable[..., Any], timeout: float | None, retries: int, name: str, stays: Any
 ) -> Function[..., Any]:
-    return Function(body, timeout=timeout, retries=retries, name=name)
+    return Function(body, timeout=timeout, retries=retries, name=name, stays=stays)
 
 
 def _is_iterator(hint: Any) -> bool:
@@ -378,6 +396,28 @@ def function(
     if body is None:
         return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
     return Function(body)
+
+
+@overload
+def remote(body: Function[P, T], /, *, device: str | torch.device = "auto") -> Function[P, T]: ...
+@overload
+def remote(body: Callable[P, T], /, *, device: str | torch.device = "auto") -> Function[P, T]: ...
+def remote(body: Callable[..., Any], /, *, device: Any = "auto") -> Function[..., Any]:
+    """The function with results that stay: their tensors are sky tensors, and never come here.
+
+    `device` is a device of the node that runs the call, as `compute.device` takes it: "cuda",
+    "cuda:1", "cpu", or "auto" for the best of it. If it is a sky device, calls run on its node.
+
+    >>> model = sky.remote(load)("gpt2") >> compute
+    """
+    is_sky = getattr(device, "type", None) == "sky"
+    if not is_sky and (not isinstance(device, str) or not device or device.startswith("sky")):
+        raise ConfigurationError(
+            f"remote({_short(body)}, device={device!r}): give 'cuda', 'cpu', 'mps' or 'auto', or a "
+            "device of compute.device()"
+        )
+    made = body if isinstance(body, Function) else Function(body)
+    return made.staying(device)
 
 
 def _short(value: Any) -> str:

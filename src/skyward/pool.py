@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -16,10 +17,11 @@ from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.staying import Staying
 from skyward.calls.task import Task
 from skyward.console import Console
-from skyward.errors import PoolClosedError, PoolStartError
-from skyward.functions import Pending
+from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
+from skyward.functions import Function, Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node
@@ -158,6 +160,11 @@ class Pool:
         if refer is not None and refer.holder is not None:
             on = refer.holder[0]
             worker = None if refer.holder[1] is None else (on, refer.holder[1])
+        staying = None
+        if function.stays is not None:
+            on = self._check_stays(function, on if worker is None else worker[0])
+            device = functools.partial(self._fleet.result_device, function.stays)
+            staying = Staying(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
         return Task(
@@ -171,6 +178,24 @@ class Pool:
             worker=worker,
             timeout=options.default_timeout if function.timeout is None else function.timeout,
             retries=function.retries or options.retries,
+            staying=staying,
+        )
+
+    def _check_stays(self, function: Function[..., Any], on: int | None) -> int | None:
+        """The node that a call must run on for its result to stay where it should."""
+        device = function.stays
+        if isinstance(device, str):
+            return on
+        holder = self._fleet.device_holder(device.index)
+        if holder is None:
+            problem = "which is no open device of this pool"
+        elif on is not None and on != holder[0]:
+            problem = f"which is on node {holder[0]}, but the call runs on node {on}"
+        else:
+            return holder[0]
+        raise ConfigurationError(
+            f"{function.name} is to leave its result on {device}, {problem}; give sky.remote the "
+            "kind of a device instead, such as 'auto'"
         )
 
     def submit(self, task: Task) -> None:
@@ -198,6 +223,8 @@ class Pool:
     def _serve_results(self) -> None:
         while (action := self._results.get()) is not None:
             action()
+            # It has the result, which nobody may want any more when the next one comes.
+            del action
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""

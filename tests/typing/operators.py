@@ -57,6 +57,17 @@ def a_call_is_a_pending_of_its_result(model: Model) -> None:
     assert_type(describe(), sky.Pending[str])
 
 
+def load(name: str) -> Model:
+    return Model()
+
+
+def a_result_that_stays_keeps_its_type(model: Model, compute: sky.Compute) -> None:
+    assert_type(sky.remote(load)("net"), sky.Pending[Model])
+    assert_type(sky.remote(train, device="cuda")(model, 3) >> compute, Model)
+    assert_type(sky.remote(load)("net") @ compute, list[Model])
+    sky.remote(load)(3) >> compute  # type: ignore[arg-type]
+
+
 def local_runs_here(model: Model) -> None:
     assert_type(train.local(model, 3), Model)
     assert_type(evaluate.local(model), float)

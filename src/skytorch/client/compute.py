@@ -16,7 +16,7 @@ from skytorch.client import volumes as storage
 from skytorch.client.event import Event, OnEvents, Printed, Reporting, Returned
 from skytorch.client.init import Volumes, current
 from skytorch.client.metrics import Meter, OnMetrics
-from skytorch.client.placement import Placement
+from skytorch.client.placement import with_load_into
 from skytorch.client.resources import Resources
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolClosedError
@@ -281,10 +281,10 @@ class Compute:
         """Run a function on the compute and await its result, whose tensors stay remote.
 
         Tensors, modules and state dicts in the result are on the compute's device: the one asked
-        for first with `device`, or else the best. In this version they get there by way of this
-        process. Returned modules and state dicts have `load_into(model)`. Tensors of the compute's
-        devices among the arguments are passed by reference: the function gets the real ones, and
-        what it writes to them is seen here.
+        for first with `device`, or else the best. They do not pass through this process. Returned
+        modules and state dicts have `load_into(model)`. Tensors of the compute's devices among the
+        arguments are passed by reference: the function gets the real ones, and what it writes to
+        them is seen here.
 
         `on_log(stream, text)` gets each line that the function prints from Python, in place of the
         console; `stream` is "stdout" or "stderr". It is called on the event loop's thread.
@@ -306,12 +306,15 @@ class Compute:
                 f"execute(on_log={on_log!r}): give a plain function of a stream's name and a text"
             )
         name = getattr(body, "__qualname__", type(body).__name__)
+        device: str | torch.device = self._devices[0] if self._devices else "auto"
         if self._on_events is None and on_log is None:
-            value = await (sky.Function(body, name=name)(*args, **kwargs) > self._pool)
+            staying = sky.remote(sky.Function(body, name=name), device=device)
+            value = await (staying(*args, **kwargs) > self._pool)
         else:
             reporting = sky.Function(Reporting(body, printed=on_log is not None), name=name)
-            value = await self._reported(reporting(*args, **kwargs), on_log)
-        return await asyncio.to_thread(Placement(self._usual_device).of, value)
+            call = sky.remote(reporting, device=device)(*args, **kwargs)
+            value = await self._reported(call, on_log)
+        return with_load_into(value, self._note_device)
 
     async def _reported(self, call: sky.Pending[Any], on_log: OnLog | None) -> Any:
         stream: Any = await (call > self._pool)
@@ -327,8 +330,9 @@ class Compute:
                 assert isinstance(item, Event)
                 self.hear(item)
 
-    def _usual_device(self) -> torch.device:
-        return self._devices[0] if self._devices else self.device()
+    def _note_device(self, device: torch.device) -> None:
+        if device.type == "sky" and device not in self._devices:
+            self._devices.append(device)
 
     # Events and metrics.
 

@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from skyward.calls.staying import ArrivedTensors
 from skyward.errors import RemoteError, SkywardError, TaskCancelledError
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
@@ -26,16 +27,17 @@ class Answer:
 class Value(Answer):
     """The value that the function returned, not yet decoded."""
 
-    __slots__ = ("_pieces", "_where")
+    __slots__ = ("_pieces", "_stayed", "_where")
 
-    def __init__(self, pieces: Pieces, where: str) -> None:
+    def __init__(self, pieces: Pieces, where: str, stayed: ArrivedTensors | None = None) -> None:
         self._pieces = pieces
         self._where = where
+        self._stayed = stayed
 
     def get(self) -> Any:
         """Decode the value."""
         try:
-            return encoding.decode(*self._pieces)
+            return encoding.decode(*self._pieces, self._stayed)
         except SkywardError:
             raise
         except Exception as problem:
@@ -45,6 +47,11 @@ class Value(Answer):
                 "it is made of",
                 type_name=type(problem).__qualname__,
             ) from problem
+
+    def discard(self) -> None:
+        """Free what the value holds on a device: the caller does not want the value any more."""
+        if self._stayed is not None:
+            self._stayed.discard()
 
 
 class Streaming(Answer):

@@ -16,6 +16,7 @@ from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
 from skyward.calls.task import Task
 from skyward.console import Console
@@ -41,6 +42,7 @@ from skyward.wire.messages import (
     Recalled,
     Released,
     Result,
+    Room,
     Written,
 )
 
@@ -213,7 +215,7 @@ class Dispatcher:
                 pieces = lane.connection.take(frame, message.payload)
                 task = lane.tasks.get(message.task)
                 if task is not None and task.stream is not None:
-                    task.stream.put(pieces)
+                    task.stream.put(pieces, _stayed(lane, task))
             case End():
                 self._on_end(lane, message)
             case Credit():
@@ -229,6 +231,17 @@ class Dispatcher:
                         target=self._resend, args=(lane, task, message), daemon=True
                     )
                     sender.start()
+            case Room():
+                task = lane.tasks.get(message.task)
+                if task is not None and task.staying is not None:
+                    # On its own thread: it may open a device, and waits for one.
+                    maker = threading.Thread(
+                        target=self._make_room,
+                        args=(lane, task, task.staying, message.spans),
+                        name="skyward-room",
+                        daemon=True,
+                    )
+                    maker.start()
             case Recalled():
                 self.lanes.recalled(lane, message.tasks)
             case Prepared():
@@ -245,7 +258,8 @@ class Dispatcher:
         pieces = lane.connection.take(frame, result.payload)
         task = self._leave(lane, result.task, result.ran)
         if task is not None:
-            self._finisher.finish(task, Value(pieces, f"{task.name} on {lane.where}"))
+            where = f"{task.name} on {lane.where}"
+            self._finisher.finish(task, Value(pieces, where, _stayed(lane, task)))
 
     def _open_stream(self, lane: Lane, task: Task) -> None:
         task.stream = items = StreamItems()
@@ -292,6 +306,19 @@ class Dispatcher:
             # The task may have been cancelled, and its parcel released, meanwhile.
             self._finisher.release(task)
         lane.resend(task, missing.digests, missing.keys)
+
+    def _make_room(
+        self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
+    ) -> None:
+        """Make memory for a result that stays, and tell the executor where it is."""
+        try:
+            lane.tell(staying.make_room(task.id, lane.node, lane.worker, spans))
+        except Exception as problem:
+            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot stay")
+            self.cancel(task, problem)
+        if task.done and task.stream is None:
+            # It was cancelled meanwhile, and the memory that was freed then is here again.
+            staying.discard()
 
     def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
         """Take a task off its lane, which then has room for another."""
@@ -429,3 +456,8 @@ class Dispatcher:
         sent = sum(lane.channel.bytes_sent for lane in lanes)
         received = sum(lane.channel.bytes_received for lane in lanes)
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
+
+
+def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
+    """The tensors of a result that stay on the device of the worker that ran the task."""
+    return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)

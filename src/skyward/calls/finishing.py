@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyward.calls.answers import Answer, Failed, Streaming
+from skyward.calls.answers import Answer, Failed, Streaming, Value
 from skyward.calls.counts import Counts
 from skyward.calls.packing import Packer
 from skyward.calls.task import Task
@@ -16,8 +16,13 @@ class Finisher:
 
     def finish(self, task: Task, answer: Answer) -> None:
         """Give a task its answer, and free its memory."""
-        if task.finish(answer) and not isinstance(answer, Streaming):
+        first = task.finish(answer)
+        if first and not isinstance(answer, Streaming):
             self._count(task, failed=isinstance(answer, Failed))
+        if not first and isinstance(answer, Value):
+            answer.discard()
+        if task.staying is not None and not isinstance(answer, Streaming):
+            task.staying.discard()
         self.release(task)
 
     def fail(self, task: Task, problem: BaseException) -> None:

@@ -187,8 +187,9 @@ class Lane:
         names = [str(index) for index in range(len(task.inputs))]
         keys = [named.key for named in task.handles]
         task.sent = holdings.count_task()
+        stays = task.staying is not None
         self.channel.send(
-            Run(task.id, task.name, task.code.key, payload, keys, names), body, descriptors
+            Run(task.id, task.name, task.code.key, payload, keys, names, stays), body, descriptors
         )
         return True
 
@@ -205,9 +206,9 @@ class Lane:
                 packed = payloads.pack(task.parcel.encoded, None)
                 keys = [named.key for named in task.handles]
                 task.sent = self.holdings.count_task()
-                batch.append(
-                    (Run(task.id, task.name, task.code.key, packed.payload, keys, []), packed.body)
-                )
+                stays = task.staying is not None
+                run = Run(task.id, task.name, task.code.key, packed.payload, keys, [], stays)
+                batch.append((run, packed.body))
             self.channel.send_many(batch)
             return unsent
 

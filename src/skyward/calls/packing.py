@@ -161,8 +161,8 @@ class Packer:
             self.store.unpin(blob.segment.id)
         if parcel.by_value is not None:
             # On another thread: freeing a tensor may wait for its device, and the loop must not.
-            held = [parcel.by_value, parcel.encoded.referred]
-            parcel.by_value, parcel.encoded.referred = None, []
+            held: list[object] = [parcel.by_value, parcel.encoded.referred]
+            parcel.by_value, parcel.encoded.referred = None, {}
             threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()
 
     def code(self, code: Code) -> NamedParcel:

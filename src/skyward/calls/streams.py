@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from skyward.calls.answers import Answer
+from skyward.calls.staying import ArrivedTensors
 from skyward.errors import SkywardError
 from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
@@ -19,6 +20,9 @@ WINDOW = 16
 """How many items the worker may be ahead of the consumer."""
 
 
+StreamItem = tuple[Pieces, ArrivedTensors | None]
+
+
 class StreamItems:
     """The items of a stream that have arrived and that the consumer has not taken yet.
 
@@ -27,17 +31,17 @@ class StreamItems:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Pieces | Answer | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StreamItem | Answer | None] = queue.SimpleQueue()
 
-    def put(self, pieces: Pieces) -> None:
-        """Add an item that has arrived."""
-        self._queue.put(pieces)
+    def put(self, pieces: Pieces, stayed: ArrivedTensors | None) -> None:
+        """Add an item that has arrived, and the tensors of it that stay on a device."""
+        self._queue.put((pieces, stayed))
 
     def end(self, problem: Answer | None) -> None:
         """End the stream; `problem` is the exception that ended it, if any."""
         self._queue.put(problem)
 
-    def get(self) -> Pieces | Answer | None:
+    def get(self) -> StreamItem | Answer | None:
         """Wait for an item, or for the end of the stream: its exception, or None."""
         return self._queue.get()
 
@@ -77,7 +81,8 @@ class RemoteIterator(Iterator[Any]):
             self._owed -= 1
             if self._owed <= WINDOW // 2:
                 self._grant(WINDOW - self._owed)
-            return encoding.decode(*item)
+            pieces, stayed = item
+            return encoding.decode(*pieces, stayed)
         self._done = True
         self._flush_output()
         if item is None:

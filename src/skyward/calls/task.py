@@ -10,6 +10,7 @@ from skyward.calls.answers import Answer, Streaming
 from skyward.calls.loop import Timer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
+from skyward.calls.staying import Staying
 from skyward.calls.streams import StreamItems
 
 
@@ -34,6 +35,7 @@ class Task:
         "parcel",
         "retries",
         "sent",
+        "staying",
         "stream",
         "timeout",
         "timer",
@@ -55,6 +57,7 @@ class Task:
         worker: tuple[int, int] | None = None,
         timeout: float | None = None,
         retries: int = 0,
+        staying: Staying | None = None,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -66,6 +69,8 @@ class Task:
         self.worker = worker
         self.timeout = timeout
         self.retries = retries
+        self.staying = staying
+        """Where the tensors of the result stay; None if they come to the client."""
         self.waiting = False
         self.order = 0
         self.sent = 0

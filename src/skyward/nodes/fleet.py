@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
@@ -51,6 +52,9 @@ from skyward.wire.messages import (
     Written,
 )
 from skyward.wire.versions import my_versions
+
+if TYPE_CHECKING:
+    import torch
 
 LAUNCH_SECONDS = 5.0
 """How long the end of a node waits for the thread that starts it."""
@@ -267,6 +271,18 @@ class Fleet:
         gpus = [int(kind[5:]) for kind in kinds if kind.startswith("cuda:")]
         alone = self._spec.worker.per_node == "accelerator" and gpus
         return node, gpus[0] if alone else None
+
+    def result_device(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
+        """The device that the results of a worker stay on; opens the device if it is not open."""
+        import torch
+
+        if not isinstance(wanted, str):
+            return wanted
+        kind = os.environ.get("SKYWARD_DEVICE") or wanted
+        if self._spec.worker.per_node == "accelerator" and kind in ("cuda", "auto") and worker:
+            # Every worker has a GPU of its own; the first one's is what "auto" finds.
+            kind = f"cuda:{worker}"
+        return torch.device("sky", self._devices.get(node, kind))
 
     def _tell_node(self, index: int, message: Message) -> None:
         node = self._roster.get(index)

@@ -13,7 +13,8 @@ import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
-from skyward.objects import modules, tensors
+from skyward.objects import modules, staying, tensors
+from skyward.objects.staying import Stayed, StayingBook, StayingShelf
 from skyward.objects.tensors import Descriptions, Shelf, StorageBook
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ class Encoded:
     storages: list[tuple[int, int]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     """The data from `put` that the object refers to."""
-    referred: list[torch.UntypedStorage] = field(default_factory=list)
-    """Storages on a device that the receiver opens in place; they are kept alive until then."""
+    referred: dict[bytes, torch.UntypedStorage] = field(default_factory=dict)
+    """Storages on a device that the receiver opens in place, by their descriptions; they are kept
+    alive until then."""
 
     @property
     def pickle_length(self) -> int:
@@ -73,10 +75,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         own_modules: bool,
         names: dict[int, set[str]],
         described: Descriptions,
+        stays: StayingBook | None = None,
     ) -> None:
         self.buffers: list[memoryview] = []
         buffers = self.buffers
-        self.book: StorageBook | None = None
+        self.book: StorageBook | None = stays
+        self._stays = stays
         self.handles: list[Any] = []
         self._described = described
         self._own_modules = own_modules
@@ -104,8 +108,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self.book = StorageBook(self._described)
             reduced = tensors.reduce_tensor(obj, self.book)
             return NotImplemented if reduced is None else reduced
-        if kind.__name__ == "device" and tensors.is_sky_device(obj):
-            return tensors.reduce_device(obj, self._described)
+        if kind.__name__ == "device" and tensors.is_device(obj):
+            if self._stays is not None:
+                return staying.reduce_device(obj)
+            if obj.type == "sky":
+                return tensors.reduce_device(obj, self._described)
+        if self._stays is not None and hasattr(obj, "param_groups"):
+            self._stays.note(obj)
         if getattr(kind, "__sky_handle__", False):
             self.handles.append(obj)
             return _handle, (obj.key,)
@@ -145,11 +154,13 @@ def encode(
     names: Mapping[int, set[str]] | None = None,
     what: str = "the value",
     refer: Callable[[list[torch.UntypedStorage]], list[bytes] | None] | None = None,
+    stays: StayingBook | None = None,
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
     `Arguments` are encoded as their values. `refer` gets the storages on sky devices, if there are
     any. It returns how the receiver opens each of them, or None if their bytes have to be sent.
+    With `stays`, the storages are those of a result that stays on its node's device.
     Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
     `what`.
     """
@@ -162,7 +173,7 @@ def encode(
         return Encoded([pickle.dumps(whole, 5)])
     wanted = {module: set(found) for module, found in names.items()} if names else {}
     described = _NOTHING_STAYS
-    out, pickler = _dumped(value, whole, own_modules, wanted, described, what)
+    out, pickler = _dumped(value, whole, own_modules, wanted, described, what, stays)
     if refer is not None and pickler.book is not None and (far := pickler.book.on_devices()):
         descriptions = refer(far)
         if descriptions is not None:
@@ -182,12 +193,13 @@ def _dumped(
     wanted: dict[int, set[str]],
     described: Descriptions,
     what: str,
+    stays: StayingBook | None = None,
 ) -> tuple[_PickleFile, _Pickler]:
     """The pickle of `whole`; errors are about `value`, which `whole` contains."""
     try:
         while True:
             out = _PickleFile()
-            pickler = _Pickler(out, own_modules, wanted, described)
+            pickler = _Pickler(out, own_modules, wanted, described, stays)
             pickler.dump(whole)
             if not pickler.cut_short:
                 return out, pickler
@@ -207,12 +219,18 @@ def decode(
     data: bytes | bytearray | memoryview,
     buffers: Sequence[memoryview] = (),
     storages: Sequence[tuple[int, int]] = (),
+    stayed: Stayed | None = None,
 ) -> Any:
-    """The object that was encoded; only ever called with bytes from authenticated peers."""
-    if not buffers:
+    """The object that was encoded; only ever called with bytes from authenticated peers.
+
+    `stayed` has the tensors of a result that stays on a device.
+    """
+    if not buffers and stayed is None:
         return pickle.loads(data)
     plain = len(buffers) - len(storages)
-    outer = tensors.use_shelf(Shelf(list(buffers[plain:]), list(storages)))
+    received = list(buffers[plain:]), list(storages)
+    shelf = Shelf(*received) if stayed is None else StayingShelf(*received, stayed)
+    outer = tensors.use_shelf(shelf)
     try:
         return pickle.loads(data, buffers=buffers[:plain])
     finally:

@@ -30,8 +30,8 @@ class Descriptions:
         storages: Sequence[torch.UntypedStorage] = (),
         descriptions: Sequence[bytes] = (),
     ) -> None:
-        self.storages = list(storages)
         pairs = list(zip(storages, descriptions, strict=True))
+        self.storages = {description: storage for storage, description in pairs}
         self.of_storage = {storage._cdata: description for storage, description in pairs}
         self.on_device = {storage.device: description for storage, description in pairs}
         """The description of one storage on each device."""
@@ -50,11 +50,15 @@ class StorageBook:
         """The one reference to this storage."""
         ref = self._by_id.get(storage._cdata)
         if ref is None:
-            description = self._described.of_storage.get(storage._cdata)
-            ref = StorageRef(len(self.refs), storage, description)
-            self._by_id[storage._cdata] = ref
-            if description is None:
-                self.refs.append(ref)
+            ref = self._by_id[storage._cdata] = self.new_reference(storage)
+        return ref
+
+    def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
+        """The reference to a storage that the object has not named before."""
+        description = self._described.of_storage.get(storage._cdata)
+        ref = StorageRef(len(self.refs), storage, description)
+        if description is None:
+            self.refs.append(ref)
         return ref
 
     def on_devices(self) -> list[torch.UntypedStorage]:
@@ -157,11 +161,10 @@ def reduce_device(device: torch.device, described: Descriptions) -> Reduced:
     return _device, (described.on_device.get(device),)
 
 
-def is_sky_device(value: object) -> bool:
-    """Whether the value is a sky `torch.device`, without importing torch to find out."""
+def is_device(value: object) -> bool:
+    """Whether the value is a `torch.device`, without importing torch to find out."""
     torch = sys.modules.get("torch")
-    known = torch is not None and hasattr(torch, "device") and isinstance(value, torch.device)
-    return known and value.type == "sky"  # type: ignore[attr-defined]
+    return torch is not None and hasattr(torch, "device") and isinstance(value, torch.device)
 
 
 def is_tensor(value: object) -> bool:
@@ -195,6 +198,12 @@ class Shelf:
 _decoding = threading.local()
 
 
+def shelf() -> Shelf | None:
+    """The shelf that this thread decodes with."""
+    found: Shelf | None = getattr(_decoding, "shelf", None)
+    return found
+
+
 def use_shelf(shelf: Shelf | None) -> Shelf | None:
     """Use this shelf for the objects that this thread decodes now; returns the one before."""
     before: Shelf | None = getattr(_decoding, "shelf", None)
@@ -212,17 +221,26 @@ def _available(device: str) -> bool:
 
 
 def _storage(index: int, device: str) -> tuple[torch.UntypedStorage, int]:
-    shelf: Shelf | None = getattr(_decoding, "shelf", None)
-    if shelf is None:
+    found = shelf()
+    if found is None:
         raise SerializationError(
             "a tensor's pickle was loaded outside of a Skyward payload; store tensors with "
             "torch.save or a ModelStore"
         )
-    return shelf.storage(index, device)
+    return found.storage(index, device)
+
+
+def watch_opened(opened: list[tuple[torch.UntypedStorage, bytes]] | None) -> None:
+    """Add to this list every storage of a device that this thread opens from now on."""
+    _decoding.opened = opened
 
 
 def _opened(description: bytes) -> tuple[torch.UntypedStorage, int]:
-    return references.storage(description), 0
+    storage = references.storage(description)
+    opened = getattr(_decoding, "opened", None)
+    if opened is not None:
+        opened.append((storage, description))
+    return storage, 0
 
 
 def _device(description: bytes | None) -> torch.device:

@@ -228,6 +228,8 @@ class Run(Message):
     handles: list[bytes]
     inputs: list[str]
     """Names of the argument streams, in the order the payload refers to them."""
+    stays: bool = False
+    """Whether the tensors of the result stay on the node's device."""
 
 
 class Cancel(Message):
@@ -389,6 +391,26 @@ class Reclaim(Message):
     KIND = 36
     seconds: float
     reason: str
+
+
+class Room(Message):
+    """Tensors of a task's result stay on the node's device: make memory for their storages."""
+
+    KIND = 41
+    task: int
+    spans: list[tuple[Size, Size]]
+    """For each storage, the first byte and the end of the part that stays."""
+
+
+class Places(Message):
+    """Where the storages of a task's result go; without pieces, their bytes are sent instead."""
+
+    KIND = 42
+    task: int
+    pieces: list[bytes]
+    """How the executor opens each piece of memory."""
+    places: list[tuple[Size, Size]]
+    """For each storage, the number of a piece and an offset in it."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from skyward.objects import encoding
+from skyward.objects.encoding import Encoded
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Message, Written
 from skyward.worker.inbox import Inbox
@@ -58,7 +59,11 @@ class ClientConnection:
 
     def pack(self, value: Any, what: str = "the value") -> Sendable:
         """A value, laid out for sending; `what` names it in errors."""
-        return self.outbox.pack(encoding.encode(value, what=what), self.channel.shares_memory)
+        return self.lay_out(encoding.encode(value, what=what))
+
+    def lay_out(self, encoded: Encoded) -> Sendable:
+        """An encoded value, laid out for sending."""
+        return self.outbox.pack(encoded, self.channel.shares_memory)
 
     def emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         """Send what a task has written."""

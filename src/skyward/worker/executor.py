@@ -20,7 +20,7 @@ import msgspec
 
 from skyward import context
 from skyward.errors import PluginError, ProtocolError
-from skyward.objects import encoding, references
+from skyward.objects import encoding, references, tensors
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
 from skyward.wire import messages
@@ -40,6 +40,7 @@ from skyward.wire.messages import (
     Item,
     Message,
     Missing,
+    Places,
     Prepare,
     Prepared,
     Recall,
@@ -49,7 +50,7 @@ from skyward.wire.messages import (
     Run,
     Topology,
 )
-from skyward.worker import failures, hooks, jobs, lifeline, limits
+from skyward.worker import failures, hooks, jobs, lifeline, limits, staying
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.definitions import Definitions
@@ -160,6 +161,10 @@ class Executor:
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
                 self._client.outbox.returned(message.segments)
+            case Places(task=task):
+                job = self._job(task)
+                if job is not None:
+                    job.places.put(message)
             case Recall():
                 self._give_back(channel)
             case Topology():
@@ -230,6 +235,7 @@ class Executor:
                 # Before the streams are closed, so that the task is interrupted before it sees
                 # them end.
                 self._interrupts.raise_in(job)
+                job.places.put(None)
                 for stream in job.inputs:
                     stream.finish(None)
                 if job.output is not None:
@@ -320,7 +326,7 @@ class Executor:
                 if streamed:
                     outcome = End(job.run.task, -1, None), None
                 else:
-                    sendable = self._client.pack(value, f"the result of {job.run.name}")
+                    sendable = self._pack(job, value, f"the result of {job.run.name}")
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
             except Leave:
                 raise
@@ -340,7 +346,12 @@ class Executor:
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value; the flag says whether its items have been streamed already."""
         function = self._definitions.resolve(job.run.code)
-        args, kwargs = encoding.decode(*job.pieces)
+        if job.run.stays:
+            tensors.watch_opened(job.opened)
+        try:
+            args, kwargs = encoding.decode(*job.pieces)
+        finally:
+            tensors.watch_opened(None)
         if job.inputs:
             args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
@@ -363,6 +374,12 @@ class Executor:
         self._interrupts.calling = None
         return None, True
 
+    def _pack(self, job: Job, value: Any, what: str) -> Sendable:
+        if not job.run.stays:
+            return self._client.pack(value, what)
+        send = self._client.send
+        return self._client.lay_out(staying.encode(job, value, what, send, self._hurry))
+
     def _stream(self, job: Job, generator: Any) -> None:
         output = job.output = OutputStream(self._hurry)
         if job.cancelled:
@@ -375,7 +392,7 @@ class Executor:
                     self._interrupts.calling = None
                     return
                 references.settle()
-                sendable = self._client.pack(item, f"an item of {job.run.name}")
+                sendable = self._pack(job, item, f"an item of {job.run.name}")
                 del item
                 self._client.send(Item(job.run.task, -1, sendable[0]), sendable)
 

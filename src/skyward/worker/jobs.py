@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import queue
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
-from skyward.wire.messages import Run
+from skyward.wire.messages import Places, Run
 from skyward.worker.streams import InputStream, OutputStream
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -23,6 +27,10 @@ class Job:
     cancelled: bool = False
     thread: int = 0
     """The thread that runs the task."""
+    opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
+    """The device's storages among the arguments, if the result stays: it may have them, too."""
+    places: queue.SimpleQueue[Places | None] = field(default_factory=queue.SimpleQueue)
+    """The client's answer to `Room`; None if the task was cancelled."""
 
 
 def with_streams(

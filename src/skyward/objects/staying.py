@@ -1,0 +1,182 @@
+"""Results that stay: a function's tensors become tensors of its node's device.
+
+The pickle of such a result names storages by their numbers. Their bytes go from the process that
+ran the function to memory of the device's process, which the client has made for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from skyward.errors import SerializationError
+from skyward.objects import references, tensors
+from skyward.objects.tensors import Descriptions, Reduced, Shelf, StorageBook, StorageRef
+
+if TYPE_CHECKING:
+    import torch
+
+Span = tuple[int, int]
+"""The first byte of a storage that stays, and the end of the part that stays."""
+Place = tuple[int, int]
+"""Where a storage's bytes go: the number of a piece of memory, and an offset in the piece."""
+
+
+# In the process that ran the function.
+
+
+class StayingBook(StorageBook):
+    """The storages of a result that stays; `by_value` sends their bytes with the pickle instead."""
+
+    def __init__(
+        self, opened: Sequence[tuple[torch.UntypedStorage, bytes]], *, by_value: bool = False
+    ) -> None:
+        """`opened` are the device's own storages that the function was given."""
+        super().__init__(Descriptions())
+        self._opened = {storage._cdata: description for storage, description in opened}
+        self._by_value = by_value
+        self._on_host: set[int] = set()
+        self.staying: list[StayingRef] = []
+
+    def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
+        """The reference to a storage that the result has not named before."""
+        description = self._opened.get(storage._cdata)
+        if description is not None:
+            return ReturnedRef(0, storage, description)
+        on_host = storage._cdata in self._on_host
+        if self._by_value or on_host:
+            kind = HostRef if on_host else StorageRef
+            ref = kind(len(self.refs), storage, None)
+            self.refs.append(ref)
+            return ref
+        staying = StayingRef(len(self.staying), storage, None)
+        self.staying.append(staying)
+        return staying
+
+    def note(self, value: object) -> None:
+        """Note which tensors of an optimiser belong to the host: its counts of steps.
+
+        On a device, each step of the optimiser would read every one of them.
+        """
+        import torch
+
+        if not isinstance(value, torch.optim.Optimizer):
+            return
+        if any(group.get("capturable") or group.get("fused") for group in value.param_groups):
+            return
+        for state in value.state.values():
+            for part in state.values() if isinstance(state, dict) else ():
+                if isinstance(part, torch.Tensor) and part.is_cpu and not part.dim():
+                    self._on_host.add(part.untyped_storage()._cdata)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The part of each staying storage that the result's tensors cover."""
+        return [(ref.first, ref.last) if ref.last else (0, 0) for ref in self.staying]
+
+    def fill(self, pieces: list[bytes], places: list[Place]) -> None:
+        """Copy every staying storage to its place; `CannotOpenError` if this process cannot."""
+        import torch
+
+        opened = [references.flat(description) for description in pieces]
+        for device in {ref.storage.device for ref in self.staying}:
+            if device.type == "cuda":
+                # The function may have written on a stream of its own.
+                torch.cuda.synchronize(device)
+        for ref, (first, last), (piece, start) in zip(
+            self.staying, self.spans, places, strict=True
+        ):
+            if last > first:
+                source = torch.empty(0, dtype=torch.uint8, device=ref.storage.device)
+                part = source.set_(ref.storage)[first:last]
+                opened[piece][start : start + last - first].copy_(part)
+        # A GPU copies later, but the client may read as soon as it has the result.
+        references.settle()
+
+
+class StayingRef(StorageRef):
+    """A storage that stays."""
+
+    def __reduce__(self) -> Reduced:
+        return _stayed, (self.index,)
+
+
+class ReturnedRef(StorageRef):
+    """A storage of the device that the function was given, and returns."""
+
+    def __reduce__(self) -> Reduced:
+        return _returned, (self.description,)
+
+
+class HostRef(StorageRef):
+    """A storage whose tensors belong to the host."""
+
+    def __reduce__(self) -> Reduced:
+        return _on_host, (self.index,)
+
+
+def reduce_device(device: torch.device) -> Any:
+    """How a device in a result is rebuilt: as the device that the result's tensors stay on."""
+    return NotImplemented if device.type == "meta" else (_device, ())
+
+
+# In the client.
+
+
+class Stayed(Protocol):
+    """The tensors of one result, as the client finds them on the device."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the tensors are on."""
+
+    def storage(self, index: int) -> tuple[torch.UntypedStorage, int]:
+        """A storage that stayed, and the first byte of the original that it holds."""
+
+    def argument(self, description: bytes) -> torch.UntypedStorage:
+        """The client's own storage, which the function was given and has returned."""
+
+
+class StayingShelf(Shelf):
+    """The storages of a result that stays: by value they come to the host, and go back."""
+
+    def __init__(
+        self, buffers: list[memoryview], places: list[tuple[int, int]], stayed: Stayed
+    ) -> None:
+        super().__init__(buffers, places)
+        self.stayed = stayed
+
+    def storage(self, index: int, device: str) -> tuple[torch.UntypedStorage, int]:
+        """The storage on the device."""
+        import torch
+
+        host, first = super().storage(index, "")
+        flat = torch.empty(0, dtype=torch.uint8).set_(host)
+        return flat.to(self.stayed.device).untyped_storage(), first
+
+    def on_host(self, index: int) -> tuple[torch.UntypedStorage, int]:
+        """A storage that belongs to the host."""
+        return super().storage(index, "")
+
+
+def _shelf() -> StayingShelf:
+    shelf = tensors.shelf()
+    if not isinstance(shelf, StayingShelf):
+        raise SerializationError("a result that stays was loaded outside of its own payload")
+    return shelf
+
+
+def _stayed(index: int) -> tuple[torch.UntypedStorage, int]:
+    return _shelf().stayed.storage(index)
+
+
+def _returned(description: bytes) -> tuple[torch.UntypedStorage, int]:
+    return _shelf().stayed.argument(description), 0
+
+
+def _on_host(index: int) -> tuple[torch.UntypedStorage, int]:
+    return _shelf().on_host(index)
+
+
+def _device() -> torch.device:
+    return _shelf().stayed.device
