@@ -89,12 +89,14 @@ class StorageRef:
 
     def cover(self, tensor: torch.Tensor) -> None:
         """Widen the part that travels so that it holds this tensor's elements."""
-        if not tensor.numel():
+        count = tensor.numel()
+        if not count:
             return
         size = tensor.element_size()
-        reach = sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
-        )
+        reach = count - 1
+        if not tensor.is_contiguous():
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = sum((n - 1) * step for n, step in pairs if n > 1)
         start = int(tensor.storage_offset()) * size
         # Aligned, so that the receiver's tensors are too.
         self.first = min(self.first, start - start % ALIGNMENT)
@@ -141,7 +143,8 @@ def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     ref = book.reference(plain.untyped_storage())
-    ref.cover(plain)
+    if ref.description is None:
+        ref.cover(plain)
     dtype = str(plain.dtype).removeprefix("torch.")
     attributes = dict(tensor.__dict__)
     return _tensor, (

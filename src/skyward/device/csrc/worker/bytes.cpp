@@ -1,4 +1,5 @@
 // Memory, and the bytes that come and go.
+#include "exports.h"
 #include "session.h"
 
 #include <ATen/ops/empty.h>
@@ -36,6 +37,8 @@ at::Tensor host_view(const char* at, uint64_t bytes) {
 }
 
 c10::Storage Session::new_storage(uint64_t bytes) {
+  if (device_.is_cpu())
+    if (auto storage = shareable(bytes)) return storage;
   return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_)).storage();
 }
 

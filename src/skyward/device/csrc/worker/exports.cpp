@@ -1,5 +1,6 @@
 #include "exports.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -35,6 +36,11 @@ class SharedFile {
   ~SharedFile() { ::close(descriptor_); }
   SharedFile(const SharedFile&) = delete;
 
+  void reserve(size_t size) {
+    if (::ftruncate(descriptor_, static_cast<off_t>(size))) fail("reserving shared memory");
+    seal();
+  }
+
   void fill(const char* from, size_t size) {
     // Written, not copied to a mapping: that spares the zeroing of fresh pages.
     for (size_t done = 0; done < size;) {
@@ -43,8 +49,7 @@ class SharedFile {
       if (n <= 0) fail("writing shared memory");
       done += static_cast<size_t>(n);
     }
-    // Whoever maps it must never meet a missing page.
-    ::fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+    seal();
   }
 
   // Those who use what the file stands for hold it locked, and let go even when they are killed.
@@ -54,6 +59,9 @@ class SharedFile {
   const std::string& name() const { return name_; }
 
  private:
+  // Whoever maps it must never meet a missing page.
+  void seal() { ::fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW); }
+
   static std::string random_name() {
     std::random_device random;
     std::string name;
@@ -72,12 +80,45 @@ struct Exported {
   size_t size = 0;
   c10::DataPtr original;  // a GPU's
   std::string gpu;        // how to open that
+  bool described = false;
 
   ~Exported() {
     if (mapped) ::munmap(mapped, size);
   }
   bool is_borrowed() const { return original && file.is_locked_elsewhere(); }
 };
+
+// Smaller memory comes from the heap, where it is used again without page faults.
+constexpr size_t kShareableLeast = 1 << 20;
+// Memory that nobody else has opened is used again: fresh pages cost as much as writing them.
+constexpr size_t kIdleMost = 64 << 20;
+
+std::vector<std::unique_ptr<Exported>>& idle() {
+  static std::vector<std::unique_ptr<Exported>> waiting;
+  return waiting;
+}
+
+bool keep_idle(std::unique_ptr<Exported>& gone) {
+  if (!gone->mapped || gone->described || gone->size > kIdleMost) return false;
+  auto& waiting = idle();
+  waiting.push_back(std::move(gone));
+  size_t total = 0;
+  for (auto& each : waiting) total += each->size;
+  while (total > kIdleMost) {
+    total -= waiting.front()->size;
+    waiting.erase(waiting.begin());
+  }
+  return true;
+}
+
+std::unique_ptr<Exported> take_idle(size_t size) {
+  auto& waiting = idle();
+  auto found = std::find_if(waiting.begin(), waiting.end(), [&](auto& each) { return each->size == size; });
+  if (found == waiting.end()) return nullptr;
+  auto taken = std::move(*found);
+  waiting.erase(found);
+  return taken;
+}
 
 std::vector<std::unique_ptr<Exported>>& freed_too_early() {
   static std::vector<std::unique_ptr<Exported>> waiting;
@@ -86,6 +127,7 @@ std::vector<std::unique_ptr<Exported>>& freed_too_early() {
 
 void drop(void* context) noexcept {
   std::unique_ptr<Exported> gone(static_cast<Exported*>(context));
+  if (keep_idle(gone)) return;
   // A mapping of the file keeps its memory; that of a GPU would go to another tensor.
   if (gone->is_borrowed()) freed_too_early().push_back(std::move(gone));
 }
@@ -169,10 +211,31 @@ std::string exported(const c10::Storage& storage) {
     if (!storage.nbytes()) return describe(nullptr, 0, type == c10::kCUDA ? describe_gpu(storage) : "");
     auto* found = find(storage);
     if (!found) found = type == c10::kCPU ? export_host(storage) : export_gpu(storage);
+    found->described = true;
     return describe(found, storage.nbytes(), found->gpu);
   } catch (const std::exception&) {
     // A machine that cannot share this memory: the client sends the bytes instead.
     return "";
+  }
+}
+
+c10::Storage shareable(uint64_t bytes) {
+  if (bytes < kShareableLeast) return {};
+  try {
+    auto made = take_idle(bytes);
+    if (!made) {
+      made = std::make_unique<Exported>();
+      made->size = bytes;
+      made->file.reserve(bytes);
+      auto* mapped = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, made->file.descriptor(), 0);
+      if (mapped == MAP_FAILED) fail("mapping shared memory");
+      made->mapped = mapped;
+    }
+    auto* data = made->mapped;
+    c10::DataPtr pointer(data, made.release(), &drop, c10::Device(c10::kCPU));
+    return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(pointer), c10::GetCPUAllocator(), true);
+  } catch (const std::exception&) {
+    return {};
   }
 }
 

@@ -11,6 +11,10 @@ namespace sky {
 // time.
 std::string exported(const c10::Storage& storage);
 
+// Memory of the host that others can open from the start, so that opening it takes no copy; none if it is small, or
+// there is no such memory.
+c10::Storage shareable(uint64_t bytes);
+
 // The pointer as its allocator made it.
 const c10::DataPtr& allocated(const c10::Storage& storage);
 
