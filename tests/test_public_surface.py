@@ -57,6 +57,8 @@ PUBLIC = [
     # models at rest
     "ModelStore",
     "ModelVersion",
+    "checkpoint",
+    "restore",
     # what can go wrong
     "SkywardError",
     "ConfigurationError",

@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from skyward.spec import PipIndex as PipIndex
     from skyward.spec import Volume as Volume
     from skyward.spec import Worker as Worker
+    from skyward.store.checkpoints import checkpoint as checkpoint
+    from skyward.store.checkpoints import restore as restore
     from skyward.store.models import ModelStore as ModelStore
     from skyward.store.models import ModelVersion as ModelVersion
 
@@ -152,6 +154,7 @@ _HOMES = {
     "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
+    "store.checkpoints": ("checkpoint", "restore"),
     "store.models": ("ModelStore", "ModelVersion"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

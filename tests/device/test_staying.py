@@ -18,6 +18,7 @@ from torch import nn
 
 import skyward as sky
 
+from ..conftest import only_in_all
 from .test_defects import device_processes
 
 LARGE = 8 << 20
@@ -258,6 +259,7 @@ def test_coroutines_and_awaited_calls(compute, device) -> None:
     assert asyncio.run(main()).device == device
 
 
+@only_in_all
 def test_threads_of_one_executor_make_room_for_each(compute) -> None:
     worker = sky.Worker(concurrency=3, executor="thread")
     with sky.Compute(worker=worker, options=sky.Options(console=False)) as threads:
@@ -272,6 +274,7 @@ def test_a_sky_device_names_its_node(compute, device, other_device) -> None:
         compute.run(make_there(3), on=0)
 
 
+@only_in_all
 def test_over_tls_it_is_the_same() -> None:
     options = sky.Options(console=False)
     with sky.Compute(sky.Local(transport="tcp"), options=options) as compute:
@@ -387,6 +390,7 @@ def test_an_executor_that_dies_leaves_no_memory(alone, eventually) -> None:
     assert in_use(device) <= before
 
 
+@only_in_all
 def test_a_device_that_dies_while_the_result_comes_is_said_or_replaced(eventually) -> None:
     options = sky.Options(console=False)
     with sky.Compute(options=options) as compute:

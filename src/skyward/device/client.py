@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from skyward.device.core import core
+from skyward.device import recovery
+from skyward.device.core import DeviceError, core
 from skyward.device.processors import spared
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
+from skyward.device.recovery import recoveries
 from skyward.wire.channel import Channel
 
 
 class Device:
     """One opened device.
 
-    Over a network, `connect` returns channels that outlive their connections. When such a channel
-    ends, `lost` is called with the reason, on a thread that must not call `close`.
+    With `again`, it takes the place of a lost device of that index, and has the tensors of its
+    checkpoint. Over a network, `connect` returns channels that outlive their connections. When such
+    a channel ends, `lost` is called with the reason, on a thread that must not call `close`.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Device:
         properties: Mapping[str, Any],
         *,
         lost: Callable[[str], None],
+        again: int | None = None,
     ) -> None:
         self._where = f"{kind} of node {node}"
         self._ends: list[socket.socket] = []
@@ -50,15 +54,36 @@ class Device:
             if shares_memory and not on_cpu:
                 opened.enter_context(spared())
             ops, *bulk = (end.fileno() for end in self._ends)
-            self.index = core().open(
-                ops,
-                bulk,
-                shares_memory=shares_memory,
-                on_cpu=on_cpu,
-                place=self._where,
-                properties=properties,
-            )
+            if again is None:
+                self.index = core().open(
+                    ops,
+                    bulk,
+                    shares_memory=shares_memory,
+                    on_cpu=on_cpu,
+                    place=self._where,
+                    properties=properties,
+                )
+            else:
+                self.index = again
+                kept, texts = recovery.inheritance(core(), again)
+                core().reopen(
+                    again,
+                    ops,
+                    bulk,
+                    shares_memory=shares_memory,
+                    on_cpu=on_cpu,
+                    place=self._where,
+                    properties=properties,
+                    kept=kept,
+                    lost={life.slot: text for life, text in texts.items()},
+                )
+                recoveries.opened_again(again, frozenset(texts))
             self._opened = opened.pop_all()
+
+    def end(self, why: str) -> None:
+        """End the device because its user wants that; errors name no tensors as lost."""
+        DeviceError.leave_unexplained(self.index)
+        self.close(why)
 
     def close(self, why: str) -> None:
         """End the device; using its tensors raises an error that says why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from skyward.device import libraries, module
+from skyward.device import libraries, module, recovery
 from skyward.device.library import Core, DeviceError, DeviceStats
 from skyward.errors import ConfigurationError
 
@@ -21,6 +21,7 @@ def core() -> Core:
     with _lock:
         if _core is None:
             made = Core()
+            recovery.explain_losses(made)
             module.install(made)
             made.register()
             libraries.install(made)

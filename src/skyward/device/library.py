@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skyward.device import build
 from skyward.device.properties import DeviceProperties
 from skyward.errors import SkywardError
+
+if TYPE_CHECKING:
+    import torch
 
 # Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
 LEFT_COMPOSITE = (
@@ -20,6 +24,7 @@ LEFT_COMPOSITE = (
     "_test_parallel_materialize"
 )
 DEVICES_MAX = 64
+_GONE = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
 
 
 class DeviceError(SkywardError, RuntimeError):
@@ -28,6 +33,43 @@ class DeviceError(SkywardError, RuntimeError):
     Errors of the device are of this class, except those that PyTorch raises as a class of their own
     on any device, such as IndexError, NotImplementedError and torch.OutOfMemoryError.
     """
+
+    _explain: ClassVar[list[Callable[[int], str]]] = []
+    _explained: ClassVar[dict[int, str]] = {}
+
+    def __init__(self, text: str = "", *more: object) -> None:
+        gone = _GONE.match(text)
+        if gone is not None:
+            # Looked for once, when the first error says it: the tensors may be dropped later.
+            index = int(gone[1])
+            if index not in self._explained:
+                self._explained[index] = ""
+                self._explained[index] = "".join(explain(index) for explain in self._explain)
+            text += self._explained[index]
+        super().__init__(text, *more)
+
+    @classmethod
+    def explain_with(cls, explain: Callable[[int], str]) -> None:
+        """Add to errors of a device that is gone what this function says of it, by its index."""
+        cls._explain[:] = [explain]
+
+    @classmethod
+    def forget(cls, index: int) -> None:
+        """Note that a new device has this index."""
+        cls._explained.pop(index, None)
+
+    @classmethod
+    def leave_unexplained(cls, index: int) -> None:
+        """Note that a device ends because its user wants it to: nothing is lost."""
+        cls._explained[index] = ""
+
+
+class Life(NamedTuple):
+    """A storage of a device: its slot, and which storage of that slot it is."""
+
+    slot: int
+    birth: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +110,10 @@ class Core:
             python.PyEval_RestoreThread,
         )
         self._free = list(range(DEVICES_MAX))
+        self._kept: set[int] = set()
+        """Indices of closed devices whose tensors another device may take over."""
         self._places: dict[int, str] = {}
+        self._serials: dict[int, int] = {}
         self._properties: dict[int, DeviceProperties] = {}
         self.openings = [0] * DEVICES_MAX
         """How often each index was opened: a worker knows nothing of what an earlier one knew."""
@@ -104,11 +149,15 @@ class Core:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
         self._properties[index] = DeviceProperties(**properties)
+        DeviceError.forget(index)
         try:
             sockets = (ctypes.c_int * len(bulk))(*bulk)
             self._call("sky_open", index, ops, sockets, len(bulk), int(shares_memory), int(on_cpu))
             self._places[index] = place
             self.openings[index] += 1
+            serial = ctypes.c_uint32()
+            self._call("sky_serial", index, ctypes.byref(serial))
+            self._serials[index] = serial.value
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:
@@ -123,7 +172,7 @@ class Core:
         with self._lock:
             if self.chosen == index:
                 self.chosen = None
-            if index not in self._free:
+            if index not in self._free and index not in self._kept:
                 self._free.append(index)
                 self._free.sort()
 
@@ -196,6 +245,114 @@ class Core:
             descriptions.append(content[at + 4 : at + 4 + length])
             at += 4 + length
         return descriptions
+
+    # For checkpoints.
+
+    def serial(self, index: int) -> int:
+        """The number of the last device with this index, also when it is closed."""
+        return self._serials[index]
+
+    def slot(self, index: int, address: int) -> int | None:
+        """The slot of a storage of the device, which is named by its data pointer."""
+        serial, slot = ctypes.c_uint32(), ctypes.c_uint32()
+        if self._library.sky_slot(
+            ctypes.c_uint64(address), ctypes.byref(serial), ctypes.byref(slot)
+        ):
+            return None
+        return slot.value if serial.value == self._serials.get(index) else None
+
+    def living(self, serial: int) -> list[Life]:
+        """The storages of a device that live, also after its worker is gone."""
+        answer, count = ctypes.POINTER(ctypes.c_uint64)(), ctypes.c_uint64()
+        self._call("sky_living", serial, ctypes.byref(answer), ctypes.byref(count))
+        numbers = answer[: 3 * count.value]
+        return [Life(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+
+    def alias(self, serial: int, slot: int) -> torch.UntypedStorage:
+        """A second storage over the memory of one that lives; keeps that memory allocated."""
+        import torch
+
+        weak = ctypes.c_void_p()
+        self._call("sky_alias", serial, slot, ctypes.byref(weak))
+        try:
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.value)
+        finally:
+            torch.UntypedStorage._free_weak_ref(weak.value)  # type: ignore[no-untyped-call]
+            self._call("sky_alias", serial, 0, None)
+        assert storage is not None
+        return storage
+
+    def keep_index(self, index: int) -> None:
+        """Do not use the index of this device for another one when the device is closed."""
+        with self._lock:
+            self._kept.add(index)
+
+    def give_up_index(self, index: int) -> None:
+        """Undo `keep_index`: the device is closed, and none will take its place."""
+        with self._lock:
+            if index in self._kept:
+                self._kept.discard(index)
+                if index not in self._free:
+                    self._free.append(index)
+                    self._free.sort()
+
+    def reopen(
+        self,
+        index: int,
+        ops: int,
+        bulk: Sequence[int],
+        *,
+        shares_memory: bool,
+        on_cpu: bool,
+        place: str,
+        properties: Mapping[str, Any],
+        kept: Sequence[Life],
+        lost: Mapping[int, str],
+    ) -> None:
+        """Open a device in place of one that is closed, with the same index and the same tensors.
+
+        The `kept` storages get memory again, without contents. Using another one raises an error
+        with its text in `lost`.
+        """
+        self._properties[index] = DeviceProperties(**properties)
+        sockets = (ctypes.c_int * len(bulk))(*bulk)
+        lives = [number for life in kept for number in (life.slot, life.birth, life.bytes)]
+        self._call(
+            "sky_reopen",
+            ctypes.c_uint32(self._serials[index]),
+            ops,
+            sockets,
+            len(bulk),
+            int(shares_memory),
+            int(on_cpu),
+            (ctypes.c_uint64 * len(lives))(*lives),
+            ctypes.c_uint64(len(kept)),
+            (ctypes.c_uint32 * len(lost))(*lost),
+            (ctypes.c_char_p * len(lost))(*(text.encode() for text in lost.values())),
+            ctypes.c_uint64(len(lost)),
+            b"the tensor is lost with the process that held it; make it again",
+        )
+        self._places[index] = place
+        self.openings[index] += 1
+        with self._lock:
+            self._kept.discard(index)
+        DeviceError.forget(index)
+
+    def generators(self, index: int) -> list[int]:
+        """The numbers of the device's generators that live; 0 is its own."""
+        ids, count = ctypes.POINTER(ctypes.c_uint32)(), ctypes.c_uint64()
+        self._call("sky_generators", index, ctypes.byref(ids), ctypes.byref(count))
+        return [0, *ids[: count.value]]
+
+    def generator_state(self, index: int, number: int) -> bytes:
+        """The state of one of the device's generators."""
+        state, size = ctypes.c_void_p(), ctypes.c_uint64()
+        self._call("sky_generator_state", index, number, ctypes.byref(state), ctypes.byref(size))
+        return ctypes.string_at(state, size.value)
+
+    def set_generator_state(self, index: int, number: int, state: bytes) -> None:
+        """Set the state of one of the device's generators."""
+        self._call("sky_set_generator_state", index, number, state, ctypes.c_uint64(len(state)))
 
     @property
     def open_devices(self) -> list[int]:

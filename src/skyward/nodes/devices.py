@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skyward.device import processors
+from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
@@ -33,13 +34,45 @@ class DeviceDesk:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
+        self._lost: list[tuple[int, set[str], int]] = []
+        """The node, kinds and index of lost devices whose tensors a checkpoint has."""
         self._lock = threading.RLock()
 
     def get(self, node: int, kind: str) -> int:
         """The index of the node's device of that kind; opens the device if it is not open."""
         with self._lock:
             found = self._find(node, kind)
+            if found is not None and not self._is_alive(found):
+                self._drop_dead(node, found)
+                found = None
             return self._start(node, kind) if found is None else found
+
+    def awaits(self, node: int) -> bool:
+        """Whether a device that was lost with a node comes back when the node is there again."""
+        return any(at == node for at, _, _ in self._lost)
+
+    @staticmethod
+    def _is_alive(index: int) -> bool:
+        from skyward.device.core import core
+
+        return index in core().open_devices
+
+    def _drop_dead(self, node: int, index: int) -> None:
+        """Close a device whose process is gone, before the agent has said so."""
+        for number, (_, kinds, device) in list(self._open.items()):
+            if device.index == index and self._open.pop(number, None) is not None:
+                self._ended(node, kinds, device, "its process is gone")
+                with contextlib.suppress(SkywardError):
+                    self._tell(node, CloseDevice(number))
+
+    def _ended(self, node: int, kinds: set[str], device: Device, why: str) -> None:
+        """Close a lost device; if it has a checkpoint, the next one takes its place."""
+        from skyward.device.core import core
+
+        if recoveries.get(device.index) is not None:
+            core().keep_index(device.index)
+            self._lost.append((node, kinds, device.index))
+        device.close(why)
 
     def find(self, index: int) -> tuple[int, set[str]] | None:
         """The node of an open device, and the kinds by which the device was asked for."""
@@ -86,6 +119,9 @@ class DeviceDesk:
         if same is not None:
             self._tell(node, CloseDevice(number))
             return same
+        before = next(
+            (each for each in self._lost if each[0] == node and each[1] & {kind, real}), None
+        )
         try:
             device = Device(
                 lambda role: self._connect(node, endpoint, role),
@@ -93,11 +129,14 @@ class DeviceDesk:
                 node,
                 answer.properties,
                 lost=lambda why: self._given_up(node, number, why),
+                again=None if before is None else before[2],
             )
         except BaseException:
             with contextlib.suppress(SkywardError):
                 self._tell(node, CloseDevice(number))
             raise
+        if before is not None:
+            self._lost.remove(before)
         self._open[number] = (node, {kind, real}, device)
         return device.index
 
@@ -131,7 +170,7 @@ class DeviceDesk:
                     with self._lock:
                         lost = self._open.pop(number, None)
                 if lost is not None:
-                    lost[2].close(why)
+                    self._ended(*lost, why)
 
         # On a thread of its own: `get` holds the lock while it waits for the calling thread.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
@@ -143,7 +182,14 @@ class DeviceDesk:
         with self._lock:
             devices, self._open = self._open, {}
         for number, (node, _, device) in devices.items():
-            device.close(why)
+            device.end(why)
+            recoveries.forget(device.index)
             with contextlib.suppress(SkywardError):
                 self._tell(node, CloseDevice(number))
+        if self._lost:
+            from skyward.device.core import core
+
+            for _, _, index in self._lost:
+                recoveries.forget(index)
+                core().give_up_index(index)
         processors.give_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from skyward.calls.dispatch import Dispatcher
@@ -11,10 +12,12 @@ from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
+from skyward.device.library import DeviceError
+from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
-from skyward.nodes.devices import DeviceDesk
+from skyward.nodes.devices import START_SECONDS, DeviceDesk
 from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
 from skyward.nodes.journal import Journal, NoJournal
@@ -56,6 +59,7 @@ from skyward.wire.versions import my_versions
 if TYPE_CHECKING:
     import torch
 
+POLL_SECONDS = 0.05
 LAUNCH_SECONDS = 5.0
 """How long the end of a node waits for the thread that starts it."""
 
@@ -259,8 +263,31 @@ class Fleet:
     # Torch devices.
 
     def device(self, node: int, kind: str) -> int:
-        """The index of the sky device of that kind on that node."""
-        return self._devices.get(node, kind)
+        """The index of the sky device of that kind on that node.
+
+        If the device was lost and has a checkpoint, it comes back with the checkpoint's tensors,
+        and its node is awaited.
+        """
+        for last in (False, True):
+            if self._devices.awaits(node):
+                self._await_node(node)
+            try:
+                index = self._devices.get(node, kind)
+                break
+            except ConfigurationError:
+                # The node may have been lost a moment ago, with its device.
+                if last or not self._devices.awaits(node):
+                    raise
+        recoveries.fill(index)
+        return index
+
+    def _await_node(self, index: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not self._roster.closed:
+            node = self._roster.get(index)
+            if node is None or node.serves or node.state == "failed":
+                return
+            time.sleep(POLL_SECONDS)
 
     def device_holder(self, index: int) -> tuple[int, int | None] | None:
         """The node of a sky device of this pool, and the worker if only one sees the GPU."""
@@ -278,6 +305,12 @@ class Fleet:
 
         if not isinstance(wanted, str):
             return wanted
+        if self._devices.awaits(node):
+            # To fill it runs functions on the node, while the result waits in one of its workers.
+            raise DeviceError(
+                f"the device of node {node} was lost; compute.device() brings it back, with the "
+                "tensors of its checkpoint"
+            )
         kind = os.environ.get("SKYWARD_DEVICE") or wanted
         if self._spec.worker.per_node == "accelerator" and kind in ("cuda", "auto") and worker:
             # Every worker has a GPU of its own; the first one's is what "auto" finds.

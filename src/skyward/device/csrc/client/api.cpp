@@ -12,6 +12,10 @@ namespace sky {
 int register_widely(const std::set<std::string>& left);
 void probe(uint64_t seed, int index, uint32_t count, std::string& definition, std::string& payload, std::string& text);
 
+std::vector<uint32_t> living_generators(int index);
+std::string generator_state(int index, uint32_t id);
+void set_generator_state(int index, uint32_t id, std::string_view state);
+
 namespace {
 thread_local std::string last_message;
 thread_local std::string last_export;
@@ -124,6 +128,86 @@ int sky_export(const uint64_t* storages, uint64_t count, const char** answer, ui
     *answer = sky::last_export.data();
     *size = sky::last_export.size();
   });
+}
+
+// For checkpoints. A serial names a device's tensors, also after its worker is gone and when another has taken over.
+int sky_serial(int index, uint32_t* serial) {
+  return sky::guarded([&] { *serial = sky::session_at(static_cast<c10::DeviceIndex>(index)).serial; });
+}
+
+// Slot, birth and bytes of every storage that lives. The answer stays until this thread's next call.
+int sky_living(uint32_t serial, const uint64_t** answer, uint64_t* count) {
+  static thread_local std::vector<sky::Life> found;
+  static_assert(sizeof(sky::Life) == 3 * sizeof(uint64_t));
+  return sky::guarded([&] {
+    auto* session = sky::session_by_serial(serial);
+    SKY_CHECK(session, "no device of this process had the number ", serial);
+    found = session->living();
+    *answer = reinterpret_cast<const uint64_t*>(found.data());
+    *count = found.size();
+  });
+}
+
+// The device and the slot of a storage, named by its data pointer.
+int sky_slot(uint64_t address, uint32_t* serial, uint32_t* slot) {
+  return sky::guarded([&] {
+    auto place = sky::Session::behind(static_cast<uintptr_t>(address));
+    *serial = place.session->serial;
+    *slot = place.slot;
+  });
+}
+
+// A second storage over the memory of a slot, as a weak pointer, and alive until this thread's next call.
+int sky_alias(uint32_t serial, uint32_t slot, void** weak) {
+  static thread_local c10::Storage made;
+  return sky::guarded([&] {
+    made = c10::Storage();
+    if (!slot) return;
+    auto* session = sky::session_by_serial(serial);
+    SKY_CHECK(session, "no device of this process had the number ", serial);
+    made = session->alias(slot);
+    *weak = c10::raw::intrusive_ptr::make_weak(made.unsafeGetStorageImpl());
+  });
+}
+
+// `kept` has slot, birth and bytes of the storages that get memory again. The others are lost: `slots` and `texts`
+// have what to say of them, `otherwise` what to say of those that are not there.
+int sky_reopen(uint32_t serial, int ops, const int* bulk, int bulk_count, int shares_memory, int on_cpu,
+               const uint64_t* kept, uint64_t kept_count, const uint32_t* slots, const char* const* texts,
+               uint64_t lost_count, const char* otherwise) {
+  return sky::guarded([&] {
+    sky::Inheritance inheritance;
+    auto* lives = reinterpret_cast<const sky::Life*>(kept);
+    for (uint64_t i = 0; i < kept_count; i++) inheritance.kept[static_cast<uint32_t>(lives[i].slot)] = lives[i];
+    for (uint64_t i = 0; i < lost_count; i++) inheritance.lost[slots[i]] = texts[i];
+    inheritance.otherwise = otherwise;
+    std::vector<int> sockets(bulk, bulk + bulk_count);
+    sky::reopen_session(serial, ops, std::move(sockets), shares_memory != 0, on_cpu != 0, inheritance);
+  });
+}
+
+// The numbers of the generators of a device, besides its own, which is 0.
+int sky_generators(int index, const uint32_t** ids, uint64_t* count) {
+  static thread_local std::vector<uint32_t> found;
+  return sky::guarded([&] {
+    found = sky::living_generators(index);
+    *ids = found.data();
+    *count = found.size();
+  });
+}
+
+// The answer stays until this thread's next call.
+int sky_generator_state(int index, uint32_t id, const char** state, uint64_t* size) {
+  static thread_local std::string found;
+  return sky::guarded([&] {
+    found = sky::generator_state(index, id);
+    *state = found.data();
+    *size = found.size();
+  });
+}
+
+int sky_set_generator_state(int index, uint32_t id, const char* state, uint64_t size) {
+  return sky::guarded([&] { sky::set_generator_state(index, id, {state, size}); });
 }
 
 // `serial` names the session even when it is closed and its index taken again.

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <map>
 #include <random>
 
 #include "pinned.h"
@@ -12,14 +13,40 @@
 namespace sky {
 namespace {
 
+std::string tell_generator(int index, uint32_t id, GeneratorAction action, std::string_view content, bool replied) {
+  auto& session = session_at(static_cast<c10::DeviceIndex>(index));
+  Writer w;
+  w.u32(kGenerator);
+  w.u32(static_cast<uint32_t>(4 + 1 + 4 + content.size()));
+  w.u32(id);
+  w.u8(action);
+  w.text(content);
+  std::lock_guard lock(session.mutex);
+  session.begin();
+  if (replied) return session.ask(w.bytes().data(), w.size());
+  session.put(w.bytes().data(), w.size());
+  return "";
+}
+
+// The generators that live, for checkpoints: the device's index and the generator's number.
+std::mutex generators_mutex;
+std::multimap<int, uint32_t>& generators = *std::make_unique<std::multimap<int, uint32_t>>().release();
+
 // The state is in the worker's generator, so numbers equal a native run on that hardware.
 class Generator final : public c10::GeneratorImpl {
  public:
   Generator(c10::DeviceIndex index, uint32_t id)
-      : GeneratorImpl(c10::Device(kSky, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), id_(id) {}
+      : GeneratorImpl(c10::Device(kSky, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), id_(id) {
+    std::lock_guard lock(generators_mutex);
+    if (id) generators.emplace(index, id);
+  }
 
   ~Generator() override {
     if (!id_) return;
+    {
+      std::lock_guard lock(generators_mutex);
+      std::erase_if(generators, [&](auto& each) { return each.second == id_; });
+    }
     try {
       tell(kForget, "", false);
     } catch (...) {
@@ -61,18 +88,7 @@ class Generator final : public c10::GeneratorImpl {
   }
 
   std::string tell(GeneratorAction action, std::string_view content, bool replied) const {
-    auto& session = session_at(device().index());
-    Writer w;
-    w.u32(kGenerator);
-    w.u32(static_cast<uint32_t>(4 + 1 + 4 + content.size()));
-    w.u32(id_);
-    w.u8(action);
-    w.text(content);
-    std::lock_guard lock(session.mutex);
-    session.begin();
-    if (replied) return session.ask(w.bytes().data(), w.size());
-    session.put(w.bytes().data(), w.size());
-    return "";
+    return tell_generator(device().index(), id_, action, content, replied);
   }
   GeneratorImpl* clone_impl() const override {
     static std::atomic<uint32_t> next{1u << 20};
@@ -132,4 +148,20 @@ const bool hooked = [] {
 }();
 
 }  // namespace
+
+std::vector<uint32_t> living_generators(int index) {
+  std::lock_guard lock(generators_mutex);
+  std::vector<uint32_t> found;
+  auto [first, last] = generators.equal_range(index);
+  for (auto each = first; each != last; ++each) found.push_back(each->second);
+  return found;
+}
+
+std::string generator_state(int index, uint32_t id) { return tell_generator(index, id, kGetState, "", true); }
+
+void set_generator_state(int index, uint32_t id, std::string_view state) {
+  if (!id) session_at(static_cast<c10::DeviceIndex>(index)).seedings++;
+  tell_generator(index, id, kSetState, state, true);
+}
+
 }  // namespace sky

@@ -1,7 +1,9 @@
 // The registry: every session of this process, by the index of its device and by its serial.
 #include <pthread.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <utility>
 
 #include "session.h"
 
@@ -12,6 +14,10 @@ std::mutex registry_mutex;
 // Never destroyed: storages are freed until the very end, and a forked child lacks the threads to join.
 std::vector<std::unique_ptr<Session>>& sessions = *std::make_unique<std::vector<std::unique_ptr<Session>>>().release();
 Session* by_index[kDevicesMax] = {};
+// A storage's deleter looks sessions up without the lock.
+std::atomic<Session*> by_serial[Address::kSerials] = {};
+// Those whose place others have taken: a thread may still wait for one.
+std::vector<std::unique_ptr<Session>>& former = *std::make_unique<std::vector<std::unique_ptr<Session>>>().release();
 thread_local c10::DeviceIndex current = 0;
 thread_local uint32_t current_streams[kDevicesMax] = {};
 
@@ -37,12 +43,11 @@ Session& session_at(c10::DeviceIndex index) {
 }
 
 Session* session_by_serial(uint32_t serial) noexcept {
-  return serial && serial <= sessions.size() ? sessions[serial - 1].get() : nullptr;
+  return serial < Address::kSerials ? by_serial[serial].load(std::memory_order_acquire) : nullptr;
 }
 
 Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu) {
   std::lock_guard lock(registry_mutex);
-  // Reserved at once: a storage's deleter looks sessions up without the lock.
   if (sessions.capacity() < Address::kSerials - 1) {
     sessions.reserve(Address::kSerials - 1);
     pthread_atfork(nullptr, nullptr, disown_all);
@@ -52,8 +57,24 @@ Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_mem
             " sky devices, which is the most; start another");
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
   sessions.push_back(std::make_unique<Session>(index, serial, ops, std::move(bulk), shares_memory, on_cpu));
+  by_serial[serial] = sessions.back().get();
   by_index[index] = sessions.back().get();
   return *sessions.back();
+}
+
+Session& reopen_session(uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu,
+                        const Inheritance& inheritance) {
+  auto* before = session_by_serial(serial);
+  SKY_CHECK(before && !before->is_disowned(), "no device of this process had the number ", serial);
+  auto index = before->index;
+  auto made = std::make_unique<Session>(index, serial, ops, std::move(bulk), shares_memory, on_cpu);
+  made->inherit(*before, inheritance);
+  std::lock_guard lock(registry_mutex);
+  auto& place = sessions.at(serial - 1);
+  former.push_back(std::exchange(place, std::move(made)));
+  by_serial[serial] = place.get();
+  by_index[index] = place.get();
+  return *place;
 }
 
 void close_session(int index, const std::string& why) {

@@ -21,6 +21,7 @@
 #include "bulk.h"
 #include "errors.h"
 #include "interpreter.h"
+#include "lives.h"
 #include "pinned.h"
 #include "recording.h"
 #include "slots.h"
@@ -144,8 +145,14 @@ class Session {
   bool is_disowned() const { return is_disowned_; }
 
   // How many copies from and to pinned memory the worker has finished.
-  uint64_t copies_done() const { return rings_ ? rings_->counters().copies.load() : ~uint64_t{0}; }
+  uint64_t copies_done() const { return rings_ ? copies_before_ + rings_->counters().copies.load() : ~uint64_t{0}; }
   bool is_retired() const { return is_retired_; }
+
+  // lives.cpp: the storages that live, and what becomes of them after the worker is gone.
+  std::vector<Life> living();
+  c10::Storage alias(uint32_t slot);  // the slot is not free before the alias is
+  void let_go(uint32_t slot) noexcept;
+  void inherit(Session& before, const Inheritance& inheritance);
 
   Mutex mutex;
   const int index;
@@ -165,6 +172,11 @@ class Session {
   }
   static Place behind_slice(const c10::DataPtr& pointer);
   static void copy_if_shared(c10::StorageImpl* storage);
+  void begin_life(uint32_t slot, uint64_t bytes) {
+    if (C10_UNLIKELY(slot >= lives_.size())) lives_.resize(2 * slot + 64);
+    auto& life = lives_[slot];
+    life = {slot, life.birth + 1, bytes};
+  }
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
@@ -183,8 +195,9 @@ class Session {
   const std::unique_ptr<SharedRings> rings_;  // none over a network
   Stream ops_;
   Bulk bulk_;
-  std::set<uint32_t> areas_;  // of pinned memory that the worker knows
-  uint64_t copies_ = 0;       // from and to pinned memory, asked of the worker
+  std::set<uint32_t> areas_;    // of pinned memory that the worker knows
+  uint64_t copies_ = 0;         // from and to pinned memory, asked of the worker
+  uint64_t copies_before_ = 0;  // of the session that this one succeeds
   std::unique_ptr<const std::array<uint64_t, kTraitCount>> traits_;
   uint32_t stream_ = 0;
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0, noticed_last_ = 0;
@@ -193,6 +206,9 @@ class Session {
   std::string out_;
   std::unique_ptr<Recording> recording_;
   Slots slots_;
+  std::vector<Life> lives_;  // by slot
+  std::unordered_map<uint32_t, Hold> held_;
+  Session* successor_ = nullptr;                        // has the storages of this one, whose worker is gone
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;
   std::mutex reason_mutex_;
@@ -216,6 +232,9 @@ Session* session_by_serial(uint32_t serial) noexcept;
 Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu);
 void close_session(int index, const std::string& why);  // the last one that had this index
 void forget_index(const Session& session);              // it is closed, and its index free
+// Takes the place of a session whose worker is gone: its index, its serial, and so its tensors.
+Session& reopen_session(uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu,
+                        const Inheritance& inheritance);
 int open_count();
 std::vector<int> open_indices();
 bool in_bad_fork();  // all there are were opened before this process was forked

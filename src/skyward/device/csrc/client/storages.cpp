@@ -14,6 +14,7 @@ c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
   if (C10_UNLIKELY(bytes > Address::kSmallMost)) check_span(0, bytes);
   auto slot = slots_.take();
   SKY_CHECK(slot, "more than ", Slots::kCount, " tensors live on sky:", index);
+  begin_life(slot, bytes);
   auto* address = reinterpret_cast<void*>(address_for(slot, bytes));
   if (tell) {
     struct __attribute__((packed)) {
@@ -64,8 +65,9 @@ void Session::set_size(c10::StorageImpl* storage, uint64_t bytes) {
   auto& pointer = storage->_mutable_data_ptr_no_checks();
   SKY_CHECK(storage->resizable() && pointer.get_deleter() == &Session::delete_storage,
             "a slice of a storage cannot be resized; resize the storage it was made from");
+  auto slot = Address::slot_in(reinterpret_cast<uintptr_t>(pointer.get_context()));
+  if (bytes != storage->nbytes()) begin_life(slot, bytes);
   if (C10_UNLIKELY(bytes > Address::kSmallMost)) {
-    auto slot = Address::slot_in(reinterpret_cast<uintptr_t>(pointer.get_context()));
     auto* data = reinterpret_cast<void*>(address_for(slot, bytes));
     auto device = pointer.device();
     auto* context = pointer.release_context();
@@ -139,7 +141,18 @@ TensorPlace Session::place_of(const c10::TensorImpl* tensor) {
 
 void Session::release(uint32_t slot) noexcept {
   if (!slot) return;
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
+  if (C10_UNLIKELY(successor_ != nullptr)) {
+    auto* next = successor_;
+    lock.unlock();
+    next->release(slot);
+    return;
+  }
+  if (C10_UNLIKELY(!held_.empty()))
+    if (auto held = held_.find(slot); held != held_.end()) {
+      held->second.released = true;
+      return;
+    }
   slots_.give(slot);
   if (C10_UNLIKELY(large_count_ > 0))
     for (auto& large : large_)

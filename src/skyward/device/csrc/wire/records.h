@@ -36,6 +36,7 @@ enum Record : uint32_t {
   kShare = 0x7fffff12u,     // u32 area, u64 bytes: memory of the client's, whose descriptor is on the bulk socket
   kUnshare = 0x7fffff13u,   // u32 area
   kCopyIn = 0x7fffff14u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
+  kLose = 0x7fffff30u,      // u32 length, u32 slot, text: the tensor was lost with another worker, and says so
   kCopyOut = 0x7fffff15u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
 };
 constexpr uint32_t kFree = 0x80000000u;

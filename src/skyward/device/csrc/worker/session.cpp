@@ -127,6 +127,7 @@ size_t Session::step(const char* data, size_t size) {
     case kTraits: return fixed(data, size, 4, [&](Reader&) { tell_traits(); });
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
     case kProfile: return fixed(data, size, 5, [&](Reader& r) { profile(r); });
+    case kLose: return sized(data, size, [&](Reader& r) { lose(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     default: throw Malformed("a record of unknown kind");
   }
@@ -289,6 +290,14 @@ void Session::memory(Reader& r) {
     }
     for (auto f : figures) w.u64(f);
   });
+}
+
+// The tensor was lost with another worker.
+void Session::lose(Reader& r) {
+  auto& held = slots_[r.u32()];
+  auto text = r.text();
+  slots_.clear(held);
+  held.poison = std::make_shared<const Failure>(Failure{std::move(text), kFailed, "using a tensor that was lost"});
 }
 
 // Others are to see what everything issued so far has written.

@@ -95,6 +95,7 @@ class Session {
   void memory(Reader& r);
   void event(Reader& r);
   void export_slots(Reader& r);
+  void lose(Reader& r);
   void reply(const Failure& failure) { reply(failure.kind, failure.told()); }
   void reply(Status status, std::string_view content);
   void reply_done();
