@@ -71,6 +71,14 @@ TELLING = {
         rf"Held-out accuracy: {ACCURATE}",
         r"The trained model is on cpu",
     ],
+    "device_function": [
+        r"Made on the node, and left there: the model and 1,797 digits, on sky:0",
+        r"Untrained: [ 12]?\d\.\d%",
+        r"One epoch, operation by operation: loss=\d\.\d+ in \d+ ms",
+        r"\d+ epochs, as one call: loss=0\.\d+ in \d+ ms",
+        r"Bytes of tensors sent from here meanwhile: 0\n",
+        r"This program's model, still on sky:0, recognises (8[89]|9\d)\.\d% of new digits",
+    ],
     "profile_training": [
         r"\.item\(\) every step:\nsky:0 \(cpu of node 0\): \d+\.\d+ m?s, 204 operations",
         r"%  reads .* waits: 13\n",
@@ -145,6 +153,7 @@ ELSEWHERE = {"aws_ddp", "aws_training", "container_roundtrip", "kubernetes_ddp",
 NEEDS = {
     "grid_search": ["sklearn", "joblib"],
     "model_store": ["torch", "sklearn"],
+    "device_function": ["torch", "sklearn"],
     "jax_psum": ["jax", "sklearn"],
     "keras_digits": ["keras", "jax", "sklearn"],
     "hf_trainer": ["torch", "transformers", "datasets", "accelerate"],
@@ -153,6 +162,7 @@ NEEDS = {
 # The torch device is compiled the first time that it is used.
 NEEDS_COMPILER = {
     "device_mnist",
+    "device_function",
     "model_store",
     "profile_training",
     "skytorch_mnist",
