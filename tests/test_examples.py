@@ -115,8 +115,7 @@ TELLING = {
         rf"Held-out accuracy: {ACCURATE}",
     ],
     "skytorch_cluster": [
-        r"directly: copying from sky:0 to sky:1 directly is not supported yet; .*\.cpu\(\)",
-        r"by way of the host: sky:0 -> sky:1",
+        r"from node to node: sky:0 -> sky:1",
         r"step 3: the judge's copy is off by 0\.0",
     ],
     "grid_search": [

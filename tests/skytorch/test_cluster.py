@@ -140,18 +140,16 @@ def test_when_one_compute_cannot_start_the_others_are_taken_down(nothing_left: N
     assert "deleted" in repr(asyncio.run(main()))
 
 
-def test_copies_between_computes_are_refused_and_go_by_way_of_the_host(nothing_left: None) -> None:
+def test_copies_between_computes_go_from_node_to_node(nothing_left: None) -> None:
     async def main() -> None:
         async with Cluster(Compute(name="trainer"), Compute(name="judge")) as (trainer, judge):
             model = torch.nn.Linear(3, 2).to(trainer.device("cuda"))
-            with pytest.raises(RuntimeError, match=r"through the host with \.cpu\(\)"):
-                copy.deepcopy(model).to(judge.device("cuda"))
+            ref_model = copy.deepcopy(model).to(judge.device("cuda"))
+            torch.testing.assert_close(ref_model.weight.cpu(), model.weight.cpu())
 
-            ref_model = copy.deepcopy(model).cpu().to(judge.device("cuda"))
-            with pytest.raises(RuntimeError, match=r"through the host with \.cpu\(\)"):
-                ref_model.weight.data.copy_(model.weight.data)
-            ref_model.weight.data.copy_(2 * model.weight.data.cpu())
+            ref_model.weight.data.copy_(2 * model.weight.data)
             torch.testing.assert_close(ref_model.weight.cpu(), 2 * model.weight.cpu())
+            assert sky.device_stats(trainer.device("cuda")).bytes_to_devices > 0
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from skyward.device import recovery
 from skyward.device.core import DeviceError, core
+from skyward.device.meeting import Whereabouts
 from skyward.device.processors import spared
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.device.recovery import recoveries
@@ -29,6 +30,7 @@ class Device:
         kind: str,
         node: int,
         properties: Mapping[str, Any],
+        whereabouts: Whereabouts,
         *,
         lost: Callable[[str], None],
         again: int | None = None,
@@ -62,6 +64,7 @@ class Device:
                     on_cpu=on_cpu,
                     place=self._where,
                     properties=properties,
+                    whereabouts=whereabouts,
                 )
             else:
                 self.index = again
@@ -74,6 +77,7 @@ class Device:
                     on_cpu=on_cpu,
                     place=self._where,
                     properties=properties,
+                    whereabouts=whereabouts,
                     kept=kept,
                     lost={life.slot: text for life, text in texts.items()},
                 )

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from skyward.device import build
+import msgspec
+
+from skyward.device import build, meeting
+from skyward.device.meeting import Whereabouts
 from skyward.device.properties import DeviceProperties
 from skyward.errors import SkywardError
 
@@ -25,6 +28,17 @@ LEFT_COMPOSITE = (
 )
 DEVICES_MAX = 64
 _GONE = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
+NUMBERS = 9
+"""How many numbers a device's statistics are."""
+
+_Introduce = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_uint64,
+)
 
 
 class DeviceError(SkywardError, RuntimeError):
@@ -86,6 +100,9 @@ class DeviceStats:
     """How often the client waited for the worker."""
     bytes_uploaded: int
     bytes_fetched: int
+    bytes_to_devices: int
+    """Bytes that its process has sent to those of other devices."""
+    bytes_from_devices: int
 
 
 class Core:
@@ -109,6 +126,9 @@ class Core:
             python.PyEval_SaveThread,
             python.PyEval_RestoreThread,
         )
+        # The core calls it; it must live as long as the process.
+        self._introducing = _Introduce(self._introduce)
+        self._library.sky_introduce(self._introducing)
         self._free = list(range(DEVICES_MAX))
         self._kept: set[int] = set()
         """Indices of closed devices whose tensors another device may take over."""
@@ -117,6 +137,7 @@ class Core:
         self._properties: dict[int, DeviceProperties] = {}
         self.openings = [0] * DEVICES_MAX
         """How often each index was opened: a worker knows nothing of what an earlier one knew."""
+        self._whereabouts: dict[int, Whereabouts] = {}
         self.chosen: int | None = None
         """The device that the user has made the current one, if it is still open."""
         self._lock = threading.Lock()
@@ -136,11 +157,12 @@ class Core:
         on_cpu: bool,
         place: str,
         properties: Mapping[str, Any],
+        whereabouts: Whereabouts,
     ) -> int:
         """Open a device over connected sockets, and return its index.
 
         `ops` is for records and replies, `bulk` for the bytes of tensors. `place` says for people
-        what the device is and where.
+        what the device is and where, `whereabouts` says it for the processes of other devices.
         """
         import torch
 
@@ -150,6 +172,7 @@ class Core:
             index = self._free.pop(0)
         self._properties[index] = DeviceProperties(**properties)
         DeviceError.forget(index)
+        self._whereabouts[index] = whereabouts
         try:
             sockets = (ctypes.c_int * len(bulk))(*bulk)
             self._call("sky_open", index, ops, sockets, len(bulk), int(shares_memory), int(on_cpu))
@@ -183,7 +206,7 @@ class Core:
 
     def stats(self, index: int) -> DeviceStats:
         """The numbers of the device so far."""
-        numbers = (ctypes.c_uint64 * 7)()
+        numbers = (ctypes.c_uint64 * NUMBERS)()
         self._call("sky_stats", index, numbers)
         return DeviceStats(*numbers)
 
@@ -306,6 +329,7 @@ class Core:
         on_cpu: bool,
         place: str,
         properties: Mapping[str, Any],
+        whereabouts: Whereabouts,
         kept: Sequence[Life],
         lost: Mapping[int, str],
     ) -> None:
@@ -315,6 +339,7 @@ class Core:
         with its text in `lost`.
         """
         self._properties[index] = DeviceProperties(**properties)
+        self._whereabouts[index] = whereabouts
         sockets = (ctypes.c_int * len(bulk))(*bulk)
         lives = [number for life in kept for number in (life.slot, life.birth, life.bytes)]
         self._call(
@@ -353,11 +378,28 @@ class Core:
     def set_generator_state(self, index: int, number: int, state: bytes) -> None:
         """Set the state of one of the device's generators."""
         self._call("sky_set_generator_state", index, number, state, ctypes.c_uint64(len(state)))
+    def _introduce(self, index: int, other: int, link: int, text: Any, size: int) -> int:
+        """Write how the process of one device reaches that of another; called by the core."""
+        try:
+            arranged = meeting.arrange(
+                link,
+                f"sky:{index} ({self._places[index]})",
+                self._whereabouts[index],
+                f"sky:{other} ({self._places[other]})",
+                self._whereabouts[other],
+            )
+            words, failed = msgspec.json.encode(arranged), 0
+            if len(words) >= size:
+                words, failed = b"the description of the way is too long", 1
+        except Exception as problem:
+            words, failed = str(problem).encode()[: size - 1], 1
+        ctypes.memmove(text, words + b"\0", len(words) + 1)
+        return failed
 
     @property
     def open_devices(self) -> list[int]:
         """The indices in use, without those whose worker died."""
-        numbers = (ctypes.c_uint64 * 7)()
+        numbers = (ctypes.c_uint64 * NUMBERS)()
         with self._lock:
             taken = [index for index in range(DEVICES_MAX) if index not in self._free]
         return [index for index in taken if not self._library.sky_stats(index, numbers)]

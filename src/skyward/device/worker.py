@@ -14,6 +14,7 @@ import msgspec
 
 from skyward.device import properties
 from skyward.device.graphs import running as graphs
+from skyward.device.peers import Peers
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.identity import Credentials
@@ -71,8 +72,13 @@ def main() -> None:
         role: queue.SimpleQueue() for role in BACKLOGS
     }
     free, lock = set(BACKLOGS), threading.Lock()
+    credentials = Credentials(*config.credentials) if config.credentials else None
+    peers = Peers(library, credentials)
 
     def accept(channel: Channel, hello: Hello) -> None:
+        if peers.is_peer(hello):
+            peers.accept(channel, hello)
+            return
         # One client, ever: a link of another session is closed.
         with lock:
             is_first = hello.role in free
@@ -82,7 +88,7 @@ def main() -> None:
         else:
             channel.close()
 
-    credentials = Credentials(*config.credentials) if config.credentials else None
+    # It stays open: a client that lost its connection comes again, and other devices' processes do.
     listener = Listener(config.where, config.pool, credentials, accept)
     announcement = {"endpoint": listener.endpoint, "kind": kind, "properties": described}
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
@@ -96,9 +102,7 @@ def main() -> None:
         _end(f"the client did not connect within {config.orphan_timeout:g} s")
     if on_one_host:
         ends = [channel.detach()[0] for channel in channels.values()]
-        listener.close()
     else:
-        # The listener stays: a client whose connection was lost connects again.
         pumps = [
             Pump(channel, BACKLOGS[role], _end, patience=config.orphan_timeout)
             for role, channel in channels.items()
@@ -114,6 +118,8 @@ def main() -> None:
         len(bulk),
         int(on_one_host),
         kind.encode(),
+        peers.make_link,
+        peers.end_link,
         message,
         ctypes.c_size_t(len(message)),
     )

@@ -17,6 +17,7 @@ from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, Op
 
 if TYPE_CHECKING:
     from skyward.device.client import Device
+    from skyward.device.meeting import Whereabouts
 
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
@@ -29,8 +30,10 @@ class DeviceDesk:
         self,
         tell: Callable[[int, Message], None],
         connect: Callable[[int, str, str], Channel],
+        locate: Callable[[int, str], Whereabouts],
     ) -> None:
-        self._tell, self._connect = tell, connect
+        """`locate` says where others find a process of a node, by its endpoints."""
+        self._tell, self._connect, self._locate = tell, connect, locate
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
@@ -128,6 +131,7 @@ class DeviceDesk:
                 real,
                 node,
                 answer.properties,
+                self._locate(node, endpoint),
                 lost=lambda why: self._given_up(node, number, why),
                 again=None if before is None else before[2],
             )

@@ -14,6 +14,7 @@ from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.device.library import DeviceError
 from skyward.device.recovery import recoveries
+from skyward.device.meeting import Whereabouts
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach
@@ -39,7 +40,7 @@ from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import CLIENT, Authority, node_name
+from skyward.wire.identity import CLIENT, PEER, Authority, Credentials, node_name
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
@@ -133,7 +134,8 @@ class Fleet:
             clustered=clustered,
             give_up=self._startup.give_up,
         )
-        self._devices = DeviceDesk(self._tell_node, self._connect_device)
+        self._authority = authority
+        self._devices = DeviceDesk(self._tell_node, self._connect_device, self._locate_device)
         self._usage = UsageDesk(self._ask_node)
         self._losses = Losses(
             self._roster,
@@ -349,6 +351,15 @@ class Fleet:
             patience=self._spec.options.orphan_timeout,
         )
         return channel
+
+    def _locate_device(self, index: int, endpoints: str) -> Whereabouts:
+        node = self._roster.get(index)
+        found = node.host.for_peers(endpoints) if node is not None else ()
+        return Whereabouts(self._id, node_name(self._id, index), found, self._issue)
+
+    def _issue(self) -> Credentials | None:
+        """Credentials for a process of another pool of this client's."""
+        return self._authority.issue(PEER) if self._authority else None
 
     # How busy nodes are.
 

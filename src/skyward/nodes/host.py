@@ -33,7 +33,7 @@ from skyward.providers import (
     offer_of,
     sells,
 )
-from skyward.wire.connecting import direct
+from skyward.wire.connecting import direct, host_and_port
 from skyward.worker.config import LOOPBACK, AgentConfig
 
 DIRECT_SECONDS = 1.5
@@ -298,6 +298,23 @@ class Host:
         if self._machine is not None and forwards(self._machine):
             return next(each for each in endpoints.split() if f":{LOOPBACK}:" in each)
         return next(each for each in endpoints.split() if each.startswith("unix:"))
+
+    def for_peers(self, endpoints: str) -> tuple[str, ...]:
+        """The endpoints that processes of other nodes may try, of those where one listens.
+
+        A Unix socket is for those on the same machine; the machine's own loopback is for none.
+        """
+        places = endpoints.split()
+        found = [each for each in places if each.startswith("unix:")]
+        found += [each for each in places if each.startswith("tcp:") and self._is_at(each)]
+        if self._child is None:
+            with contextlib.suppress(LookupError):
+                found.append(self._direct_endpoint(endpoints))
+        return tuple(dict.fromkeys(found))
+
+    def _is_at(self, endpoint: str) -> bool:
+        wanted = self.address.removeprefix("[").removesuffix("]")
+        return host_and_port(endpoint)[0] == wanted
 
     def dial(self, endpoint: str, seconds: float) -> socket.socket:
         """Connect to an endpoint on the machine.

@@ -153,7 +153,9 @@ class Authority:
 CLIENT = "client"
 """The name in the client's certificate."""
 PEER = "peer"
-"""The role in the `Hello` of an executor that connects to an executor of another node."""
+"""The role in the `Hello` of an executor that connects to an executor of another node.
+
+If the process of a device connects to that of another device, the number of their link follows."""
 
 
 def certified_name(end: ssl.SSLSocket) -> str:

@@ -174,7 +174,8 @@ class Listener:
         if hello.pool != self._pool:
             return "this worker belongs to another pool"
         is_client = not isinstance(end, ssl.SSLSocket) or certified_name(end) == CLIENT
-        return "" if is_client or hello.role == PEER else f"only the client asks for {hello.role!r}"
+        is_peer = hello.role.partition("-")[0] == PEER
+        return "" if is_client or is_peer else f"only the client asks for {hello.role!r}"
 
     def _received_of(self, hello: Hello) -> int | None:
         """How many bytes of the client's link have arrived; None if the link cannot go on here."""

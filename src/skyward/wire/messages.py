@@ -58,7 +58,8 @@ class Hello(Message):
     role: str
     """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
 
-    Between executors it is "peer"; further bulk connections of a device have a number.
+    Between executors it is "peer"; further bulk connections of a device have a number. Between the
+    processes of two devices it is "peer-LINK-NUMBER".
     """
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""

@@ -29,7 +29,9 @@ class DeviceProcesses:
             "skyward.device.worker",
             lambda status, lifeline: DeviceConfig(
                 pool=config.pool,
-                where=config.place(f"d{wanted.number}.{time.monotonic_ns() % 10**9}"),
+                where=config.place(
+                    f"d{wanted.number}.{time.monotonic_ns() % 10**9}", for_peers=True
+                ),
                 kind=wanted.kind,
                 credentials=config.credentials,
                 search_path=config.search_path,

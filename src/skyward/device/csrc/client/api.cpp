@@ -6,7 +6,7 @@
 #include <set>
 #include <sstream>
 
-#include "session.h"
+#include "links.h"
 
 namespace sky {
 int register_widely(const std::set<std::string>& left);
@@ -64,7 +64,8 @@ int sky_stats(int index, uint64_t* out) {
     auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
     session.check_open();
     auto& s = session.stats;
-    uint64_t values[] = {s.operations, s.hits, s.asks, s.bytes, s.waits, s.uploaded, s.fetched};
+    uint64_t values[] = {s.operations, s.hits,    s.asks,    s.bytes,     s.waits,
+                         s.uploaded,   s.fetched, s.sent_on, s.taken_over};
     std::memcpy(out, values, sizeof values);
   });
 }
@@ -102,6 +103,11 @@ void sky_error_class(void* type) { sky::error_class = static_cast<_object*>(type
 // `slice` is the StorageImpl of a slice of any storage.
 void sky_learn_slices(const void* slice) {
   sky::slice_deleter = static_cast<const c10::StorageImpl*>(slice)->data_ptr().get_deleter();
+}
+
+// Describes how the process of one device reaches that of another, as JSON; returns 1 with a reason if it cannot.
+void sky_introduce(int (*introduce)(int from, int to, uint64_t link, char* text, uint64_t size)) {
+  sky::introduce = introduce;
 }
 
 void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(), void (*enter)(void*)) {

@@ -32,6 +32,13 @@ void tell_settings(Session& session, const Key& key, const OpInfo& info) {
   session.settings = settings;
 }
 
+void note_written(Session& session, const IValue& v) {
+  if (v.isList())
+    for (const IValue& e : v.toListRef()) note_written(session, e);
+  else if (v.isTensor() && v.toTensor().defined() && is_sky(v.toTensor()))
+    session.wrote(Session::place_of(v.toTensor().unsafeGetTensorImpl()).slot);
+}
+
 void write_promise(Writer& w, const Template& t) {
   w.u8(t.known);
   for (auto& out : t.outs) {
@@ -191,6 +198,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     std::unique_lock lock(session.mutex);
     session.begin();
     session.stats.operations++;
+    if (C10_UNLIKELY(session.counts_writes()))
+      for (size_t i = 0; i < info.arguments; i++)
+        if (info.written[i]) note_written(session, args[i]);
     tell_settings(session, key, info);
     Template* t = session.last ? session.last->next : nullptr;
     if (!t || t->op != &info || t->key != key.words) {

@@ -100,9 +100,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     auto& ours = *static_cast<Event*>(event);
     auto& theirs = session_at(s.device_index());
-    // Another device cannot be told to wait for this one: so we wait ourselves.
-    if (ours.session != theirs.serial) synchronizeEvent(event);
-    else theirs.event(ours.number, kBlock, number_of(s));
+    if (ours.session == theirs.serial) return void(theirs.event(ours.number, kBlock, number_of(s)));
+    // Another device sees of this one only what is copied to it, and a copy is sent from the current stream.
+    auto& session = session_of(ours);
+    session.event(ours.number, kBlock, current_stream(static_cast<c10::DeviceIndex>(session.index)));
   }
   bool queryEvent(void* event) const override {
     if (!event) return true;

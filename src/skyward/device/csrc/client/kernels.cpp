@@ -15,8 +15,8 @@
 #include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
+#include "links.h"
 #include "pinned.h"
-#include "session.h"
 
 namespace sky {
 
@@ -140,9 +140,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
     return self;
   }
   if (is_sky(to) && is_sky(from)) {
-    SKY_CHECK(to.device() == from.device(), "copying from ", from.device(), " to ", to.device(),
-              " directly is not supported yet; go through the host with .cpu()");
-    copy_on_worker(to, from, non_blocking);
+    if (to.device() == from.device()) copy_on_worker(to, from, non_blocking);
+    else copy_between(to, from);
   } else if (is_sky(to)) {
     copy_to_sky(to, from.cpu(), non_blocking);
   } else {

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <utility>
 
-#include "session.h"
+#include "links.h"
 
 namespace sky {
 namespace {
@@ -86,6 +86,7 @@ void close_session(int index, const std::string& why) {
   }
   if (!found || found->is_disowned() || found->is_retired()) return;
   found->close(why);
+  end_links(*found, why);
   found->retire();
 }
 

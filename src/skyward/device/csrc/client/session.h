@@ -68,6 +68,7 @@ struct Template {
 
 struct Stats {
   uint64_t operations = 0, hits = 0, asks = 0, bytes = 0, waits = 0, uploaded = 0, fetched = 0;
+  uint64_t sent_on = 0, taken_over = 0;  // to other devices, and from them
 };
 
 class Session;
@@ -124,6 +125,16 @@ class Session {
   void put(const void* data, size_t size);
   void flush();
   std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
+
+  // With the lock held: the content of a slot is about to change. Counted from the first copy between devices on.
+  void wrote(uint32_t slot) {
+    if (C10_UNLIKELY(versions_ != nullptr)) versions_[slot]++;
+  }
+  bool counts_writes() const { return versions_ != nullptr; }
+  uint32_t version(uint32_t slot) {
+    if (!versions_) versions_ = std::make_unique<uint32_t[]>(Slots::kCount);
+    return versions_[slot];
+  }
 
   // Each takes the lock itself.
   void upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later);
@@ -211,6 +222,7 @@ class Session {
   Session* successor_ = nullptr;                        // has the storages of this one, whose worker is gone
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;
+  std::unique_ptr<uint32_t[]> versions_;  // of each slot's content
   std::mutex reason_mutex_;
   std::string reason_;  // of the first to close it
   std::string closed_;

@@ -85,6 +85,7 @@ void Session::resize_storage(c10::StorageImpl* storage, uint64_t bytes) {
     uint32_t kind, slot;
     uint64_t bytes;
   } record{kResize, behind(storage->_mutable_data_ptr_no_checks()).slot, bytes};
+  wrote(record.slot);
   put(&record, sizeof record);
 }
 
@@ -153,6 +154,7 @@ void Session::release(uint32_t slot) noexcept {
       held->second.released = true;
       return;
     }
+  wrote(slot);
   slots_.give(slot);
   if (C10_UNLIKELY(large_count_ > 0))
     for (auto& large : large_)

@@ -22,6 +22,7 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
   std::lock_guard lock(mutex);
   Spent spent(recording_.get(), kUploading, size);
   begin();
+  wrote(slot);
   bool is_inline = size <= kInlineUpload;
   if (later && !is_inline && rings_)
     if (auto pinned = use_pinned(data, size, serial, copies_ + 1)) {

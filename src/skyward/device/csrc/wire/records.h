@@ -38,6 +38,11 @@ enum Record : uint32_t {
   kCopyIn = 0x7fffff14u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
   kLose = 0x7fffff30u,      // u32 length, u32 slot, text: the tensor was lost with another worker, and says so
   kCopyOut = 0x7fffff15u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
+  // Between two devices. A link has a number, and so has each passage over it, in each direction.
+  kSend = 0x7fffff20u,     // u32 slot, u64 offset, u64 bytes, u64 link, u64 passage
+  kReceive = 0x7fffff21u,  // as kSend
+  kLink = 0x7fffff22u,     // u32 length, how to reach the other device, as JSON; replied when there is a link
+  kUnlink = 0x7fffff23u,   // u32 length, u64 link, text: the other device is gone, and why
 };
 constexpr uint32_t kFree = 0x80000000u;
 

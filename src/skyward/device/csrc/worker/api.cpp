@@ -3,11 +3,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
+#include "peers.h"
 #include "session.h"
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
 extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int shares_memory, const char* device,
-                                char* message, size_t size) {
+                                int (*make_link)(const char*, char*, size_t), void (*end_link)(uint64_t), char* message,
+                                size_t size) {
   try {
     c10::Device real{std::string(device)};
     if (real.is_cuda() && !real.has_index()) real = c10::Device(c10::kCUDA, 0);
@@ -15,10 +17,27 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
     if (!real.is_cpu()) guard.reset_device(real);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
-    sky::Session(ops, std::vector<int>(bulk, bulk + bulk_count), shares_memory != 0, real).serve();
+    std::vector<int> sockets(bulk, bulk + bulk_count);
+    sky::Session(ops, std::move(sockets), shares_memory != 0, real, {make_link, end_link}).serve();
     return 0;
   } catch (const std::exception& e) {
     snprintf(message, size, "%s", e.what());
     return 1;
   }
 }
+
+// A link to the process of another device, over connected sockets, which must outlive it. `own` and `name` are the two
+// devices' names if this side has dialed; else `own` is null. Returns 0, or 1 with a message.
+extern "C" int sky_worker_link(uint64_t link, const int* sockets, int count, int shares_memory, const char* own,
+                               const char* name, char* message, size_t size) {
+  try {
+    sky::Peers::all().add(link, std::vector<int>(sockets, sockets + count), shares_memory != 0, own, name);
+    return 0;
+  } catch (const std::exception& e) {
+    snprintf(message, size, "%s", e.what());
+    return 1;
+  }
+}
+
+// The link's connections are lost for good.
+extern "C" void sky_worker_unlink(uint64_t link, const char* why) { sky::Peers::all().end(link, why); }

@@ -52,6 +52,7 @@ void Session::allocate(Reader& r) {
 void Session::resize(Reader& r) {
   auto& held = slots_[r.u32()];
   auto bytes = r.u64();
+  settle(held, true);
   auto failed = attempt("resizing memory", [&] {
     auto bigger = new_storage(bytes);
     auto kept = std::min<uint64_t>(bytes, held.has_memory() ? held.memory().nbytes() : 0);
@@ -64,6 +65,7 @@ void Session::resize(Reader& r) {
 
 // Whether the slot can take the bytes. A slice may have been made before its storage shrank.
 bool Session::accepts(Slot& held, uint64_t offset, uint64_t bytes) {
+  settle(held, true);
   if (held.poison) return false;
   if (!held.has_memory()) throw Malformed("an upload to an empty slot");
   if (bytes <= held.memory().nbytes() && offset <= held.memory().nbytes() - bytes) return true;
@@ -171,6 +173,7 @@ void Session::fetch(Reader& r) {
     w.raw(content.data(), content.size());
     send_bulk(w.bytes().data(), w.size(), 0, w.size());
   };
+  settle(held, false);
   if (first_error_ || held.poison) {
     auto failure = first_error_ ? std::exchange(first_error_, nullptr) : held.poison;
     answer(failure->kind, failure->told(), 0);

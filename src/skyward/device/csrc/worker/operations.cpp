@@ -83,7 +83,10 @@ void each_tensor(const Template& t, const char* payload, F&& f) {
 at::Tensor Session::tensor(Reader& r, const Spec& s) {
   auto& held = slots_[r.u32()];
   int64_t offset = s.flag ? r.i64() : 0;
-  if (C10_UNLIKELY(held.poison != nullptr)) throw Poisoned{held.poison};
+  if (C10_UNLIKELY(held.needs_a_look())) {
+    settle(held, s.written);
+    if (held.poison) throw Poisoned{held.poison};
+  }
   for (int i = 0; i < 2; i++)
     if (held.layout[i] == s.layout && held.offset[i] == offset) {
       uses_host_ |= held.view[i].device().type() != device_.type();

@@ -3,6 +3,7 @@
 #include "session.h"
 #include "exports.h"
 #include "pages.h"
+#include "peers.h"
 #include "settings.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -32,11 +33,12 @@ std::pair<uint64_t, uint64_t> host_memory() {
 
 }  // namespace
 
-Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device)
+Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device, Links links)
     : bulk_(std::move(bulk)),
       rings_(shares_memory ? SharedRings::join(ops, bulk_.first()) : nullptr),
       ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
       device_(device),
+      links_(links),
       streams_(device),
       recording_(device),
       copies_(device, rings_.get()) {
@@ -47,6 +49,7 @@ Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device
 }
 
 Session::~Session() {
+  Peers::all().end_all();
   copies_.finish_all();
   if (!device_.is_cuda()) return;
   for (auto& [number, area] : areas_) unlock_pages(area->bytes());
@@ -119,7 +122,7 @@ size_t Session::step(const char* data, size_t size) {
       return fixed(data, size, 8, [&](Reader& r) { attempt("choosing a stream", [&] { streams_.use(r.u32()); }); });
     case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
-    case kSettings: return fixed(data, size, 12, [&](Reader& r) { settle(r.u64(), device_); });
+    case kSettings: return fixed(data, size, 12, [&](Reader& r) { sky::settle(r.u64(), device_); });
     case kShare: return fixed(data, size, 16, [&](Reader& r) { share(r); });
     case kUnshare: return fixed(data, size, 8, [&](Reader& r) { unshare(r); });
     case kCopyIn: return fixed(data, size, 36, [&](Reader& r) { copy_in(r); });
@@ -128,6 +131,10 @@ size_t Session::step(const char* data, size_t size) {
     case kMemory: return fixed(data, size, 5, [&](Reader& r) { memory(r); });
     case kProfile: return fixed(data, size, 5, [&](Reader& r) { profile(r); });
     case kLose: return sized(data, size, [&](Reader& r) { lose(r); });
+    case kSend: return fixed(data, size, 40, [&](Reader& r) { send_to_peer(r); });
+    case kReceive: return fixed(data, size, 40, [&](Reader& r) { receive_from_peer(r); });
+    case kLink: return sized(data, size, [&](Reader& r) { link(r); });
+    case kUnlink: return sized(data, size, [&](Reader& r) { unlink(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     default: throw Malformed("a record of unknown kind");
   }
@@ -172,6 +179,7 @@ Reason Session::note(Failure failure) {
 void Session::synchronize(Reader& r) {
   auto stream = r.u32();
   attempt("waiting for the device", [&] { streams_.synchronize(stream); });
+  finish_passages();
   collect_exports();
   reply_done();
 }
@@ -253,10 +261,11 @@ void Session::event(Reader& r) {
     case kRecord: attempt("recording an event", [&] { streams_.record(number, other, action == kRecordTimed); }); break;
     case kBlock: attempt("waiting for an event", [&] { streams_.block(number, other); }); break;
     case kForgetEvent: streams_.forget(number); break;
-    case kQuery: reply_with([&](Writer& w) { w.u8(streams_.has_happened(number)); }); break;
-    case kQueryStream: reply_with([&](Writer& w) { w.u8(streams_.is_done(other)); }); break;
+    case kQuery: reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.has_happened(number)); }); break;
+    case kQueryStream: reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.is_done(other)); }); break;
     case kAwait:
       attempt("waiting for an event", [&] { streams_.await(number); });
+      finish_passages();
       reply_done();
       break;
     case kElapsed: reply_with([&](Writer& w) { w.f64(streams_.milliseconds(number, other)); }); break;
@@ -308,6 +317,7 @@ void Session::export_slots(Reader& r) {
   Reason poison;
   while (r.left()) {
     auto& held = slots_[r.u32()];
+    settle(held, true);
     if (held.poison) poison = held.poison;
     w.text(held.has_memory() ? exported(held.memory()) : "");
   }

@@ -68,10 +68,16 @@ struct Template {
 
 c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device device);
 
+// How Python makes a link to another device, and ends one.
+struct Links {
+  int (*make)(const char* description, char* message, size_t size) = nullptr;  // returns 0, or 1 with a message
+  void (*end)(uint64_t link) = nullptr;
+};
+
 class Session {
  public:
-  // `bulk` are the sockets for the bytes of tensors, as many as the client has.
-  Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device);
+  // `bulk` are the sockets for the bytes of tensors, as many as the client has. `links` makes links to other devices.
+  Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device, Links links = {});
   ~Session();
 
   // Until the client leaves.
@@ -167,10 +173,27 @@ class Session {
   void copy_out(Reader& r);
   char* shared(uint32_t area, uint64_t offset, uint64_t bytes);
 
+  // passages.cpp: what comes from other devices, and goes to them.
+  void link(Reader& r);
+  void unlink(Reader& r);
+  void send_to_peer(Reader& r);
+  void receive_from_peer(Reader& r);
+  void await_arrivals(Slot& held);
+  // Before a slot is read, or also written to: waits for what is on its way.
+  void settle(Slot& held, bool written) {
+    if (C10_UNLIKELY(held.traffic != nullptr)) settle_traffic(held, written);
+  }
+  void settle_traffic(Slot& held, bool written);
+  void note_failed(Slot& held, const Reason& reason);
+  void track(std::shared_ptr<Passage> passage);
+  bool has_passages();
+  void finish_passages();
+
   Stripes bulk_;
   std::unique_ptr<SharedRings> rings_;
   Stream ops_;
   c10::Device device_;
+  Links links_;
   Slots slots_;
   Layouts layouts_;
   std::vector<Template> templates_;
@@ -184,6 +207,7 @@ class Session {
   std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
   bool uses_host_ = false;  // whether an argument on it lies in the host's memory, though the device is another
+  std::vector<std::shared_ptr<Passage>> passages_;  // under way, or over and not yet looked after
   Warnings warnings_;
   Reason first_error_;
   uint64_t count_ = 0;

@@ -53,6 +53,7 @@ void Session::copy_out(Reader& r) {
   auto offset = r.i64();
   auto area = r.u32();
   auto at = r.u64();
+  settle(held, false);
   if (held.poison) {
     if (!first_error_) first_error_ = held.poison;
   } else {

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "failures.h"
 #include "layouts.h"
+#include "progress.h"
 
 namespace sky {
 
@@ -20,7 +22,9 @@ struct Slot {
   int64_t offset[2] = {0, 0};
   uint64_t counted = 0;  // of its storage's bytes, which `out=` may grow
   Reason poison;
+  std::unique_ptr<Traffic> traffic;  // none: nothing is on its way to or from another device
 
+  bool needs_a_look() const { return poison != nullptr || traffic != nullptr; }
   bool has_memory() const { return storage || view[0].defined(); }
   const c10::Storage& memory() const { return storage ? storage : view[0].storage(); }
   // Before a view is dropped or added: from then on the slot itself holds the storage.
@@ -49,6 +53,7 @@ class Slots {
       slot.offset[i] = 0;
     }
     slot.poison.reset();
+    slot.traffic.reset();
   }
 
   // The slot must be clear.

@@ -82,6 +82,7 @@ void Session::define(Reader& r) {
   for (uint32_t i = 0; i < n; i++) {
     auto* alias = schema.arguments()[i].alias_info();
     t.args[i].written = alias && alias->isWrite();
+    for (auto& item : t.args[i].items) item.written = t.args[i].written;
   }
   for (auto& ret : schema.returns()) t.alias.push_back(ret.alias_info() && ret.alias_info()->isWrite());
   if (r.u8()) {

@@ -1,0 +1,249 @@
+#include "links.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <map>
+#include <random>
+
+namespace sky {
+namespace {
+
+// What goes through this process is fetched in parts: one is sent on while the next is fetched.
+constexpr uint64_t kPart = 8 << 20;
+// Below, whoever has the content sends it: passing it on would save nothing.
+constexpr uint64_t kRelayed = 1 << 20;
+constexpr size_t kContentsMost = 4096;
+
+struct Link {
+  uint64_t number = 0;
+  bool is_direct = false;
+  uint64_t passages[2] = {0, 0};  // from the session with the lower serial, and from the other
+};
+
+// A part of a storage.
+struct Extent {
+  uint32_t serial, slot;
+  uint64_t offset, bytes;
+  auto operator<=>(const Extent&) const = default;
+};
+
+// Where the same bytes are: all were copied from one extent, when its content had that version.
+struct Holder {
+  Extent extent;
+  uint32_t version;
+};
+struct Content {
+  uint32_t version;
+  std::vector<Holder> holders;
+};
+
+// Held while both records of a copy are written, so that two copies come in the same order at both ends. A session's
+// own mutex is taken with this one held, never the other way round, and never those of two sessions at once.
+Mutex links_mutex;
+std::map<std::pair<uint32_t, uint32_t>, Link>& links =
+    *std::make_unique<std::map<std::pair<uint32_t, uint32_t>, Link>>().release();
+std::map<Extent, Content>& contents = *std::make_unique<std::map<Extent, Content>>().release();
+
+std::string name_of(const Session& session) { return "sky:" + std::to_string(session.index); }
+
+// Empty, or why there is none.
+std::string make_link(Session& dialer, Session& other, uint64_t number) {
+  static thread_local std::vector<char> text(64 << 10);
+  if (!introduce) return "this process has not been told how devices reach each other";
+  if (introduce(dialer.index, other.index, number, text.data(), text.size())) return text.data();
+  std::string description = text.data();
+  Writer w;
+  w.u32(kLink);
+  w.text(description);
+  std::lock_guard lock(dialer.mutex);
+  dialer.begin();
+  try {
+    dialer.ask(w.bytes().data(), w.size());
+  } catch (const std::exception& e) {
+    dialer.check_open();
+    return e.what();
+  }
+  return "";
+}
+
+Link& link_between(Session& a, Session& b) {
+  auto key = std::minmax(a.serial, b.serial);
+  auto found = links.find(key);
+  if (found != links.end()) return found->second;
+  static std::mt19937_64 random{std::random_device{}()};
+  Link link;
+  link.number = random();
+  auto why = make_link(a, b, link.number);
+  if (!why.empty()) {
+    link.number = random();
+    auto why_not_back = make_link(b, a, link.number);
+    link.is_direct = why_not_back.empty();
+    if (why_not_back != why) why += "; " + why_not_back;
+  } else {
+    link.is_direct = true;
+  }
+  if (!link.is_direct)
+    c10::warn(c10::Warning(c10::UserWarning(), {nullptr, nullptr, 0},
+                           "copies between " + name_of(a) + " and " + name_of(b) +
+                               " go through this process, because their nodes do not reach each other: " + why,
+                           false));
+  return links[key] = link;
+}
+
+struct __attribute__((packed)) PassageRecord {
+  uint32_t kind, slot;
+  uint64_t offset, bytes, link, passage;
+};
+
+// A copy of the bytes over a link; returns whether the source still has the version that is asked for.
+bool pass(Session& source, const Extent& from, const uint32_t* version, uint32_t& seen, Session& target,
+          const Extent& to, uint32_t& written) {
+  auto& link = link_between(source, target);
+  auto& count = link.passages[source.serial > target.serial];
+  {
+    std::lock_guard lock(source.mutex);
+    seen = source.version(from.slot);
+    if (version && seen != *version) return false;
+    source.begin();
+    PassageRecord record{kSend, from.slot, from.offset, from.bytes, link.number, count};
+    source.put(&record, sizeof record);
+    source.stats.sent_on += from.bytes;
+  }
+  PassageRecord record{kReceive, to.slot, to.offset, to.bytes, link.number, count++};
+  std::lock_guard lock(target.mutex);
+  target.begin();
+  target.version(to.slot);
+  target.wrote(to.slot);
+  written = target.version(to.slot);
+  target.put(&record, sizeof record);
+  target.stats.taken_over += to.bytes;
+  return true;
+}
+
+uint32_t version_of(Session& session, uint32_t slot) {
+  std::lock_guard lock(session.mutex);
+  return session.version(slot);
+}
+
+// The last to have got the same content passes it on: so every node sends it once, however many get it.
+bool relay(const Extent& from, Session& source, const Extent& to, Session& target) {
+  auto found = contents.find(from);
+  if (found == contents.end() || found->second.version != version_of(source, from.slot)) return false;
+  auto& holders = found->second.holders;
+  for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
+    auto* session = session_by_serial(holder->extent.serial);
+    if (!session || session == &target || session->is_retired()) continue;
+    auto known = links.find(std::minmax(session->serial, target.serial));
+    if (known != links.end() && !known->second.is_direct) continue;
+    uint32_t seen, written;
+    try {
+      if (!link_between(*session, target).is_direct) continue;
+      if (!pass(*session, holder->extent, &holder->version, seen, target, to, written)) continue;
+    } catch (const std::exception&) {
+      target.check_open();
+      continue;  // the holder is gone
+    }
+    holders.push_back({to, written});
+    return true;
+  }
+  return false;
+}
+
+void remember(const Extent& from, uint32_t version, const Extent& to, uint32_t written) {
+  if (contents.size() >= kContentsMost) contents.clear();
+  contents[from] = {version, {{to, written}}};
+}
+
+at::Tensor bytes_of(const at::Tensor& t, uint64_t offset, uint64_t size) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(t.storage()), t.key_set(),
+                                                   c10::scalarTypeToTypeMeta(c10::kByte));
+  impl->set_sizes_contiguous({static_cast<int64_t>(size)});
+  impl->set_storage_offset(static_cast<int64_t>(static_cast<uint64_t>(t.storage_offset()) * t.itemsize() + offset));
+  return at::Tensor(std::move(impl));
+}
+
+void copy_through_here(const at::Tensor& from, Session& source, Session& target, const Extent& to) {
+  for (uint64_t done = 0; done < to.bytes;) {
+    auto n = std::min(kPart, to.bytes - done);
+    auto host = at::empty({static_cast<int64_t>(n)}, at::TensorOptions().dtype(c10::kByte));
+    source.fetch(bytes_of(from, done, n), host.mutable_data_ptr(), n);
+    target.upload(to.slot, to.offset + done, host.const_data_ptr(), n, /*later=*/true);
+    done += n;
+  }
+}
+
+// Both are dense, and laid out alike.
+void move_bytes(const at::Tensor& to, const at::Tensor& from) {
+  Session::unshare(to.unsafeGetTensorImpl());
+  auto a = Session::place_of(from.unsafeGetTensorImpl()), b = Session::place_of(to.unsafeGetTensorImpl());
+  uint64_t bytes = from.nbytes(), item = from.itemsize();
+  Extent source{a.session.serial, a.slot, static_cast<uint64_t>(a.offset) * item, bytes};
+  Extent target{b.session.serial, b.slot, static_cast<uint64_t>(b.offset) * item, bytes};
+  {
+    std::lock_guard lock(links_mutex);
+    if (bytes >= kRelayed && relay(source, a.session, target, b.session)) return;
+    if (link_between(a.session, b.session).is_direct) {
+      uint32_t seen, written;
+      pass(a.session, source, nullptr, seen, b.session, target, written);
+      if (bytes >= kRelayed) remember(source, seen, target, written);
+      return;
+    }
+  }
+  copy_through_here(from, a.session, b.session, target);
+}
+
+// A dimension that repeats its elements is sent once.
+at::Tensor without_repeats(at::Tensor t) {
+  for (int64_t d = 0; d < t.dim(); d++)
+    if (t.stride(d) == 0 && t.size(d) > 1) t = t.narrow(d, 0, 1);
+  return t;
+}
+
+}  // namespace
+
+void copy_between(const at::Tensor& to, const at::Tensor& given) {
+  (void)given.expand(to.sizes());
+  auto from = without_repeats(given);
+  // Where it is smaller: there, or here.
+  if (from.itemsize() > to.itemsize()) from = from.to(to.scalar_type());
+  if (!from.is_non_overlapping_and_dense()) from = from.contiguous();
+  bool is_alike = from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() &&
+                  (from.strides() == to.strides() || (from.is_contiguous() && to.is_contiguous()));
+  auto landing =
+      is_alike ? to : at::empty_strided(from.sizes(), from.strides(), to.options().dtype(from.scalar_type()));
+  move_bytes(landing, from);
+  if (!is_alike) to.copy_(landing);
+  if (C10_UNLIKELY(synchronous())) Session::of(to.unsafeGetTensorImpl()).synchronize(kAllStreams);
+}
+
+void end_links(const Session& gone, const std::string& why) noexcept try {
+  std::lock_guard lock(links_mutex);
+  for (auto each = links.begin(); each != links.end();) {
+    auto [low, high] = each->first;
+    if (low != gone.serial && high != gone.serial) {
+      ++each;
+      continue;
+    }
+    auto* other = session_by_serial(low == gone.serial ? high : low);
+    auto link = each->second;
+    each = links.erase(each);
+    if (!other || !link.is_direct || other->is_retired()) continue;
+    Writer w, content;
+    content.u64(link.number);
+    content.text(why);
+    w.u32(kUnlink);
+    w.text(content.bytes());
+    try {
+      std::lock_guard locked(other->mutex);
+      other->begin();
+      other->put(w.bytes().data(), w.size());
+    } catch (const std::exception&) {
+      // It is gone as well.
+    }
+  }
+} catch (...) {
+  // No memory: then nobody is told, and the workers notice by themselves.
+}
+
+}  // namespace sky

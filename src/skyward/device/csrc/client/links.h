@@ -1,0 +1,17 @@
+// Links: copies between two devices, whose processes send the bytes to each other.
+#pragma once
+
+#include "session.h"
+
+namespace sky {
+
+// Python's: how the process of one device reaches that of another.
+inline int (*introduce)(int from, int to, uint64_t link, char* text, uint64_t size) = nullptr;
+
+// Neither has lazy bits; `from` may be of another dtype, and is broadcast.
+void copy_between(const at::Tensor& to, const at::Tensor& from);
+
+// A session is closed: those it had links with are told.
+void end_links(const Session& gone, const std::string& why) noexcept;
+
+}  // namespace sky

@@ -1,0 +1,378 @@
+#include "peers.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+#include <utility>
+
+#include "layouts.h"
+
+namespace sky {
+namespace {
+
+// How much is passed on before whoever waits for it is told: a relay sends it on from there.
+constexpr uint64_t kPassedOn = 1 << 20;
+constexpr uint64_t kHalf = 8 << 20;
+constexpr size_t kLongestText = 16 << 10;
+constexpr timespec kPatience{10, 0};
+
+// Before the bytes of a passage: its number, and how many they are, which is none where there is a reason after them.
+struct PassageHead {
+  uint64_t number, bytes;
+};
+
+std::string short_of(const std::string& text) { return text.substr(0, kLongestText); }
+
+}  // namespace
+
+std::unique_ptr<PeerRings> PeerRings::make(int socket) {
+  std::unique_ptr<SharedMemory> memory;
+  std::unique_ptr<PeerRings> rings;
+  try {
+    memory = std::make_unique<SharedMemory>(kSize);
+    rings = std::make_unique<PeerRings>(::dup(memory->descriptor()), socket, true);
+  } catch (const Disconnected&) {
+    rings.reset();
+  }
+  send_descriptor(socket, rings ? memory->descriptor() : -1);
+  return rings;
+}
+
+std::unique_ptr<PeerRings> PeerRings::join(int socket) {
+  int fd = receive_descriptor(socket);
+  if (fd < 0) return nullptr;
+  if (size_of_memory(fd) < kSize) {
+    ::close(fd);
+    throw Disconnected("shared memory of another size");
+  }
+  return std::make_unique<PeerRings>(fd, socket, false);
+}
+
+// The one who dialed tells its name and waits for a byte: from then on the other end knows the link.
+Peer::Peer(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name)
+    : link_(link), sockets_(std::move(sockets)), name_(std::move(name)) {
+  int socket = sockets_.first();
+  if (shares_memory) rings_ = own ? PeerRings::make(socket) : PeerRings::join(socket);
+  if (own) {
+    Writer w;
+    w.text(short_of(own));
+    sky::send_all(socket, w.bytes().data(), w.size());
+    return;
+  }
+  uint32_t length;
+  sky::receive_all(socket, &length, sizeof length);
+  if (length > kLongestText) throw Disconnected("a name of impossible length");
+  name_.resize(length);
+  sky::receive_all(socket, name_.data(), length);
+}
+
+Peer::~Peer() {
+  close("the link is no more");
+  if (sender_.joinable()) sender_.join();
+  if (receiver_.joinable()) receiver_.join();
+}
+
+void Peer::start(c10::Device device) {
+  std::lock_guard lock(mutex_);
+  if (is_closed_ || sender_.joinable()) return;
+  device_ = device;
+  sender_ = std::thread([this] { carry_out(); });
+  receiver_ = std::thread([this] { carry_in(); });
+}
+
+void Peer::close(const std::string& why) noexcept {
+  sockets_.close();
+  if (rings_) {
+    rings_->out.wake();
+    rings_->in.wake();
+  }
+  Queue left, missing;
+  {
+    std::lock_guard lock(mutex_);
+    if (is_closed_) return;
+    is_closed_ = true;
+    why_ = why;
+    // The first of each may be in a thread's hands, which ends it.
+    auto take_rest = [](Queue& queue, Queue& into, bool has_thread) {
+      for (; queue.size() > has_thread; queue.pop_back()) into.push_back(std::move(queue.back()));
+    };
+    take_rest(leaving_, left, sender_.joinable());
+    take_rest(arriving_, missing, receiver_.joinable());
+    changed_.notify_all();
+  }
+  // What was to leave is here as it was: that it did not arrive is for the other end to tell.
+  for (auto& passage : left) passage->end(nullptr);
+  for (auto& passage : missing) passage->end(lost());
+}
+
+Reason Peer::lost() const {
+  std::lock_guard lock(mutex_);
+  return std::make_shared<const Failure>(
+      Failure{name_ + " cannot be reached any more: " + why_, kFailed, "copying between devices"});
+}
+
+void Peer::hand_over(Queue& queue, std::shared_ptr<Passage> passage) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_closed_) {
+      queue.push_back(std::move(passage));
+      changed_.notify_all();
+      return;
+    }
+  }
+  passage->end(&queue == &arriving_ ? lost() : nullptr);
+}
+
+// Waits for one; null when the link is closed.
+std::shared_ptr<Passage> Peer::first(Queue& queue) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return is_closed_ || !queue.empty(); });
+  return is_closed_ ? nullptr : queue.front();
+}
+
+void Peer::drop_first(Queue& queue, Reason failure) {
+  std::shared_ptr<Passage> passage;
+  {
+    std::lock_guard lock(mutex_);
+    if (queue.empty()) return;
+    passage = std::move(queue.front());
+    queue.pop_front();
+  }
+  passage->end(std::move(failure));
+}
+
+void Peer::write(const void* data, uint64_t size, uint64_t done, uint64_t total) {
+  if (rings_) rings_->out.write(data, size);
+  else sockets_.send(data, size, done, total);
+}
+
+void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total) {
+  if (rings_) rings_->in.read(into, size);
+  else sockets_.receive(into, size, done, total);
+}
+
+// As the session's own thread: neither gradients nor warnings are for these.
+#define SKY_LIKE_THE_SESSION                          \
+  c10::OptionalDeviceGuard guard;                     \
+  if (!device_.is_cpu()) guard.reset_device(device_); \
+  at::AutoDispatchBelowADInplaceOrView below;         \
+  at::NoGradGuard no_grad
+
+void Peer::carry_out() {
+  SKY_LIKE_THE_SESSION;
+  while (auto passage = first(leaving_)) try {
+      give(*passage);
+      drop_first(leaving_, nullptr);
+    } catch (const std::exception& e) {
+      close(e.what());
+    }
+  drop_first(leaving_, nullptr);
+}
+
+void Peer::carry_in() {
+  SKY_LIKE_THE_SESSION;
+  try {
+    for (;;) {
+      PassageHead head;
+      read(&head, sizeof head, 0, sizeof head);
+      auto passage = first(arriving_);
+      if (!passage) break;
+      if (head.number != passage->number || (head.bytes && head.bytes != passage->bytes))
+        throw Disconnected("it sent another tensor than was to come");
+      if (head.bytes) take(*passage);
+      uint32_t length;
+      read(&length, sizeof length, 0, sizeof length);
+      if (length > kLongestText || (!length && !head.bytes))
+        throw Disconnected("it sent a reason of impossible length");
+      std::string text(length, '\0');
+      if (length) read(text.data(), length, 0, length);
+      drop_first(arriving_,
+                 length ? std::make_shared<const Failure>(Failure{text, kFailed, "copying from " + name_}) : nullptr);
+    }
+  } catch (const std::exception& e) {
+    close(e.what());
+  }
+  drop_first(arriving_, lost());
+}
+
+// Where what goes out stops coming in half-way, the rest is sent all the same, and then the reason.
+void Peer::give(Passage& passage) {
+  auto refused = passage.refused;
+  PassageHead head{passage.number, refused ? 0 : passage.bytes};
+  write(&head, sizeof head, 0, sizeof head);
+  if (!refused) try {
+      if (passage.memory.device_type() == c10::kCPU) give_from_host(passage);
+      else give_from_device(passage);
+    } catch (const Poisoned& p) {
+      refused = p.reason;
+    }
+  auto text = refused ? short_of(refused->text) : "";
+  Writer w;
+  w.text(text);
+  write(w.bytes().data(), w.size(), 0, w.size());
+}
+
+void Peer::give_from_host(Passage& passage) {
+  auto* from = static_cast<const char*>(passage.memory.data()) + passage.offset;
+  auto skipped = passage.source ? passage.offset - passage.source->offset : 0;
+  uint64_t known = passage.source ? 0 : passage.bytes;
+  Reason failure;
+  for (uint64_t done = 0; done < passage.bytes;) {
+    if (known <= done && !failure) try {
+        known = std::min(passage.source->wait_beyond(skipped + done) - skipped, passage.bytes);
+      } catch (const Poisoned& p) {
+        failure = p.reason;
+        known = passage.bytes;
+      }
+    auto n = std::min(known - done, kPassedOn);
+    write(from + done, n, done, passage.bytes);
+    done += n;
+  }
+  if (failure) throw Poisoned{failure};
+}
+
+void Peer::take(Passage& passage) {
+  if (!passage.memory) return drop(passage.bytes);
+  if (passage.memory.device_type() == c10::kCPU) take_to_host(passage);
+  else take_to_device(passage);
+}
+
+void Peer::take_to_host(Passage& passage) {
+  auto* into = static_cast<char*>(passage.memory.mutable_data()) + passage.offset;
+  for (uint64_t done = 0; done < passage.bytes;) {
+    auto n = std::min(passage.bytes - done, kPassedOn);
+    read(into + done, n, done, passage.bytes);
+    done += n;
+    if (done < passage.bytes) passage.advance(done);
+  }
+}
+
+void Peer::drop(uint64_t bytes) {
+  std::vector<char> dropped(std::min(bytes, kPassedOn));
+  for (uint64_t done = 0; done < bytes; done += std::min(bytes - done, kPassedOn))
+    read(dropped.data(), std::min(bytes - done, kPassedOn), done, bytes);
+}
+
+struct Peer::Staging {
+  explicit Staging(Passage& passage) : device(passage.memory.device()) {
+    for (auto& half : halves)
+      half = at::empty({static_cast<int64_t>(std::min(kHalf, passage.bytes))},
+                       at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda()));
+    if (!device.is_cuda()) return;
+    // A stream of its own: the session's goes on meanwhile.
+    real.emplace(device.type());
+    before.emplace(real->exchangeStream(real->getNewStream(device, 0)));
+    if (passage.may_begin) passage.may_begin->block(real->getStream(device));
+  }
+  ~Staging() {
+    if (!before) return;
+    try {
+      real->synchronizeStream(real->getStream(device));
+    } catch (const std::exception&) {
+      // The GPU has failed; what uses the memory says so.
+    }
+    real->exchangeStream(*before);
+  }
+  Staging(const Staging&) = delete;
+
+  char* bytes(int which) { return static_cast<char*>(halves[which].mutable_data_ptr()); }
+  at::Tensor part(int which, uint64_t n) { return halves[which].narrow(0, 0, static_cast<int64_t>(n)); }
+  void mark(int which) {
+    if (!real) return;
+    if (!events[which]) events[which].emplace(device.type());
+    events[which]->record(real->getStream(device));
+  }
+  void await(int which) {
+    if (events[which]) events[which]->synchronize();
+  }
+
+  c10::Device device;
+  std::array<at::Tensor, 2> halves;
+  std::array<std::optional<c10::Event>, 2> events;
+  std::optional<c10::impl::VirtualGuardImpl> real;
+  std::optional<c10::Stream> before;
+};
+
+void Peer::give_from_device(Passage& passage) {
+  if (passage.source)
+    if (auto failure = passage.source->wait()) {
+      std::vector<char> nothing(std::min(passage.bytes, kPassedOn));
+      for (uint64_t done = 0; done < passage.bytes; done += std::min(passage.bytes - done, kPassedOn))
+        write(nothing.data(), std::min(passage.bytes - done, kPassedOn), done, passage.bytes);
+      throw Poisoned{failure};
+    }
+  Staging staging(passage);
+  auto begin = [&](uint64_t at, int which) {
+    auto n = std::min(kHalf, passage.bytes - at);
+    staging.part(which, n).copy_(byte_view(passage.memory, passage.offset + at, n), /*non_blocking=*/true);
+    staging.mark(which);
+  };
+  int turn = 0;
+  begin(0, turn);
+  for (uint64_t done = 0; done < passage.bytes; done += kHalf, turn ^= 1) {
+    if (done + kHalf < passage.bytes) begin(done + kHalf, turn ^ 1);
+    staging.await(turn);
+    write(staging.bytes(turn), std::min(kHalf, passage.bytes - done), done, passage.bytes);
+  }
+}
+
+void Peer::take_to_device(Passage& passage) {
+  Staging staging(passage);
+  int turn = 0;
+  for (uint64_t done = 0; done < passage.bytes; turn ^= 1) {
+    auto n = std::min(kHalf, passage.bytes - done);
+    staging.await(turn);
+    read(staging.bytes(turn), n, done, passage.bytes);
+    byte_view(passage.memory, passage.offset + done, n).copy_(staging.part(turn, n), /*non_blocking=*/true);
+    staging.mark(turn);
+    done += n;
+  }
+}
+
+Peers& Peers::all() {
+  // Never destroyed: threads of Python's may use it until the process ends.
+  static Peers& peers = *std::make_unique<Peers>().release();
+  return peers;
+}
+
+void Peers::add(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name) {
+  int socket = sockets.front();
+  auto peer = std::make_shared<Peer>(link, std::move(sockets), shares_memory, own, std::move(name));
+  {
+    std::lock_guard lock(mutex_);
+    if (!peers_.emplace(link, peer).second) throw Disconnected("a link that there is already");
+  }
+  char known = 1;
+  if (!own) {
+    send_all(socket, &known, 1);
+  } else if (!is_readable(socket, kPatience)) {
+    end(link, "it did not answer");
+    throw Disconnected("it did not answer within 10 s");
+  } else {
+    receive_all(socket, &known, 1);
+  }
+}
+
+std::shared_ptr<Peer> Peers::find(uint64_t link) {
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(link);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+void Peers::end(uint64_t link, const std::string& why) {
+  if (auto peer = find(link)) peer->close(why);
+}
+
+void Peers::end_all() noexcept {
+  std::map<uint64_t, std::shared_ptr<Peer>> ended;
+  {
+    std::lock_guard lock(mutex_);
+    ended.swap(peers_);
+  }
+  ended.clear();
+}
+
+}  // namespace sky

@@ -1,0 +1,51 @@
+"""A meeting: how the process of one device reaches that of another, which the client tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from skyward.wire.identity import Credentials
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a device's process listens, and who may connect to it."""
+
+    pool: str
+    name: str
+    """The name in its certificate."""
+    endpoints: tuple[str, ...]
+    """Where other processes may try to reach it, the best place first."""
+    issue: Callable[[], Credentials | None]
+    """Makes credentials that the pool accepts; None if the pool has none."""
+
+
+class Meeting(msgspec.Struct):
+    """Everything the process of one device needs to know to connect to that of another."""
+
+    link: int
+    own: str
+    """The name of the device that connects, for people."""
+    other: str
+    pool: str
+    name: str
+    endpoints: tuple[str, ...]
+    credentials: tuple[str, str, str] | None
+    """None where the process's own are those of the same pool."""
+
+
+def arrange(link: int, own: str, here: Whereabouts, other: str, there: Whereabouts) -> Meeting:
+    """Describe to the process `here` how it reaches the one `there`."""
+    issued = there.issue() if here.pool != there.pool else None
+    return Meeting(
+        link=link,
+        own=own,
+        other=other,
+        pool=there.pool,
+        name=there.name,
+        endpoints=there.endpoints,
+        credentials=(issued.authority, issued.certificate, issued.key) if issued else None,
+    )
