@@ -118,6 +118,11 @@ TELLING = {
         r"from node to node: sky:0 -> sky:1",
         r"step 3: the judge's copy is off by 0\.0",
     ],
+    "grpo_sync": [
+        r"[\d,]+ parameters learn on sky:0, their copy samples on sky:1",
+        r"step (\d+)/\1: reward 0\.[5-9]",
+        r"\d+ MB went from sky:0 to sky:1",
+    ],
     "grid_search": [
         r"2 places, 2 processes, none of them this one",
         r"9\d\.\d%  \{'C': 1\.0, 'gamma': 0\.001\}",
@@ -162,6 +167,7 @@ NEEDS = {
 NEEDS_COMPILER = {
     "device_mnist",
     "device_function",
+    "grpo_sync",
     "model_store",
     "profile_training",
     "skytorch_mnist",
