@@ -30,6 +30,7 @@ SUITES = {
     "functions": "Calls",
     "objects": "Objects",
     "device": "The torch device, on a CPU worker",
+    "copies": "Copies between devices",
     "ddp": "Distributed training",
     "store": "The model store",
     "machines": "Containers and SSH hosts",
@@ -81,6 +82,10 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
   the client in one and the agent in the other (the testbed's `delay-link`, which needs root). Its
   loopback contender uses the same TLS connections. A *round trip* in the figure is a byte's, there
   and back over plain TCP, taken in the same rounds.
+- A *copy between devices* is timed until the target's device has it. *Through the client* is
+  `q.copy_(p.cpu())`. *To 4 nodes* passes through a throttle in the benchmark's own process, which
+  limits what each node sends, since a machine has no links between its own nodes: without passing
+  the tensor on, it would take 4 times as long as to one.
 - *Distributed training* runs the same steps, imported from the same file, in workers of a pool and
   in processes of `torchrun`, one thread each; both measure the steps alone, after a warm-up.
 - The *weights* are a transformer's, random. What was saved is in the system's page cache, except

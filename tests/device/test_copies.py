@@ -17,6 +17,7 @@ from skyward.device import meeting
 from skyward.device.core import core
 
 from ..conftest import only_in_all
+from .proxy import Proxy
 from .test_defects import device_processes
 
 MIB = 1 << 20
@@ -168,6 +169,25 @@ def test_operations_on_tensors_of_two_devices_are_refused(
         torch.ones(2, device=device) + torch.ones(2, device=other_device)
 
 
+MAKERS = {
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "full": lambda t, **where: torch.full_like(t, 3.0, **where),
+    "new_zeros": lambda t, **where: t.new_zeros(2, 3, **where),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_tensor_like_another_is_made_where_it_is_asked_for(
+    device: torch.device, other_device: torch.device, make: str
+) -> None:
+    x = torch.randn(2, 3, device=device)
+    for place in (device, other_device, torch.device("cpu")):
+        made = MAKERS[make](x, device=place)
+        assert made.device == place
+        assert torch.equal(made.cpu(), MAKERS[make](x.cpu()))
+
+
 # Models.
 
 
@@ -235,6 +255,33 @@ def test_a_pipeline_of_micro_batches_trains_as_on_one_device(
         return [loss.item() for loss in losses]
 
     assert run(device, other_device) == run("cpu", "cpu")
+
+
+def test_copies_of_a_model_on_several_devices_train_as_one(three: list[torch.device]) -> None:
+    def train(places: list[torch.device]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        x, y = torch.randn(12, 6).double(), torch.randn(12, 1).double()
+        replicas = [copy.deepcopy(model).to(place) for place in places]
+        first = list(replicas[0].parameters())
+        optimizer = torch.optim.SGD(first, 0.1, momentum=0.9)
+        for _ in range(4):
+            parts = zip(replicas, x.chunk(len(places)), y.chunk(len(places)), strict=True)
+            for place, (replica, a, b) in zip(places, parts, strict=True):
+                replica.zero_grad()
+                loss = nn.functional.mse_loss(replica(a.to(place)), b.to(place))
+                (loss / len(replicas)).backward()
+            for replica in replicas[1:]:
+                for p, q in zip(first, replica.parameters(), strict=True):
+                    p.grad += q.grad.to(p.device)
+            optimizer.step()
+            for replica in replicas[1:]:
+                for p, q in zip(first, replica.parameters(), strict=True):
+                    q.data.copy_(p.data)
+        return [p.detach().cpu() for p in replicas[-1].parameters()]
+
+    for ours, right in zip(train(three), train([torch.device("cpu")]), strict=True):
+        torch.testing.assert_close(ours, right)
 
 
 # Order.
@@ -436,6 +483,28 @@ def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
         there.zero_()
         assert torch.equal(back.cpu(), x)
         assert sky.device_stats(first).bytes_to_devices == 0
+
+
+def test_a_link_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrange, proxy = meeting.arrange, Proxy()
+
+    def redirected(*args: object) -> meeting.Meeting:
+        made = arrange(*args)  # type: ignore[arg-type]
+        made.endpoints = tuple(map(proxy.endpoint_for, made.endpoints))
+        return made
+
+    monkeypatch.setattr(meeting, "arrange", redirected)
+    local = sky.Local(transport="tcp")
+    with sky.Compute(local, nodes=2, options=sky.Options(console=False)) as compute:
+        first, second = compute.devices("cpu")
+        x = torch.randn(8 * MIB)
+        here = x.to(first)
+        here[:1].to(second).cpu()
+        proxy.cut_after([3 * MIB, MIB, 12 * MIB])
+        there = here.to(second)
+        assert torch.equal(there.cpu(), x)
+        assert proxy.cuts == 3
+    proxy.close()
 
 
 @only_in_all

@@ -104,21 +104,40 @@ def _optimizers(module: ModuleType, choice: Choice) -> None:
     wrap(module.OptimizerVariable, "_set_capturable", set_capturable)
 
 
-def _data_parallel(module: ModuleType, choice: Choice) -> None:
+def _refusing(module: ModuleType, name: str, reason: str) -> None:
+    """Have a wrapper of models refuse one that is on a sky device."""
+
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def with_a_reason(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             device = next((p.device for p in model.parameters() if p.device.type == "sky"), None)
             if device is not None:
-                raise ValueError(
-                    f"DataParallel copies a model to several GPUs of this machine, and the model "
-                    f"is on {device}; use the model as it is, or train with DDP in functions of a "
-                    "pool with sky.plugins.torch()"
-                )
+                raise ValueError(reason.format(device=device))
             original(self, model, *args, **kwargs)
 
         return with_a_reason
 
-    wrap(module.DataParallel, "__init__", init)
+    wrap(getattr(module, name), "__init__", init)
+
+
+def _data_parallel(module: ModuleType, choice: Choice) -> None:
+    _refusing(
+        module,
+        "DataParallel",
+        "DataParallel copies a model to several GPUs of this machine, and the model is on "
+        "{device}; use the model as it is, keep a copy of it on each of compute.devices(), or "
+        "train with DDP in functions of a pool with sky.plugins.torch()",
+    )
+
+
+def _distributed_data_parallel(module: ModuleType, choice: Choice) -> None:
+    _refusing(
+        module,
+        "DistributedDataParallel",
+        "DistributedDataParallel wants a process for each copy of a model, and this one process "
+        "is the client of {device}; run the training on every node with `@` and "
+        "sky.plugins.torch(), or keep a copy of the model on each of compute.devices() and add "
+        "their gradients up",
+    )
 
 
 PATCHES: dict[str, Callable[..., None]] = {
@@ -129,4 +148,5 @@ PATCHES: dict[str, Callable[..., None]] = {
     "torch.autograd.graph": _autograd,
     "torch.nn.attention.flex_attention": _flex_attention,
     "torch.nn.parallel.data_parallel": _data_parallel,
+    "torch.nn.parallel.distributed": _distributed_data_parallel,
 }

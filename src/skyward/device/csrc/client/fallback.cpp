@@ -32,6 +32,14 @@ void tell_settings(Session& session, const Key& key, const OpInfo& info) {
   session.settings = settings;
 }
 
+// Whether a tensor is to be made like another, but on another device.
+bool is_made_elsewhere(const OpInfo& info, const IValue* args) {
+  if (C10_LIKELY(info.device < 0) || !args[info.device].isDevice() || !args[0].toTensor().defined()) return false;
+  auto device = args[info.device].toDevice();
+  if (device.type() == kSky && !device.has_index()) device.set_index(current_device());
+  return device != args[0].toTensor().device();
+}
+
 void note_written(Session& session, const IValue& v) {
   if (v.isList())
     for (const IValue& e : v.toListRef()) note_written(session, e);
@@ -174,6 +182,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   const auto& info = info_of(op);
   const IValue* args = stack->data() + stack->size() - info.arguments;
+  if (C10_UNLIKELY(is_made_elsewhere(info, args))) {
+    // What PyTorch does on every device: it makes an empty tensor there, and fills it.
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    return;
+  }
   // One per depth of nesting: moving a host index over runs operations of its own.
   thread_local std::vector<std::unique_ptr<Key>> keys;
   thread_local size_t depth = 0;

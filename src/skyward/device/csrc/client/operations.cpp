@@ -56,6 +56,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
     info->number.push_back(type->kind() == c10::TypeKind::NumberType);
     info->written.push_back(a.alias_info() && a.alias_info()->isWrite());
     if (info->written.back() && a.kwarg_only()) info->outs.push_back(info->written.size() - 1);
+    if (a.name() == "device" && schema.arguments()[0].type()->kind() == c10::TypeKind::TensorType)
+      info->device = static_cast<int>(info->number.size() - 1);
     auto list = type->cast<c10::ListType>();
     info->list.push_back(list ? list_of(*list->getElementType()) : kInts);
   }

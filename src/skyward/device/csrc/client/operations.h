@@ -15,6 +15,7 @@ struct OpInfo {
   std::vector<bool> written;   // arguments it writes to
   std::vector<size_t> outs;    // arguments it may resize
   std::vector<ListOf> list;    // element type of list arguments
+  int device = -1;             // the argument that says where a tensor like the first is made
   std::vector<int> returns;    // the argument each return is, or -1 if it is new
   bool asks_always = false;    // its shapes depend on data
   bool scalars_shape = false;  // scalars decide the result's shape or value: arange and its kin
