@@ -7,13 +7,14 @@ python bench/copies.py --device cuda    # GPU workers: two processes that share 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from measure import Sample, interleave, timed
 from report import Row, absolute, compared, run_suite
-from throttle import throttled
+from throttle import apart, throttled
 from training import QUIET
 
 import skyward as sky
@@ -39,9 +40,9 @@ FULL = Size(rounds=9, payload=256 * MIB, layers=12, relayed=64 * MIB, rate=32e6)
 QUICK = Size(rounds=3, payload=64 * MIB, layers=2, relayed=16 * MIB, rate=16e6)
 
 
-def pool(transport: str, nodes: int) -> sky.Compute:
-    """Nodes on this machine, reached through shared memory or as over a network."""
-    local = sky.Local(transport="tcp" if transport == "TCP and TLS" else "unix")
+def pool(transport: Literal["unix", "tcp"], nodes: int) -> sky.Compute:
+    """Nodes on this machine, which the client reaches through shared memory or with TLS."""
+    local = sky.Local(transport=transport)
     return sky.Compute(
         local, nodes=nodes, image=sky.Image(env={"OMP_NUM_THREADS": "1"}), options=QUIET
     )
@@ -65,61 +66,67 @@ def until_there(work: Callable[[], object], *devices: torch.device) -> float:
     return timed(run)
 
 
-def over_shared_memory(size: Size) -> Sequence[Row]:
-    """Between two nodes on this machine."""
-    return between_two("shared memory", size, ">= 8 GB/s", 8e9)
+def on_one_host(size: Size) -> Sequence[Row]:
+    """Two nodes on one machine, and a client there, or one that is reached over a network."""
+    rows = []
+    for transport, client, bar in (("unix", "here", ""), ("tcp", "over TCP and TLS", ">= 5x")):
+        with pool(transport, 2) as compute:
+            samples, parameters = between_two(compute, size)
+        copied = f"{size.payload // MIB} MiB from node to node, shared memory"
+        if transport == "unix":
+            rate = samples["copy"].per(size.payload, "B/s")
+            rows.append(absolute(copied, rate, ">= 8 GB/s", 8e9))
+        rows.append(followed(samples, parameters, f"shared memory, client {client}", bar))
+    return rows
 
 
 def over_tcp(size: Size) -> Sequence[Row]:
-    """The same as over a network."""
-    return between_two("TCP and TLS", size, ">= 3 GB/s", 3e9)
-
-
-def between_two(transport: str, size: Size, bar: str, limit: float) -> Sequence[Row]:
-    """One large tensor, and the weights of a model."""
-    with pool(transport, 2) as compute:
-        here, there = compute.devices(KIND)
-        source = torch.randn(size.payload // 4, device=here)
-        target = torch.zeros_like(source, device=there)
-        pairs = list(zip(weights(size.layers, here), weights(size.layers, there), strict=True))
-
-        def follow() -> None:
-            for p, q in pairs:
-                q.copy_(p)
-
-        def follow_through_here() -> None:
-            for p, q in pairs:
-                q.copy_(p.cpu())
-
-        samples = interleave(
-            {
-                "copy": lambda: until_there(lambda: target.copy_(source), there),
-                "follow": lambda: until_there(follow, there),
-                "through": lambda: until_there(follow_through_here, there),
-            },
-            rounds=size.rounds,
-        )
-        parameters = sum(p.numel() for p, _ in pairs)
+    """Two nodes that reach each other as over a network."""
+    with apart(), pool("tcp", 2) as compute:
+        samples, parameters = between_two(compute, size)
+    what = f"{size.payload // MIB} MiB from node to node, TCP and TLS"
     return [
-        absolute(
-            f"{size.payload // MIB} MiB from node to node, {transport}",
-            samples["copy"].per(size.payload, "B/s"),
-            bar,
-            limit,
-        ),
-        compared(
-            f"weights of {parameters // 1_000_000} M parameters to another worker, {transport}",
-            samples["follow"].per(4 * parameters, "B/s"),
-            "through the client, .cpu()",
-            samples["through"].per(4 * parameters, "B/s"),
-            ">= 5x",
-        ),
+        absolute(what, samples["copy"].per(size.payload, "B/s"), ">= 3 GB/s", 3e9),
+        followed(samples, parameters, "TCP and TLS, client so, too", ""),
     ]
+
+
+def between_two(compute: sky.Compute, size: Size) -> tuple[Mapping[str, Sample], int]:
+    """Seconds to copy a tensor, and to have weights follow, directly and through the client."""
+    here, there = compute.devices(KIND)
+    source = torch.randn(size.payload // 4, device=here)
+    target = torch.zeros_like(source, device=there)
+    pairs = list(zip(weights(size.layers, here), weights(size.layers, there), strict=True))
+
+    def follow() -> None:
+        for p, q in pairs:
+            q.copy_(p)
+
+    def follow_through_here() -> None:
+        for p, q in pairs:
+            q.copy_(p.cpu())
+
+    samples = interleave(
+        {
+            "copy": lambda: until_there(lambda: target.copy_(source), there),
+            "follow": lambda: until_there(follow, there),
+            "through": lambda: until_there(follow_through_here, there),
+        },
+        rounds=size.rounds,
+    )
+    return samples, sum(p.numel() for p, _ in pairs)
+
+
+def followed(samples: Mapping[str, Sample], parameters: int, where: str, bar: str) -> Row:
+    """How fast weights follow from worker to worker, against the way through the client."""
+    ours, theirs = (samples[name].per(4 * parameters, "B/s") for name in ("follow", "through"))
+    what = f"weights of {parameters // 1_000_000} M parameters to another worker, {where}"
+    return compared(what, ours, "through the client, .cpu()", theirs, bar)
 
 
 def to_four_nodes(size: Size) -> Sequence[Row]:
     """The same tensor to four nodes, each of which sends at a limited rate."""
-    with throttled(size.rate), pool("TCP and TLS", 5) as compute:
+    with throttled(size.rate), pool("tcp", 5) as compute:
         here, *others = compute.devices("cpu")
         source = torch.randn(size.relayed // 4, device=here)
         targets = [torch.zeros_like(source, device=device) for device in others]
@@ -149,7 +156,7 @@ if __name__ == "__main__":
         del sys.argv[at : at + 2]
     run_suite(
         "copies between devices",
-        [over_shared_memory, over_tcp, to_four_nodes],
+        [on_one_host, over_tcp, to_four_nodes],
         full=FULL,
         quick=QUICK,
     )

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from skyward.device import meeting
@@ -83,16 +83,33 @@ def _carry(source: socket.socket, target: socket.socket, allowance: Allowance) -
 @contextlib.contextmanager
 def throttled(rate: float) -> Iterator[None]:
     """Links made meanwhile pass through a throttle of so many bytes a second for each device."""
-    throttle, arrange = Throttle(rate), meeting.arrange
+    throttle = Throttle(rate)
+    try:
+        with _rearranged(throttle.between):
+            yield
+    finally:
+        throttle.close()
 
-    def through(link: int, own: str, here: Any, other: str, there: Any) -> Meeting:
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Links made meanwhile are those of nodes on different machines, with TLS."""
+    with _rearranged(lambda own, other, endpoint: endpoint):
+        yield
+
+
+@contextlib.contextmanager
+def _rearranged(endpoint_for: Callable[[str, str, str], str]) -> Iterator[None]:
+    arrange = meeting.arrange
+
+    def otherwise(link: int, own: str, here: Any, other: str, there: Any) -> Meeting:
         made = arrange(link, own, here, other, there)
-        made.endpoints = tuple(throttle.between(own, other, each) for each in made.endpoints)
+        over_network = [each for each in made.endpoints if each.startswith("tcp:")]
+        made.endpoints = tuple(endpoint_for(own, other, each) for each in over_network)
         return made
 
-    meeting.arrange = through
+    meeting.arrange = otherwise
     try:
         yield
     finally:
         meeting.arrange = arrange
-        throttle.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,11 +51,30 @@ def three(sharing) -> Iterator[list[torch.device]]:
 
 
 @pytest.fixture(scope="session")
-def over_network(sharing) -> Iterator[list[torch.device]]:
-    """Devices of two nodes that are reached as over a network."""
+def remote(sharing) -> Iterator[list[torch.device]]:
+    """Devices of two nodes that the client reaches as over a network."""
     local = sky.Local(transport="tcp")
     with sharing(sky.Compute(local, nodes=2, options=sky.Options(console=False))) as compute:
         yield compute.devices("cpu")
+
+
+@pytest.fixture
+def over_network(remote: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The same, which do not see that they are on one machine."""
+    rearrange(monkeypatch, lambda endpoint: endpoint if endpoint.startswith("tcp:") else "")
+    return remote
+
+
+def rearrange(patch: pytest.MonkeyPatch, endpoint_for: Callable[[str], str]) -> None:
+    """Have devices connect to other endpoints than those that their processes listen at."""
+    arrange = meeting.arrange
+
+    def otherwise(*args: Any) -> meeting.Meeting:
+        made = arrange(*args)
+        made.endpoints = tuple(filter(None, map(endpoint_for, made.endpoints)))
+        return made
+
+    patch.setattr(meeting, "arrange", otherwise)
 
 
 # What is copied.
@@ -461,17 +482,20 @@ def test_devices_of_two_pools_reach_each_other(
         assert torch.equal(x.to(over_network[1]).to(device).cpu(), x)
 
 
+def test_nodes_of_one_machine_share_memory_however_the_client_reaches_them() -> None:
+    local = sky.Local(transport="tcp")
+    with sky.Compute(local, nodes=2, options=sky.Options(console=False)) as compute:
+        first, second = compute.devices("cpu")
+        x = torch.randn(MIB)
+        assert torch.equal(x.to(first).to(second).cpu(), x)
+        mapped = [Path(f"/proc/{p.pid}/maps").read_text() for p in device_processes(compute)]
+        assert all("memfd:skyward-device" in each for each in mapped)
+
+
 def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arrange = meeting.arrange
-
-    def elsewhere(*args: object) -> meeting.Meeting:
-        made = arrange(*args)  # type: ignore[arg-type]
-        made.endpoints = tuple(f"{each}.not-here" for each in made.endpoints)
-        return made
-
-    monkeypatch.setattr(meeting, "arrange", elsewhere)
+    rearrange(monkeypatch, lambda endpoint: f"{endpoint}.not-here")
     with sky.Compute(nodes=2, options=sky.Options(console=False)) as compute:
         first, second = compute.devices("cpu")
         x = torch.randn(5 * MIB)
@@ -486,14 +510,11 @@ def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
 
 
 def test_a_link_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange, proxy = meeting.arrange, Proxy()
-
-    def redirected(*args: object) -> meeting.Meeting:
-        made = arrange(*args)  # type: ignore[arg-type]
-        made.endpoints = tuple(map(proxy.endpoint_for, made.endpoints))
-        return made
-
-    monkeypatch.setattr(meeting, "arrange", redirected)
+    proxy = Proxy()
+    rearrange(
+        monkeypatch,
+        lambda endpoint: proxy.endpoint_for(endpoint) if endpoint.startswith("tcp:") else "",
+    )
     local = sky.Local(transport="tcp")
     with sky.Compute(local, nodes=2, options=sky.Options(console=False)) as compute:
         first, second = compute.devices("cpu")

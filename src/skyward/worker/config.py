@@ -50,9 +50,12 @@ class AgentConfig(msgspec.Struct):
     """An address on which the node's executors also listen, for executors of other nodes."""
 
     def place(self, name: str, *, for_peers: bool = False) -> str:
-        """Where a process of this node listens, in the form that a `Listener` takes."""
+        """Where a process of this node listens, in the form that a `Listener` takes.
+
+        With `for_peers`, also where processes of other nodes reach it, and of this machine.
+        """
         if self.address != "unix":
-            return f"tcp:{self.address}:0"
+            return f"tcp:{self.address}:0" + (f" unix:{self.folder}/{name}" if for_peers else "")
         addresses = [self.direct, self.private if for_peers else ""] if self.credentials else []
         if self.forwarded and self.credentials:
             addresses.append(LOOPBACK)

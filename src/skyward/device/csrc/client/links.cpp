@@ -177,6 +177,8 @@ void copy_through_here(const at::Tensor& from, Session& source, Session& target,
 void move_bytes(const at::Tensor& to, const at::Tensor& from) {
   Session::unshare(to.unsafeGetTensorImpl());
   auto a = Session::place_of(from.unsafeGetTensorImpl()), b = Session::place_of(to.unsafeGetTensorImpl());
+  a.session.check_open();  // in a forked child, before a mutex that may have been held when it was forked
+  b.session.check_open();
   uint64_t bytes = from.nbytes(), item = from.itemsize();
   Extent source{a.session.serial, a.slot, static_cast<uint64_t>(a.offset) * item, bytes};
   Extent target{b.session.serial, b.slot, static_cast<uint64_t>(b.offset) * item, bytes};

@@ -307,7 +307,7 @@ void Peer::give_from_device(Passage& passage) {
   Staging staging(passage);
   auto begin = [&](uint64_t at, int which) {
     auto n = std::min(kHalf, passage.bytes - at);
-    staging.part(which, n).copy_(byte_view(passage.memory, passage.offset + at, n), /*non_blocking=*/true);
+    staging.part(which, n).copy_(byte_view(passage.memory, passage.offset + at, n), /*non_blocking=*/device_.is_cuda());
     staging.mark(which);
   };
   int turn = 0;
@@ -326,7 +326,8 @@ void Peer::take_to_device(Passage& passage) {
     auto n = std::min(kHalf, passage.bytes - done);
     staging.await(turn);
     read(staging.bytes(turn), n, done, passage.bytes);
-    byte_view(passage.memory, passage.offset + done, n).copy_(staging.part(turn, n), /*non_blocking=*/true);
+    byte_view(passage.memory, passage.offset + done, n)
+        .copy_(staging.part(turn, n), /*non_blocking=*/device_.is_cuda());
     staging.mark(turn);
     done += n;
   }
