@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -378,6 +379,35 @@ def test_threads_copy_in_all_directions_at_once(three: list[torch.device]) -> No
     for thread in threads:
         thread.join()
     assert not problems
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_of_copies_and_writes_is_as_on_one_device(
+    three: list[torch.device], seed: int
+) -> None:
+    choose = random.Random(seed)
+    size = choose.choice([1000, 300_000, 600_000])  # also above what is passed on
+    values = [torch.arange(float(size)) + 1000 * i for i in range(6)]
+    pairs = [(value.to(three[i % 3]), value) for i, value in enumerate(values)]
+    for _ in range(100):
+        kind = choose.randrange(6)
+        (a, right_a), (b, right_b) = choose.sample(pairs, 2)
+        low = choose.randrange(size)
+        high = choose.randrange(low, size) + 1
+        half = (high - low + 1) // 2
+        for x, y in ((a, b), (right_a, right_b)):
+            if kind < 2:
+                y.copy_(x)
+            elif kind == 2:
+                y[low:high].copy_(x[low:high])
+            elif kind == 3:
+                y[low:high:2].copy_(x[low : low + half])
+            elif kind == 4:
+                x[low:high].add_(1)
+        if kind == 5:
+            moved = (a.to(choose.choice(three), copy=True), right_a.clone())
+            pairs = [moved if pair[0] is b else pair for pair in pairs]
+    assert all(torch.equal(ours.cpu(), right) for ours, right in pairs)
 
 
 # One source, many devices.
