@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skyward.device import build
@@ -86,6 +86,9 @@ class DeviceStats:
     """How often the client waited for the worker."""
     bytes_uploaded: int
     bytes_fetched: int
+    bytes_coded: int
+    """Bytes of the operation stream as they went to the worker. Over a network, records that went
+    before go as a reference."""
 
 
 class Core:
@@ -183,9 +186,21 @@ class Core:
 
     def stats(self, index: int) -> DeviceStats:
         """The numbers of the device so far."""
-        numbers = (ctypes.c_uint64 * 7)()
+        numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
         self._call("sky_stats", index, numbers)
         return DeviceStats(*numbers)
+
+    def remember(self, index: int, answers: bytes) -> None:
+        """Take what workers like this one have answered before (`learned`)."""
+        self._call("sky_remember", index, answers, ctypes.c_uint64(len(answers)))
+
+    def learned(self, index: int) -> tuple[bytes, bool]:
+        """What the device's worker has answered, and whether earlier answers were right."""
+        answer, size, wrong = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int()
+        self._call(
+            "sky_learned", index, ctypes.byref(answer), ctypes.byref(size), ctypes.byref(wrong)
+        )
+        return ctypes.string_at(answer, size.value), not wrong.value
 
     def place(self, index: int) -> str:
         """What the device is and where, for people."""
@@ -357,7 +372,7 @@ class Core:
     @property
     def open_devices(self) -> list[int]:
         """The indices in use, without those whose worker died."""
-        numbers = (ctypes.c_uint64 * 7)()
+        numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
         with self._lock:
             taken = [index for index in range(DEVICES_MAX) if index not in self._free]
         return [index for index in taken if not self._library.sky_stats(index, numbers)]

@@ -48,7 +48,7 @@ Product product_of(const std::string& name) {
 std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   auto info = std::make_unique<OpInfo>();
   const auto& schema = op.schema();
-  info->name = &op.operator_name();
+  info->own_name = op.operator_name();
   info->arguments = schema.arguments().size();
   for (auto& a : schema.arguments()) {
     auto type = a.type();

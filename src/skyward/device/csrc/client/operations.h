@@ -9,7 +9,8 @@ namespace sky {
 enum class Product : uint8_t { kNone, kMatmul, kConvolution, kRecurrent };
 
 struct OpInfo {
-  const c10::OperatorName* name;
+  c10::OperatorName own_name{"", ""};  // a copy: a library of the user's may take its operations back
+  const c10::OperatorName* name = &own_name;
   size_t arguments = 0;
   std::vector<bool> number;    // arguments of type Scalar
   std::vector<bool> written;   // arguments it writes to
