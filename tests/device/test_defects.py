@@ -88,7 +88,6 @@ def test_errors_begin_as_pytorchs_do(device: torch.device) -> None:
         said = []
         for wrong in (
             lambda: torch.ones(2, device=where) @ torch.ones(3, device=where),
-            lambda: torch.ones(2, device=where)[torch.tensor([5], device=where)],
             lambda: torch.linalg.inv(torch.zeros(2, 2, device=where)),
             lambda: torch.empty(0, device=where).item(),
             lambda: torch.ones(2, dtype=torch.int64, device=where).pow(-1),
@@ -99,6 +98,15 @@ def test_errors_begin_as_pytorchs_do(device: torch.device) -> None:
         return said
 
     assert messages(device) == messages(torch.device("cpu"))
+
+
+def test_an_index_beyond_the_end_is_an_error_of_the_next_read(device: torch.device) -> None:
+    def message(where: torch.device) -> str:
+        with pytest.raises(IndexError) as caught:
+            torch.ones(2, device=where)[torch.tensor([5], device=where)].tolist()
+        return str(caught.value)
+
+    assert message(device).startswith(message(torch.device("cpu")))
 
 
 def test_indices_on_the_device_of_a_tensor_that_is_not_there_are_refused(

@@ -19,7 +19,7 @@ import platformdirs
 from skyward.device import compiling
 from skyward.device.compiling import PARTS, Compiler, CompilerError
 
-__all__ = ["PARTS", "CompilerError", "check", "libraries", "library", "shipped_name"]
+__all__ = ["PARTS", "CompilerError", "cache", "check", "libraries", "library", "shipped_name"]
 
 SHIPPED = Path(__file__).parent / "cores"
 """Where a wheel for one platform has its cores; the wheel for all platforms has none."""
@@ -42,17 +42,17 @@ def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
     found = {part: _shipped(part) or _cached(part) for part in parts}
     missing = {part: path for part, path in found.items() if not path.exists()}
     if missing:
-        _cache().mkdir(parents=True, exist_ok=True)
+        cache().mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as locks:
             # One process compiles, the others wait for it.
             for part in sorted(missing):
-                lock = locks.enter_context(open(_cache() / f"{part}.lock", "w"))
+                lock = locks.enter_context(open(cache() / f"{part}.lock", "w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             still_missing = {part: path for part, path in missing.items() if not path.exists()}
             if still_missing:
                 _compile(still_missing)
     for path in found.values():
-        if path.parent == _cache():
+        if path.parent == cache():
             # The time says when it was last used. The cache may be read-only.
             with contextlib.suppress(OSError):
                 os.utime(path)
@@ -76,7 +76,7 @@ def check() -> int:
     for part in PARTS:
         words = (*STRICT_FLAGS, compiler.identity, compiler.torch)
         digest = compiling.digest(compiling.files_of(part), words)
-        stamp = _cache() / "checked" / f"{part}-{digest}"
+        stamp = cache() / "checked" / f"{part}-{digest}"
         if stamp.exists():
             continue
         compiling.inspect(part, compiler, STRICT_FLAGS)
@@ -104,7 +104,7 @@ def _cached(part: str) -> Path:
 
     digest = compiling.digest(compiling.files_of(part), compiling.flags_of(part))
     name = f"{part}-{torch.__version__}-abi{_abi()}-{platform.machine()}-{digest}.so"
-    return _cache() / name
+    return cache() / name
 
 
 def _abi() -> int:
@@ -113,7 +113,8 @@ def _abi() -> int:
     return int(torch.compiled_with_cxx11_abi())
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """The folder of everything that the device keeps between runs."""
     return (
         Path(os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")) / "device"
     )
@@ -153,7 +154,7 @@ def _compile(targets: dict[str, Path]) -> None:
         file=sys.stderr,
         flush=True,
     )
-    objects = _cache() / "objects"
+    objects = cache() / "objects"
     compiling.make(targets, compiler, objects)
     _remove_old()
     print(
@@ -165,11 +166,11 @@ def _compile(targets: dict[str, Path]) -> None:
 
 def _remove_old() -> None:
     """Leave the cores and objects used last, and nothing of compilers that were killed."""
-    cache, now = _cache(), time.time()
-    for kind in (cache.glob("*.so"), cache.glob("objects/*.o")):
+    folder, now = cache(), time.time()
+    for kind in (folder.glob("*.so"), folder.glob("objects/*.o")):
         for path in sorted(kind, key=_used, reverse=True)[KEPT:]:
             path.unlink(missing_ok=True)
-    for left in (*cache.glob("objects/sky-*"), *cache.glob("sky-build-*")):
+    for left in (*folder.glob("objects/sky-*"), *folder.glob("sky-build-*")):
         if _used(left) < now - STALE_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
 

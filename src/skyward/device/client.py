@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from skyward.device import recovery
+from skyward.device import recovery, remembered
 from skyward.device.core import DeviceError, core
 from skyward.device.meeting import Whereabouts
 from skyward.device.processors import spared
@@ -82,6 +83,9 @@ class Device:
                     lost={life.slot: text for life, text in texts.items()},
                 )
                 recoveries.opened_again(again, frozenset(texts))
+            self._remembered = None if shares_memory else remembered.file_for(properties)
+            if self._remembered is not None:
+                core().remember(self.index, remembered.read(self._remembered))
             self._opened = opened.pop_all()
 
     def end(self, why: str) -> None:
@@ -91,5 +95,9 @@ class Device:
 
     def close(self, why: str) -> None:
         """End the device; using its tensors raises an error that says why."""
+        if self._remembered is not None:
+            # A device that has ended itself has nothing to tell.
+            with contextlib.suppress(DeviceError):
+                remembered.add(self._remembered, *core().learned(self.index))
         core().close(self.index, f"sky:{self.index} ({self._where}) is gone: {why}")
         self._opened.close()

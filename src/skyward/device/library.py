@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -28,8 +28,6 @@ LEFT_COMPOSITE = (
 )
 DEVICES_MAX = 64
 _GONE = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
-NUMBERS = 9
-"""How many numbers a device's statistics are."""
 
 _Introduce = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -103,6 +101,9 @@ class DeviceStats:
     bytes_to_devices: int
     """Bytes that its process has sent to those of other devices."""
     bytes_from_devices: int
+    bytes_coded: int
+    """Bytes of the operation stream as they went to the worker. Over a network, records that went
+    before go as a reference."""
 
 
 class Core:
@@ -206,9 +207,21 @@ class Core:
 
     def stats(self, index: int) -> DeviceStats:
         """The numbers of the device so far."""
-        numbers = (ctypes.c_uint64 * NUMBERS)()
+        numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
         self._call("sky_stats", index, numbers)
         return DeviceStats(*numbers)
+
+    def remember(self, index: int, answers: bytes) -> None:
+        """Take what workers like this one have answered before (`learned`)."""
+        self._call("sky_remember", index, answers, ctypes.c_uint64(len(answers)))
+
+    def learned(self, index: int) -> tuple[bytes, bool]:
+        """What the device's worker has answered, and whether earlier answers were right."""
+        answer, size, wrong = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int()
+        self._call(
+            "sky_learned", index, ctypes.byref(answer), ctypes.byref(size), ctypes.byref(wrong)
+        )
+        return ctypes.string_at(answer, size.value), not wrong.value
 
     def place(self, index: int) -> str:
         """What the device is and where, for people."""
@@ -378,6 +391,7 @@ class Core:
     def set_generator_state(self, index: int, number: int, state: bytes) -> None:
         """Set the state of one of the device's generators."""
         self._call("sky_set_generator_state", index, number, state, ctypes.c_uint64(len(state)))
+
     def _introduce(self, index: int, other: int, link: int, text: Any, size: int) -> int:
         """Write how the process of one device reaches that of another; called by the core."""
         try:
@@ -399,7 +413,7 @@ class Core:
     @property
     def open_devices(self) -> list[int]:
         """The indices in use, without those whose worker died."""
-        numbers = (ctypes.c_uint64 * NUMBERS)()
+        numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
         with self._lock:
             taken = [index for index in range(DEVICES_MAX) if index not in self._free]
         return [index for index in taken if not self._library.sky_stats(index, numbers)]

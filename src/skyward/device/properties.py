@@ -26,11 +26,16 @@ class DeviceProperties(types.SimpleNamespace):
     minor: int
     multi_processor_count: int
     is_bf16_supported: bool
+    torch_version: str
+    """The version of PyTorch on the node."""
 
 
 def read(kind: str) -> dict[str, Any]:
     """The properties of a device of this machine, as values that JSON can carry."""
-    return {"type": kind.partition(":")[0], **(_of_gpu(kind) if "cuda" in kind else _of_host(kind))}
+    import torch
+
+    found = _of_gpu(kind) if "cuda" in kind else _of_host(kind)
+    return {"type": kind.partition(":")[0], "torch_version": str(torch.__version__), **found}
 
 
 def _of_gpu(kind: str) -> dict[str, Any]:
@@ -41,6 +46,8 @@ def _of_gpu(kind: str) -> dict[str, Any]:
     plain = {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
     if "uuid" in values:
         plain["uuid"] = str(values["uuid"])
+    if (cudnn := torch.backends.cudnn.version()) is not None:  # type: ignore[no-untyped-call]
+        plain["cudnn_version"] = cudnn
     with torch.cuda.device(kind):
         return {**plain, "is_bf16_supported": torch.cuda.is_bf16_supported()}
 

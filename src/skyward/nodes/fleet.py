@@ -13,8 +13,8 @@ from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.device.library import DeviceError
-from skyward.device.recovery import recoveries
 from skyward.device.meeting import Whereabouts
+from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Contacts, reach

@@ -64,8 +64,8 @@ int sky_stats(int index, uint64_t* out) {
     auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
     session.check_open();
     auto& s = session.stats;
-    uint64_t values[] = {s.operations, s.hits,    s.asks,    s.bytes,     s.waits,
-                         s.uploaded,   s.fetched, s.sent_on, s.taken_over};
+    uint64_t values[] = {s.operations, s.hits,    s.asks,    s.bytes,      s.waits,
+                         s.uploaded,   s.fetched, s.sent_on, s.taken_over, s.coded};
     std::memcpy(out, values, sizeof values);
   });
 }
@@ -246,6 +246,49 @@ int sky_probe(int index, uint64_t seed, uint32_t count, const char** definition,
     *payload = sent.data();
     *payload_size = sent.size();
     *text = meant.c_str();
+  });
+}
+
+// What workers have answered in earlier sessions. Only a device over a network remembers.
+int sky_remember(int index, const char* data, uint64_t size) {
+  return sky::guarded([&] {
+    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
+    if (session.remembered) session.remembered->read(data, size);
+  });
+}
+
+// What this session's worker has answered, in the same form, until this thread's next call. `wrong`: an answer of an
+// earlier session was not right.
+int sky_learned(int index, const char** answer, uint64_t* size, int* wrong) {
+  static thread_local std::string learned;
+  return sky::guarded([&] {
+    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
+    *wrong = session.remembered && session.remembered->is_wrong;
+    learned = session.remembered ? session.remembered->learned() : "";
+    *answer = learned.data();
+    *size = learned.size();
+  });
+}
+
+// For tests: the coding of the op stream, both ways; `anew` begins another stream. Answers stay until the next call.
+int sky_probe_encode(int anew, const char* raw, uint64_t size, const char** coded, uint64_t* coded_size) {
+  static std::unique_ptr<sky::Encoder> encoder;
+  static std::string out;
+  return sky::guarded([&] {
+    if (anew) encoder = std::make_unique<sky::Encoder>();
+    out.clear();
+    encoder->encode({raw, size}, out);
+    *coded = out.data();
+    *coded_size = out.size();
+  });
+}
+
+int sky_probe_decode(int anew, const char* coded, uint64_t size, char* into, uint64_t room, uint64_t* given) {
+  static std::unique_ptr<sky::Decoder> decoder;
+  return sky::guarded([&] {
+    if (anew) decoder = std::make_unique<sky::Decoder>();
+    decoder->take(coded, size);
+    *given = decoder->give(into, room);
   });
 }
 

@@ -1,4 +1,4 @@
-// Attention: the kernel the worker itself would choose, asked once for every kind of arguments.
+// Attention: the kernel the worker itself would choose, asked once for every kind of arguments, whatever the lengths.
 //
 // PyTorch's own composite knows which fused kernels CPU and CUDA have, not which ours stands for. The
 // fused operations carry their gradients, so the graph is the same as on the worker's own device.
@@ -21,6 +21,7 @@
 #include <limits>
 
 #include "session.h"
+#include "settings.h"
 
 namespace sky {
 namespace {
@@ -28,6 +29,8 @@ namespace {
 enum Choice : int64_t { kMath = 0, kFlash = 1, kEfficient = 2, kByCudnn = 3 };
 
 using Optional = std::optional<at::Tensor>;
+
+constexpr size_t kChoicesMost = 4096;
 
 // What PyTorch checks before it chooses a kernel.
 void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask) {
@@ -130,6 +133,48 @@ bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   return c10::isFloatingType(query.scalar_type()) && fits(0) && fits(1) && fits(3);
 }
 
+// A length as far as a choice depends on it: kernels want multiples, and refuse none or one.
+int64_t kind_of_length(int64_t length) { return length % 64 == 0 ? std::min<int64_t>(length, 64) : length % 8 ? 1 : 8; }
+
+// What the worker's choice depends on. Lengths and the size of the batch count only by their kind, else every new
+// length would be asked for.
+std::vector<int64_t> kind_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const Optional& mask, double dropout, bool causal, bool scaled, bool grouped) {
+  std::vector<int64_t> kind{
+      static_cast<int64_t>(settings_now()), dropout > 0, causal, scaled, grouped, at::GradMode::is_enabled()};
+  auto batch = query.dim() == 4 ? query.size(0) : -1, rows = query.size(-2), columns = key.size(-2);
+  kind.insert(kind.end(), {rows == columns, rows == 1, columns == 1, batch == 1, batch == 0});
+  for (auto* t : {&query, &key, &value, mask ? &*mask : nullptr}) {
+    if (!t) break;
+    kind.insert(kind.end(), {t->dim(), static_cast<int64_t>(t->scalar_type()), t->stride(-1) == 1, t->is_contiguous()});
+    for (int64_t i = 0; i < t->dim(); i++) {
+      auto size = t->size(i);
+      bool is_width = i == t->dim() - 1 && t != (mask ? &*mask : nullptr), is_heads = i == t->dim() - 3;
+      bool is_batch = t->dim() == 4 && i == 0;
+      if (is_width || is_heads) kind.push_back(size);
+      else if (is_batch) kind.push_back(size == batch ? -1 : size == 1);
+      else kind.insert(kind.end(), {kind_of_length(size), size == rows, size == columns, size == 1});
+    }
+  }
+  return kind;
+}
+
+int64_t offered_for(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
+                    double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  auto& session = session_at(query.device().index());
+  auto kind = kind_of_attention(query, key, value, mask, dropout, causal, scale.has_value(), grouped);
+  {
+    std::lock_guard lock(session.mutex);
+    auto known = session.attention_choices.find(kind);
+    if (known != session.attention_choices.end()) return known->second;
+  }
+  auto choice = at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  std::lock_guard lock(session.mutex);
+  if (session.attention_choices.size() >= kChoicesMost) session.attention_choices.clear();
+  session.attention_choices.emplace(std::move(kind), choice);
+  return choice;
+}
+
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
                      double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
@@ -150,8 +195,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   } else {
     // The worker sees no gradients; the CPU's fused kernel has none for the mask.
     bool by_hand = on_cpu && with_grad && mask && mask->requires_grad();
-    offered =
-        by_hand ? int64_t{kMath} : at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+    offered = by_hand ? int64_t{kMath} : offered_for(query, key, value, mask, dropout, causal, scale, grouped);
   }
   auto bias = additive(mask, query);
   bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());

@@ -47,23 +47,34 @@ void note_written(Session& session, const IValue& v) {
     session.wrote(Session::place_of(v.toTensor().unsafeGetTensorImpl()).slot);
 }
 
+void write_promised(Writer& w, const OutInfo& out) {
+  w.u8(out.kind);
+  if (out.kind == kTensorList) {
+    w.u32(static_cast<uint32_t>(out.items.size()));
+    for (auto& item : out.items) write_promised(w, item);
+  }
+  if (out.kind != kNewTensor) return;
+  w.u8(static_cast<uint8_t>(out.layout.dtype));
+  w.u8(static_cast<uint8_t>(out.layout.sizes.size()));
+  w.u8(out.layout.bits);
+  for (auto n : out.layout.sizes) w.i64(n);
+  for (auto n : out.layout.strides) w.i64(n);
+}
+
 void write_promise(Writer& w, const Template& t) {
   w.u8(t.known);
-  for (auto& out : t.outs) {
-    w.u8(out.kind);
-    w.u8(static_cast<uint8_t>(out.layout.dtype));
-    w.u8(static_cast<uint8_t>(out.layout.sizes.size()));
-    w.u8(out.layout.bits);
-    for (auto n : out.layout.sizes) w.i64(n);
-    for (auto n : out.layout.strides) w.i64(n);
-  }
+  for (auto& out : t.outs) write_promised(w, out);
 }
 
 Template* define(Session& session, std::unique_ptr<Template> made, const Key& key, const IValue* args, uint64_t h) {
   const auto& op = *made->op;
-  made->id = session.template_count++;
+  auto given = session.template_count;
+  made->id = session.new_template();
+  made->used = session.stats.operations;
   made->key = key.words;
+  bool is_reused = session.template_count == given;
   Writer w;
+  if (is_reused) w.u32(made->id);
   w.text(op.name->name);
   w.text(op.name->overload_name);
   w.u32(static_cast<uint32_t>(key.payload.size()));
@@ -71,7 +82,7 @@ Template* define(Session& session, std::unique_ptr<Template> made, const Key& ke
   write_arguments(w, key, op, args);
   write_promise(w, *made);
   Writer record;
-  record.u32(kDefine);
+  record.u32(is_reused ? kRedefine : kDefine);
   record.text(w.bytes());
   session.put(record.bytes().data(), record.size());
   return session.templates.emplace(h, std::move(made))->second.get();
@@ -132,6 +143,31 @@ void read_answer(const std::string& answer, const OpInfo& info, Template& t) try
   }
 } catch (const Malformed& e) {
   fail(std::string("an answer of the worker cannot be read: ") + e.what());
+}
+
+// What an earlier session was told of the same; the worker checks it as it checks what is worked out here.
+bool recall(Session& session, const OpInfo& info, const std::string& key, Template& t) {
+  auto answer = session.remembered->find(key);
+  if (!answer) return false;
+  try {
+    read_answer(*answer, info, t);
+  } catch (const c10::Error&) {
+    t.outs.clear();
+    t.resized.clear();
+    t.new_tensors = 0;
+    return false;  // the worker is asked instead
+  }
+  return true;
+}
+
+std::string remembered_key(const OpInfo& info, const Key& key) {
+  return Remembered::key_of(info.name->name, info.name->overload_name, key.settings, key.words);
+}
+
+// What depends on the data or on this process, or is told of more than results, is not remembered.
+bool may_remember(const Session& session, const OpInfo& info, const Key& key) {
+  return session.remembered && !info.asks_always && !info.names_graphs && !(info.indexes && key.masked) &&
+         info.outs.empty();
 }
 
 at::Tensor new_tensor(Session& session, const Layout& layout, std::string& slots) {
@@ -224,16 +260,19 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         made->op = &info;
         // Without the lock: PyTorch's code may want Python's, whose holder may be freeing a tensor of ours.
         lock.unlock();
-        made->known = infer(op, info, args, *made);
+        made->known = infer(session, op, info, args, *made);
         lock.lock();
         session.begin();
         tell_settings(session, key, info);
         t = find(session, info, key, h);
+        if (!t && !made->known && may_remember(session, info, key))
+          made->known = recall(session, info, remembered_key(info, key), *made);
         if (!t) t = define(session, std::move(made), key, args, h);
       }
       if (session.last) session.last->next = t;
     }
     session.last = t;
+    t->used = session.stats.operations;
     auto* issue = session.recorded(t->id, began);
     std::string slots;
     bool asks = !t->known || info.asks_always || (info.indexes && key.masked);
@@ -248,6 +287,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       read_answer(answer, info, *t);
       // What warned may warn again, and is asked again, so that the warning has its own line.
       t->known = !session.warned;
+      if (t->known && t->resized.empty() && may_remember(session, info, key))
+        session.remembered->learn(remembered_key(info, key), answer);
     } else {
       session.stats.hits++;
     }

@@ -48,7 +48,7 @@ Product product_of(const std::string& name) {
 std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   auto info = std::make_unique<OpInfo>();
   const auto& schema = op.schema();
-  info->name = &op.operator_name();
+  info->own_name = op.operator_name();
   info->arguments = schema.arguments().size();
   for (auto& a : schema.arguments()) {
     auto type = a.type();
@@ -100,6 +100,13 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   if (name == "aten::histc") info->asks_always = true;
   // Its only result is the error, which callers catch where they call.
   if (name == "aten::_linalg_check_errors") info->asks_always = true;
+  // What the worker says of a graph is as long as it is; of one that is dropped there is nothing to say.
+  if (name == "skyward::ship") info->asks_always = true;
+  if (name == "skyward::drop") {
+    info->asks_always = false;
+    info->only_writes = true;
+  }
+  info->names_graphs = name.rfind("skyward::", 0) == 0;
   return info;
 }
 

@@ -9,7 +9,8 @@ namespace sky {
 enum class Product : uint8_t { kNone, kMatmul, kConvolution, kRecurrent };
 
 struct OpInfo {
-  const c10::OperatorName* name;
+  c10::OperatorName own_name{"", ""};  // a copy: a library of the user's may take its operations back
+  const c10::OperatorName* name = &own_name;
   size_t arguments = 0;
   std::vector<bool> number;    // arguments of type Scalar
   std::vector<bool> written;   // arguments it writes to
@@ -21,6 +22,7 @@ struct OpInfo {
   bool scalars_shape = false;  // scalars decide the result's shape or value: arange and its kin
   bool indexes = false;        // a mask among its indices makes it depend on data
   bool only_writes = false;    // it makes no tensors and resizes none
+  bool names_graphs = false;   // it is about graphs of this process, by their numbers
   Product product = Product::kNone;
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results
 };

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "../wire/socket.h"
@@ -13,6 +14,15 @@ namespace {
 constexpr size_t kFlushAt = 1024;
 constexpr auto kFlushAfter = std::chrono::microseconds(100);
 constexpr auto kSleepAfter = std::chrono::milliseconds(5);
+// Over a network every flush costs a record of the link and one of TLS, 30 bytes, and the worker is far behind anyway.
+// The moment grows as long as operations keep coming, from the end of each wait on.
+constexpr size_t kFarFlushAt = 64 << 10;
+constexpr auto kFarFlushAfter = std::chrono::microseconds(8000);
+// How far the worker may be behind. Coded records are so short that the link would take hours of them.
+constexpr uint64_t kMarkEvery = 512 << 10;
+constexpr uint32_t kMarksMost = 16;
+// Templates of a session: those of a hundred shapes of a large model.
+constexpr size_t kTemplatesMost = 32768;
 // A training step is forty operations at the very least: three waits in it are one every dozen.
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
@@ -35,9 +45,11 @@ Session::Session(int index, uint32_t serial, int ops, std::vector<int> bulk, boo
     : index(index),
       serial(serial),
       on_cpu(on_cpu),
+      remembered(shares_memory ? nullptr : std::make_unique<Remembered>()),
       rings_(shares_memory ? SharedRings::make(ops, bulk.front()) : nullptr),
       ops_(ops, rings_ ? &rings_->records : nullptr, rings_ ? &rings_->replies : nullptr),
-      bulk_(std::move(bulk), rings_.get()) {
+      bulk_(std::move(bulk), rings_.get()),
+      encoder_(shares_memory ? nullptr : std::make_unique<Encoder>()) {
   if (rings_) rings_->replies.spin(std::thread::hardware_concurrency() > 2);
   out_.reserve(1 << 16);
   flusher_ = std::thread([this] { flush_later(); });
@@ -62,6 +74,7 @@ void Session::retire() {
 
 void Session::begin() {
   check_open();
+  if (C10_UNLIKELY(encoder_ && stats.bytes - marked_ >= kMarkEvery)) mark();
   auto wanted = current_stream(static_cast<c10::DeviceIndex>(index));
   if (C10_LIKELY(wanted == stream_)) return;
   uint32_t record[] = {kStream, wanted};
@@ -72,7 +85,7 @@ void Session::begin() {
 void Session::put(const void* data, size_t size) {
   out_.append(static_cast<const char*>(data), size);
   stats.bytes += size;
-  if (out_.size() >= kFlushAt) {
+  if (out_.size() >= (encoder_ ? kFarFlushAt : kFlushAt)) {
     flush();
     return;
   }
@@ -89,6 +102,12 @@ void Session::flush() {
   dirty_.store(false, std::memory_order_relaxed);
   if (out_.empty()) return;
   Spent spent(recording_.get(), kFlushing, out_.size());
+  if (encoder_) {
+    coded_.clear();
+    encoder_->encode(out_, coded_);
+    std::swap(out_, coded_);
+  }
+  stats.coded += out_.size();
   try {
     auto sent = ops_.send_some(out_.data(), out_.size());
     if (sent < out_.size()) {
@@ -101,10 +120,25 @@ void Session::flush() {
   out_.clear();
 }
 
+// What comes now is not to wait for the moment that the flusher is in.
+void Session::hurry() {
+  if (!encoder_) return;
+  std::lock_guard lock(wake_mutex_);
+  hurried_ = true;
+  wake_.notify_one();
+}
+
 void Session::flush_later() {
   auto quiet_since = std::chrono::steady_clock::now();
+  std::chrono::microseconds moment = kFlushAfter;
   while (!ending_) {
-    std::this_thread::sleep_for(kFlushAfter);
+    if (encoder_) {
+      std::unique_lock lock(wake_mutex_);
+      wake_.wait_for(lock, moment, [this] { return hurried_ || ending_; });
+      if (hurried_.exchange(false)) moment = kFlushAfter;
+    } else {
+      std::this_thread::sleep_for(moment);
+    }
     auto now = std::chrono::steady_clock::now();
     if (dirty_.load(std::memory_order_relaxed)) {
       std::lock_guard lock(mutex);
@@ -113,15 +147,63 @@ void Session::flush_later() {
       } catch (...) {
         // Noted by `broken`; the next operation raises it.
       }
+      if (encoder_) moment = std::min(2 * moment, kFarFlushAfter);
       quiet_since = now;
     } else if (now - quiet_since > kSleepAfter) {
       std::unique_lock lock(wake_mutex_);
       asleep_.store(true);
       if (!dirty_) wake_.wait(lock, [this] { return !asleep_ || ending_.load(); });
       asleep_ = false;
+      moment = kFlushAfter;
       quiet_since = now;
     }
   }
+}
+
+void Session::mark() {
+  marked_ = stats.bytes;
+  uint32_t record = kMark;
+  put(&record, sizeof record);
+  if (++marks_ < kMarksMost) return;
+  flush();
+  while (marks_ > kMarksMost / 2) await_mark();
+}
+
+void Session::await_mark() {
+  char head[5];
+  try {
+    OutsidePython outside;
+    ops_.receive(head, sizeof head);
+  } catch (const Disconnected& e) {
+    broken(e.what());
+  }
+  SKY_CHECK(head[4] == kMarked && marks_, "the worker answered what was not asked");
+  marks_--;
+}
+
+uint32_t Session::new_template() {
+  // A profile tells operations by their templates' numbers.
+  if (templates.size() >= kTemplatesMost && !recording_) forget_templates();
+  if (forgotten.empty()) return template_count++;
+  auto id = forgotten.back();
+  forgotten.pop_back();
+  return id;
+}
+
+// A quarter of them, so that this is rare.
+void Session::forget_templates() {
+  std::vector<uint64_t> times;
+  for (auto& [hash, each] : templates) times.push_back(each->used);
+  auto limit = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4);
+  std::nth_element(times.begin(), limit, times.end());
+  for (auto& [hash, each] : templates)
+    if (each->next && each->next->used <= *limit) each->next = nullptr;
+  if (last && last->used <= *limit) last = nullptr;
+  std::erase_if(templates, [&](auto& entry) {
+    if (entry.second->used > *limit) return false;
+    forgotten.push_back(entry.second->id);
+    return true;
+  });
 }
 
 void Session::broken(const char* what) {
@@ -165,7 +247,7 @@ std::string Session::reply() {
   std::string content;
   try {
     OutsidePython outside;
-    ops_.receive(head, sizeof head);
+    while (ops_.receive(head, sizeof head), marks_ && head[4] == kMarked) marks_--;
     uint32_t length;
     std::memcpy(&length, head, 4);
     content.resize(length);
@@ -173,6 +255,7 @@ std::string Session::reply() {
   } catch (const Disconnected& e) {
     broken(e.what());
   }
+  hurry();
   auto status = static_cast<uint8_t>(head[4]);
   warned = status & kWarned;
   if (C10_UNLIKELY(warned)) try {
@@ -182,6 +265,10 @@ std::string Session::reply() {
     }
   warnings_.raise();
   status &= ~kWarned;
+  if (C10_UNLIKELY(status == kSurprised)) {
+    if (remembered) remembered->is_wrong = true;
+    status = kFailed;
+  }
   if (status != kOk) raise({static_cast<Status>(status), std::move(content)});
   return content;
 }

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -15,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../wire/coding.h"
 #include "../wire/records.h"
 #include "../wire/stream.h"
 #include "address.h"
@@ -24,6 +26,7 @@
 #include "lives.h"
 #include "pinned.h"
 #include "recording.h"
+#include "remembered.h"
 #include "slots.h"
 #include "warnings.h"
 
@@ -64,11 +67,13 @@ struct Template {
   std::vector<OutInfo> outs;
   std::vector<Resized> resized;
   Template* next = nullptr;  // what came after it last time
+  uint64_t used = 0;         // the number of the last operation that was of it
 };
 
 struct Stats {
   uint64_t operations = 0, hits = 0, asks = 0, bytes = 0, waits = 0, uploaded = 0, fetched = 0;
   uint64_t sent_on = 0, taken_over = 0;  // to other devices, and from them
+  uint64_t coded = 0;                    // bytes of records as they went out
 };
 
 class Session;
@@ -124,6 +129,7 @@ class Session {
   void begin();  // checks that the session is open, and says which stream what follows is for
   void put(const void* data, size_t size);
   void flush();
+  uint32_t new_template();  // its number; forgets those that were used longest ago when there are very many
   std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
 
   // With the lock held: the content of a slot is about to change. Counted from the first copy between devices on.
@@ -171,11 +177,14 @@ class Session {
   const bool on_cpu;  // what the worker computes on
   Stats stats;
   std::unordered_multimap<uint64_t, std::unique_ptr<Template>> templates;
-  uint32_t template_count = 0;
+  uint32_t template_count = 0;      // of numbers given
+  std::vector<uint32_t> forgotten;  // numbers that may be given again
   Template* last = nullptr;
-  std::atomic<uint64_t> seedings{0};  // of the device's own generator
-  uint64_t settings = 0;              // as the worker knows them; 0: not told yet
-  bool warned = false;                // with the last reply
+  const std::unique_ptr<Remembered> remembered;               // over a network only
+  std::map<std::vector<int64_t>, int64_t> attention_choices;  // by the kind of arguments
+  std::atomic<uint64_t> seedings{0};                          // of the device's own generator
+  uint64_t settings = 0;                                      // as the worker knows them; 0: not told yet
+  bool warned = false;                                        // with the last reply
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
@@ -197,6 +206,10 @@ class Session {
   ClockReading read_clock();
   void notice_waiting();
   void flush_later();
+  void hurry();
+  void mark();
+  void await_mark();
+  void forget_templates();
   [[noreturn]] void broken(const char* what);
 
   void copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned);
@@ -214,7 +227,10 @@ class Session {
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0, noticed_last_ = 0;
   bool advised_ = false;
   Warnings warnings_;
-  std::string out_;
+  std::string out_, coded_;
+  const std::unique_ptr<Encoder> encoder_;  // over a network only
+  uint64_t marked_ = 0;                     // bytes of records before the last mark
+  uint32_t marks_ = 0;                      // that the worker has not come to yet
   std::unique_ptr<Recording> recording_;
   Slots slots_;
   std::vector<Life> lives_;  // by slot
@@ -228,7 +244,7 @@ class Session {
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false;
   std::atomic<bool> is_retired_{false};
-  std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false};
+  std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false}, hurried_{false};
   std::mutex wake_mutex_;
   std::condition_variable wake_;
   std::thread flusher_;

@@ -1,10 +1,11 @@
 // Shapes known without asking: PyTorch's own structured kernels work them out before they compute, so what
-// they say of tensors without memory is what the worker will find.
+// they say of tensors without memory is what the worker will find. For others there are rules of ours.
 //
 // Called directly, since the dispatcher's entries for such tensors are Python, slow and at times wrong in strides.
 #include "shapes.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/_log_softmax_backward_data_meta_dispatch.h>
 #include <ATen/ops/_log_softmax_meta_dispatch.h>
 #include <ATen/ops/_softmax_backward_data_meta_dispatch.h>
@@ -27,9 +28,7 @@
 #include <ATen/ops/clamp_min_meta_dispatch.h>
 #include <ATen/ops/cos_meta_dispatch.h>
 #include <ATen/ops/cumsum_meta_dispatch.h>
-#include <ATen/ops/div_meta_dispatch.h>
 #include <ATen/ops/elu_meta_dispatch.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq_meta_dispatch.h>
 #include <ATen/ops/erf_meta_dispatch.h>
@@ -57,7 +56,6 @@
 #include <ATen/ops/minimum_meta_dispatch.h>
 #include <ATen/ops/mm_meta_dispatch.h>
 #include <ATen/ops/mse_loss_meta_dispatch.h>
-#include <ATen/ops/mul_meta_dispatch.h>
 #include <ATen/ops/ne_meta_dispatch.h>
 #include <ATen/ops/neg_meta_dispatch.h>
 #include <ATen/ops/nll_loss_backward_meta_dispatch.h>
@@ -82,7 +80,10 @@
 #include <ATen/ops/tril_meta_dispatch.h>
 #include <ATen/ops/triu_meta_dispatch.h>
 
+#include <cmath>
+
 #include "../wire/silence.h"
+#include "rules.h"
 
 namespace sky {
 namespace {
@@ -96,17 +97,12 @@ using OptDtype = std::optional<at::ScalarType>;
 using OptScalar = std::optional<Scalar>;
 using Ints = at::IntArrayRef;
 
-using Kernels = std::unordered_map<std::string, KernelFunction>;
-
-template <typename Signature>
-void add(Kernels& known, const char* name, Signature* function) {
-  known.emplace(std::string("aten::") + name, KernelFunction::makeFromUnboxedRuntimeFunction(function));
-}
-
 // clang-format takes a row of macros for one long expression.
 // clang-format off
-Kernels kernels() {
-  Kernels k;
+Rules rules() {
+  Rules k;
+  add_plain_rules(k);
+  add_layer_rules(k);
 #define SKY_PLAIN(name) add(k, #name, &at::meta::name);
   SKY_PLAIN(_log_softmax) SKY_PLAIN(_log_softmax_backward_data) SKY_PLAIN(_softmax)
   SKY_PLAIN(_softmax_backward_data) SKY_PLAIN(addcdiv) SKY_PLAIN(addcmul) SKY_PLAIN(addmm)
@@ -136,11 +132,6 @@ Kernels kernels() {
   add<Tensor&(Tensor&, const Tensor&, const Scalar&)>(k, #name "_.Tensor", &at::meta::name##_);
   SKY_SCALED(add) SKY_SCALED(sub)
 #undef SKY_SCALED
-#define SKY_BINARY(name)                                                    \
-  add<Tensor(const Tensor&, const Tensor&)>(k, #name ".Tensor", &at::meta::name); \
-  add<Tensor&(Tensor&, const Tensor&)>(k, #name "_.Tensor", &at::meta::name##_);
-  SKY_BINARY(mul) SKY_BINARY(div)
-#undef SKY_BINARY
   add<Tensor(const Tensor&, const Tensor&)>(k, "pow.Tensor_Tensor", &at::meta::pow);
   add<Tensor(const Tensor&, const Scalar&)>(k, "pow.Tensor_Scalar", &at::meta::pow);
   add<Tensor(const Tensor&, const Tensor&, const Scalar&)>(k, "lerp.Scalar", &at::meta::lerp);
@@ -170,6 +161,18 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+std::string overload_of(const std::string& full) {
+  auto point = full.find('.');
+  return point == std::string::npos ? "" : full.substr(point + 1);
+}
+
+const KernelFunction* rule_of(std::string full) {
+  static const Rules known = rules();
+  if (auto other = shaped_like.find(full); other != shaped_like.end()) full = other->second;
+  auto found = known.find(full);
+  return found == known.end() ? nullptr : &found->second;
+}
+
 // A tensor like this one without memory; none if it cannot stand for it.
 std::optional<Tensor> shadow(const Tensor& t) {
   if (!t.defined() || !is_sky(t)) return t;
@@ -190,16 +193,26 @@ bool shadow(IValue& v) {
       list.push_back(*made);
     }
     v = list;
+  } else if (v.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> list;
+    for (const std::optional<Tensor>& t : v.toOptionalTensorVector()) {
+      auto made = t ? shadow(*t) : std::nullopt;
+      if (t && !made) return false;
+      list.push_back(made);
+    }
+    v = list;
   }
   return true;
 }
 
-// Lists of one length, as operations on many tensors at once demand.
-bool lists_fit(const IValue* args, size_t count) {
+// Lists of one length, as operations on many tensors at once demand. An optimizer may have nothing to keep in some.
+bool lists_fit(const c10::OperatorName& name, const IValue* args, size_t count) {
+  bool is_fused = name.name.rfind("aten::_fused_", 0) == 0;
   std::optional<size_t> length;
   for (size_t i = 0; i < count; i++)
     if (args[i].isTensorList()) {
       auto n = args[i].toListRef().size();
+      if (is_fused && !n) continue;
       if (length.value_or(n) != n) return false;
       length = n;
     }
@@ -223,9 +236,25 @@ bool dtypes_fit(const c10::OperatorName& name, const IValue* args, size_t count)
   return true;
 }
 
-OutInfo promise(const Tensor& t) {
+OutInfo promise(const IValue& v, uint32_t& tensors) {
   OutInfo out;
+  if (v.isTensorList()) {
+    out.kind = kTensorList;
+    for (const Tensor& t : v.toTensorVector()) out.items.push_back(promise(t, tensors));
+    return out;
+  }
+  if (!v.isTensor()) {
+    out.kind = kValue;
+    out.value = v;
+    return out;
+  }
+  const auto& t = v.toTensor();
+  if (!t.defined()) {
+    out.kind = kUndefinedTensor;
+    return out;
+  }
   out.kind = kNewTensor;
+  tensors++;
   out.layout.dtype = t.scalar_type();
   out.layout.sizes.append(t.sizes().begin(), t.sizes().end());
   out.layout.strides.append(t.strides().begin(), t.strides().end());
@@ -236,45 +265,103 @@ OutInfo promise(const Tensor& t) {
 
 }  // namespace
 
-const KernelFunction* shape_kernel(const c10::OperatorName& name) {
-  static const Kernels known = kernels();
-  auto full = full_name(name);
-  if (auto other = shaped_like.find(full); other != shaped_like.end()) full = other->second;
-  auto found = known.find(full);
-  return found == known.end() ? nullptr : &found->second;
-}
+const KernelFunction* shape_kernel(const c10::OperatorName& name) { return rule_of(full_name(name)); }
 
 bool only_writes(const c10::OperatorName& name) {
   static const std::set<std::string> plain{"aten::zero_", "aten::fill_.Scalar", "aten::relu_"};
-  return plain.count(full_name(name)) || (name.name.rfind("aten::_foreach_", 0) == 0 && name.name.back() == '_');
+  static const std::set<std::string> by_name{
+      "aten::_fused_adam_",    "aten::_fused_adamw_",      "aten::_fused_sgd_",
+      "aten::_fused_adagrad_", "aten::_amp_update_scale_", "aten::_amp_foreach_non_finite_check_and_unscale_"};
+  return plain.count(full_name(name)) || by_name.count(name.name) ||
+         (name.name.rfind("aten::_foreach_", 0) == 0 && name.name.back() == '_');
 }
 
-bool infer(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
-  if (info.only_writes) return lists_fit(args, info.arguments);
-  if (op.operator_name().name == "aten::clone") {
+namespace {
+
+Processor processor_of(Session& session) {
+  if (session.on_cpu) return Processor::kCpu;
+  return session.traits()[kIsCuda] ? Processor::kCuda : Processor::kOther;
+}
+
+// Of those that write to their first argument alone: whether these arguments are surely fine.
+bool surely_writes(const std::string& name, const IValue* args) {
+  static const std::set<std::string> known{"aten::copy_", "aten::uniform_", "aten::normal_",
+                                           "aten::masked_fill_.Scalar"};
+  if (!known.count(name)) return false;
+  const auto& self = args[0].toTensor();
+  auto dtype = self.scalar_type();
+  if (name == "aten::copy_") {
+    const auto& from = args[1].toTensor();
+    if (c10::isComplexType(from.scalar_type()) != c10::isComplexType(dtype)) return false;
+    return from.defined() && at::is_expandable_to(from.sizes(), self.sizes());
+  }
+  bool is_wide = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
+  if (name == "aten::masked_fill_.Scalar") {
+    const auto& mask = args[1].toTensor();
+    bool fits = is_wide || (dtype == at::kLong && args[2].isInt());
+    return fits && !args[2].isComplexDouble() && mask.scalar_type() == at::kBool &&
+           at::is_expandable_to(mask.sizes(), self.sizes());
+  }
+  auto first = args[1].toDouble(), second = args[2].toDouble();
+  constexpr double kMost = 1e30;
+  if (!is_wide || !(std::abs(first) < kMost && std::abs(second) < kMost)) return false;
+  return name == "aten::normal_" ? second >= 0 : first <= second;
+}
+
+// What a functional operation on lists returns: for each of them, what its kin for one tensor does.
+bool infer_lists(const std::string& name, const IValue* args, torch::jit::Stack& stack) {
+  constexpr std::string_view kPrefix = "aten::_foreach_";
+  bool is_norm = name == "aten::_foreach_norm.Scalar";
+  auto kin = is_norm ? std::string("linalg_vector_norm") : name.substr(kPrefix.size());
+  auto* rule = rule_of("aten::" + kin);
+  if (!rule || !args[0].isTensorList()) return false;
+  auto kin_op = c10::Dispatcher::singleton().findSchema({"aten::" + kin.substr(0, kin.find('.')), overload_of(kin)});
+  auto kin_arguments = kin_op ? kin_op->schema().arguments().size() : 0;
+  c10::List<Tensor> made;
+  for (const Tensor& t : args[0].toTensorVector()) {
+    auto one = shadow(t);
+    if (!one) return false;
+    torch::jit::Stack call{*one};
+    if (is_norm) call.insert(call.end(), {args[1], IValue(), false, args[2]});
+    else if (kin_arguments == 2) call.push_back(args[1]);
+    else if (kin_arguments != 1) return false;
+    rule->callBoxed(*kin_op, c10::DispatchKeySet(c10::DispatchKey::Meta), &call);
+    made.push_back(call[0].toTensor());
+  }
+  stack = {made};
+  return true;
+}
+
+}  // namespace
+
+bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
+  const auto& name = op.operator_name();
+  if (info.only_writes) return lists_fit(name, args, info.arguments);
+  auto full = full_name(name);
+  if (surely_writes(full, args)) return true;
+  if (name.name == "aten::clone") {
     auto self = shadow(args[0].toTensor());
     if (!self) return false;
     auto format = args[1].isNone() ? at::MemoryFormat::Preserve : args[1].toMemoryFormat();
-    t.outs = {promise(at::empty_like(*self, self->options(), format))};
-    t.new_tensors = 1;
+    t.outs = {promise(made_like(*self, {}, format), t.new_tensors)};
     return true;
   }
-  if (!info.shape || !dtypes_fit(op.operator_name(), args, info.arguments)) return false;
+  bool takes_lists = full.rfind("aten::_foreach_", 0) == 0;
+  if (!takes_lists && (!info.shape || !dtypes_fit(name, args, info.arguments))) return false;
   torch::jit::Stack stack(args, args + info.arguments);
   for (auto& v : stack)
     if (!shadow(v)) return false;
+  ruled_for = processor_of(session);
   // The worker warns, too, when it runs the operation; once is enough.
   Silence silence;
   try {
-    info.shape->callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    if (!takes_lists) info.shape->callBoxed(op, c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    else if (!infer_lists(full, args, stack)) return false;
   } catch (const c10::Error&) {
     return false;  // the worker says what is wrong with it
   }
   for (size_t i = 0; i < info.returns.size(); i++)
-    if (info.returns[i] < 0) {
-      t.outs.push_back(promise(stack[i].toTensor()));
-      t.new_tensors++;
-    }
+    if (info.returns[i] < 0) t.outs.push_back(promise(stack[i], t.new_tensors));
   return true;
 }
 

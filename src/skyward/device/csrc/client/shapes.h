@@ -16,6 +16,6 @@ const c10::KernelFunction* shape_kernel(const c10::OperatorName& name);
 bool only_writes(const c10::OperatorName& name);
 
 // Fills in what the template's operation returns; false: the worker must be asked.
-bool infer(const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args, Template& t);
+bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args, Template& t);
 
 }  // namespace sky

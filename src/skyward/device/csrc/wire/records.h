@@ -39,10 +39,12 @@ enum Record : uint32_t {
   kLose = 0x7fffff30u,      // u32 length, u32 slot, text: the tensor was lost with another worker, and says so
   kCopyOut = 0x7fffff15u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
   // Between two devices. A link has a number, and so has each passage over it, in each direction.
-  kSend = 0x7fffff20u,     // u32 slot, u64 offset, u64 bytes, u64 link, u64 passage
-  kReceive = 0x7fffff21u,  // as kSend
-  kLink = 0x7fffff22u,     // u32 length, how to reach the other device, as JSON; replied when there is a link
-  kUnlink = 0x7fffff23u,   // u32 length, u64 link, text: the other device is gone, and why
+  kSend = 0x7fffff20u,      // u32 slot, u64 offset, u64 bytes, u64 link, u64 passage
+  kReceive = 0x7fffff21u,   // as kSend
+  kLink = 0x7fffff22u,      // u32 length, how to reach the other device, as JSON; replied when there is a link
+  kUnlink = 0x7fffff23u,    // u32 length, u64 link, text: the other device is gone, and why
+  kMark = 0x7fffff28u,      // replied with kMarked when everything before it has been read
+  kRedefine = 0x7fffff29u,  // u32 length, u32 template that is used no more, then as kDefine
 };
 constexpr uint32_t kFree = 0x80000000u;
 
@@ -171,6 +173,8 @@ enum Status : uint8_t {
   kNotImplemented,
   kLinearAlgebra,
   kOutOfMemory,
+  kMarked,     // no answer: how far the worker has come
+  kSurprised,  // as kFailed: a result was another than the client had promised
 };
 // Added to the status if PyTorch has warned in the worker since the last reply. The content then begins with a text
 // of all the warnings: u8 flags, text of the source file, u32 line, text of the warning, for each.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <system_error>
 #include <utility>
@@ -93,6 +94,12 @@ constexpr size_t kShareableLeast = 1 << 20;
 // Memory that nobody else has opened is used again: fresh pages cost as much as writing them.
 constexpr size_t kIdleMost = 64 << 20;
 
+// The threads of links free memory as well as the session's own.
+std::mutex& lists() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 std::vector<std::unique_ptr<Exported>>& idle() {
   static std::vector<std::unique_ptr<Exported>> waiting;
   return waiting;
@@ -112,6 +119,7 @@ bool keep_idle(std::unique_ptr<Exported>& gone) {
 }
 
 std::unique_ptr<Exported> take_idle(size_t size) {
+  std::lock_guard lock(lists());
   auto& waiting = idle();
   auto found = std::find_if(waiting.begin(), waiting.end(), [&](auto& each) { return each->size == size; });
   if (found == waiting.end()) return nullptr;
@@ -127,6 +135,7 @@ std::vector<std::unique_ptr<Exported>>& freed_too_early() {
 
 void drop(void* context) noexcept {
   std::unique_ptr<Exported> gone(static_cast<Exported*>(context));
+  std::lock_guard lock(lists());
   if (keep_idle(gone)) return;
   // A mapping of the file keeps its memory; that of a GPU would go to another tensor.
   if (gone->is_borrowed()) freed_too_early().push_back(std::move(gone));
@@ -245,6 +254,7 @@ const c10::DataPtr& allocated(const c10::Storage& storage) {
 }
 
 void collect_exports() {
+  std::lock_guard lock(lists());
   std::erase_if(freed_too_early(), [](auto& waiting) { return !waiting->is_borrowed(); });
 }
 

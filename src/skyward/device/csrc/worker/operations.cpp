@@ -272,7 +272,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   const auto& promised = layouts_[out.layout];
   auto got = value.isTensor() ? std::move(value).toTensor() : at::Tensor();
   if (!got.defined() || got.scalar_type() != promised.dtype || got.sizes() != c10::IntArrayRef(promised.sizes)) {
-    held.poison = note(t, "its result has another size than it had before with the same arguments");
+    held.poison = note(t, "its result has another size than it had before with the same arguments", kSurprised);
     return;
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)

@@ -37,6 +37,8 @@ Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device
     : bulk_(std::move(bulk)),
       rings_(shares_memory ? SharedRings::join(ops, bulk_.first()) : nullptr),
       ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
+      decoder_(shares_memory ? nullptr : std::make_unique<Decoder>()),
+      buffer_(1 << 20),
       device_(device),
       links_(links),
       streams_(device),
@@ -58,25 +60,39 @@ Session::~Session() {
 
 void Session::serve() {
   c10::WarningUtils::WarningHandlerGuard guard(&warnings_);
-  std::vector<char> buffer(1 << 20);
-  size_t have = 0;
+  std::vector<char> coded(decoder_ ? 64 << 10 : 0);
   // The client may wait for a copy to be done: while there are some, they are looked after.
   constexpr timespec kMoment{0, 100'000};
   for (;;) {
-    if (have == buffer.size()) buffer.resize(2 * buffer.size());
+    if (have_ == buffer_.size()) buffer_.resize(2 * buffer_.size());
+    auto* into = decoder_ ? coded.data() : buffer_.data() + have_;
+    auto room = decoder_ ? coded.size() : buffer_.size() - have_;
     size_t n = 0;
-    auto arrival =
-        ops_.receive_some(buffer.data() + have, buffer.size() - have, n, copies_.is_empty() ? nullptr : &kMoment);
+    auto arrival = ops_.receive_some(into, room, n, copies_.is_empty() ? nullptr : &kMoment);
     if (arrival == Stream::kEnd) return;
     copies_.collect();
-    have += n;
-    size_t at = 0;
-    while (size_t used =
-               recording_.is_on() ? recorded_step(buffer.data() + at, have - at) : step(buffer.data() + at, have - at))
-      at += used;
-    std::memmove(buffer.data(), buffer.data() + at, have - at);
-    have -= at;
+    if (!decoder_) {
+      have_ += n;
+      carry_out();
+      continue;
+    }
+    decoder_->take(coded.data(), n);
+    while (size_t given = decoder_->give(buffer_.data() + have_, buffer_.size() - have_)) {
+      have_ += given;
+      carry_out();
+      if (have_ == buffer_.size()) buffer_.resize(2 * buffer_.size());
+    }
   }
+}
+
+// All records that have arrived whole.
+void Session::carry_out() {
+  size_t at = 0;
+  while (size_t used = recording_.is_on() ? recorded_step(buffer_.data() + at, have_ - at)
+                                          : step(buffer_.data() + at, have_ - at))
+    at += used;
+  std::memmove(buffer_.data(), buffer_.data() + at, have_ - at);
+  have_ -= at;
 }
 
 template <typename F>
@@ -110,6 +126,8 @@ size_t Session::step(const char* data, size_t size) {
   if (head < kFirstRecord) return operation(head, data, size);
   switch (head) {
     case kDefine: return sized(data, size, [&](Reader& r) { define(r); });
+    case kRedefine: return sized(data, size, [&](Reader& r) { redefine(r); });
+    case kMark: return fixed(data, size, 4, [&](Reader&) { tell_mark(); });
     case kAsk: return sized(data, size, [&](Reader& r) { ask(r); });
     case kBind: return sized(data, size, [&](Reader& r) { bind_asked(r); });
     case kNew: return fixed(data, size, 16, [&](Reader& r) { allocate(r); });
@@ -174,6 +192,14 @@ Reason Session::note(Failure failure) {
   auto reason = std::make_shared<const Failure>(std::move(failure));
   if (!first_error_) first_error_ = reason;
   return reason;
+}
+
+// Warnings wait for an answer that someone waits for.
+void Session::tell_mark() {
+  Writer w;
+  w.u32(0);
+  w.u8(kMarked);
+  ops_.send(w.bytes().data(), w.size());
 }
 
 void Session::synchronize(Reader& r) {

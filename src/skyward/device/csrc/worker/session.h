@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "../wire/coding.h"
 #include "../wire/records.h"
 #include "../wire/shared_memory.h"
 #include "../wire/stream.h"
@@ -88,6 +89,7 @@ class Session {
 
  private:
   // session.cpp: records in, replies out.
+  void carry_out();
   size_t step(const char* data, size_t size);
   template <typename F>
   size_t fixed(const char* data, size_t size, size_t length, F&& f);
@@ -96,6 +98,7 @@ class Session {
   void synchronize(Reader& r);
   void used_on(Reader& r);
   void tell_traits();
+  void tell_mark();
   at::Generator generator_of(uint32_t id);
   void generator(Reader& r);
   void memory(Reader& r);
@@ -130,9 +133,11 @@ class Session {
 
   // templates.cpp: definitions.
   void define(Reader& r);
+  void redefine(Reader& r);
+  Template read_template(Reader& r);
   Spec read_spec(Reader& r, bool is_item);
   std::vector<Spec> read_specs(Reader& r, uint32_t count);
-  OutSpec read_out(Reader& r, uint32_t& tensors);
+  OutSpec read_out(Reader& r, uint32_t& tensors, bool is_item);
 
   void show(std::string& out, Reader& payload, Spec& s);
 
@@ -192,6 +197,9 @@ class Session {
   Stripes bulk_;
   std::unique_ptr<SharedRings> rings_;
   Stream ops_;
+  const std::unique_ptr<Decoder> decoder_;  // over a network only
+  std::vector<char> buffer_;                // of records
+  size_t have_ = 0;                         // in it
   c10::Device device_;
   Links links_;
   Slots slots_;

@@ -54,9 +54,15 @@ std::vector<Spec> Session::read_specs(Reader& r, uint32_t count) try {
 }
 
 // What the client has worked out itself; checked against every result, as what we told it is.
-OutSpec Session::read_out(Reader& r, uint32_t& tensors) {
+OutSpec Session::read_out(Reader& r, uint32_t& tensors, bool is_item) {
   OutSpec out;
   out.kind = static_cast<Output>(r.u8());
+  if (out.kind == kUndefinedTensor || out.kind == kValue) return out;
+  if (out.kind == kTensorList && !is_item) {
+    auto count = r.u32();
+    for (uint32_t i = 0; i < count; i++) out.items.push_back(read_out(r, tensors, true));
+    return out;
+  }
   if (out.kind != kNewTensor) throw Malformed("a promised output of unknown kind");
   auto dtype = r.u8(), dim = r.u8(), bits = r.u8();
   out.layout = layouts_.number(Layout::read(r, dtype, dim, bits));
@@ -64,7 +70,15 @@ OutSpec Session::read_out(Reader& r, uint32_t& tensors) {
   return out;
 }
 
-void Session::define(Reader& r) {
+void Session::define(Reader& r) { templates_.push_back(read_template(r)); }
+
+void Session::redefine(Reader& r) {
+  auto id = r.u32();
+  if (id >= templates_.size()) throw Malformed("an undefined template");
+  templates_[id] = read_template(r);
+}
+
+Template Session::read_template(Reader& r) {
   auto name = r.text(), overload = r.text();
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
@@ -72,10 +86,7 @@ void Session::define(Reader& r) {
   t.op = c10::Dispatcher::singleton().findSchema({name, overload});
   t.payload = r.u32();
   auto n = r.u32();
-  if (!t.op) {
-    templates_.push_back(std::move(t));
-    return;
-  }
+  if (!t.op) return t;
   const auto& schema = t.op->schema();
   if (n != schema.arguments().size()) throw Malformed("arguments that do not fit " + name);
   t.args = read_specs(r, n);
@@ -88,9 +99,9 @@ void Session::define(Reader& r) {
   if (r.u8()) {
     t.known = true;
     for (auto written : t.alias)
-      if (!written) t.outs.push_back(read_out(r, t.new_slots));
+      if (!written) t.outs.push_back(read_out(r, t.new_slots, false));
   }
-  templates_.push_back(std::move(t));
+  return t;
 }
 
 }  // namespace sky
