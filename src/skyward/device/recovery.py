@@ -156,7 +156,11 @@ def _tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, t
 def _note(core: Core, index: int, found: dict[int, str], tensor: torch.Tensor, name: str) -> None:
     if tensor.device.type != "sky" or tensor.device.index != index:
         return
-    slot = core.slot(index, tensor.untyped_storage().data_ptr())
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return  # it has a shape and no memory: a compiler has traced with it
+    slot = core.slot(index, address)
     if slot is not None and slot not in found:
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = "x".join(map(str, tensor.shape)) or "scalar"
