@@ -91,6 +91,7 @@ class Program:
         self._order = message.inputs
         self._outputs: list[int] = []
         self._variants: list[tuple[Callable[[list[int]], bool], Callable[[list[Any]], Any]]] = []
+        self._compiled: list[Any] = []
         self._known: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
         self._numbers = [
             at for at, node in enumerate(self._inputs()) if isinstance(node, NumberInput)
@@ -195,7 +196,9 @@ class Program:
                 graph_id=message.pair,
                 boxed_forward_device_index=forward,
             )
-        # Straight to the code: around it there is only what measures a process that compiles.
+        # Straight to the code: around it there is only what measures a process that compiles. The
+        # object must live, since it takes its CUDA graphs along.
+        self._compiled.append(compiled)
         fits = example.fits(getattr(compiled, "guards_expr", None))
         self._variants.append((fits, getattr(compiled, "current_callable", compiled)))
         was_cached = counters["inductor"]["fxgraph_cache_hit"] > hits
