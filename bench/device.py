@@ -345,6 +345,63 @@ def bytes_each_way(size: Size) -> Sequence[Row]:
     ]
 
 
+@sky.function
+def given(*tensors: torch.Tensor) -> None:
+    """Get tensors, and do nothing with them."""
+
+
+def made(count: int) -> torch.Tensor:
+    """A tensor of so many bytes."""
+    return torch.ones(count, dtype=torch.uint8)
+
+
+def functions_over_tensors(size: Size) -> Sequence[Row]:
+    """Calls whose tensors stay on the device: arguments by reference, and results."""
+    total = 4 * size.payload
+    with sky.Compute(options=QUIET) as compute:
+        device = compute.device(KIND)
+        parts = {
+            count: [torch.ones(total // count, dtype=torch.uint8).to(device) for _ in range(count)]
+            for count in (1, 16)
+        }
+
+        def calling(count: int) -> Callable[[], float]:
+            given(*parts[count]) >> compute  # torch is imported there with the first tensor
+            return lambda: timed(lambda: given(*parts[count]) >> compute)
+
+        def first() -> float:
+            fresh = torch.ones(total, dtype=torch.uint8).to(device)
+            torch.accelerator.synchronize(device)
+            start = time.perf_counter()
+            given(fresh) >> compute
+            seconds = time.perf_counter() - start
+            del fresh
+            torch.accelerator.synchronize(device)
+            return seconds
+
+        def staying() -> float:
+            start = time.perf_counter()
+            result = sky.remote(made, device=device)(total) >> compute
+            seconds = time.perf_counter() - start
+            del result
+            # A gigabyte takes a while to free: the next call is not to wait for it.
+            torch.accelerator.synchronize(device)
+            return seconds
+
+        staying()
+        samples = interleave(
+            {"one": calling(1), "many": calling(16), "first": first, "stays": staying},
+            rounds=3 * size.rounds,
+        )
+    amount = f"{total // MIB} MiB of device tensors"
+    return [
+        absolute(f"a function over {amount}, one tensor", samples["one"], "< 2 ms", 2e-3),
+        absolute(f"a function over {amount}, 16 tensors", samples["many"], "< 2 ms", 2e-3),
+        absolute(f"its first call over {amount} that were uploaded", samples["first"]),
+        absolute(f"a result of {total // MIB} MiB that stays", samples["stays"].per(total, "B/s")),
+    ]
+
+
 if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
@@ -358,6 +415,7 @@ if __name__ == "__main__":
             compiled_models,
             slow_network,
             bytes_each_way,
+            functions_over_tensors,
             ordinary_models,
         ],
         full=FULL,

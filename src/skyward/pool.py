@@ -150,7 +150,9 @@ class Pool:
         function = pending.function
         code = function.code()
         inputs: list[Iterator[Any]] = []
-        refer = DeviceTensors(self._fleet.device_holder, on) if worker is None else None
+        refer = None
+        if worker is None:
+            refer = DeviceTensors(self._fleet.device_holder, on, self._fleet.open_device)
         if like is not None and not like.inputs:
             parcel = self._packer.shared(like.parcel)
         else:

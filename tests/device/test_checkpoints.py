@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import skyward as sky
+from skyward.device.core import core
 
+from ..conftest import only_in_all
 from .test_defects import device_processes
 
 QUIET = sky.Options(console=False)
@@ -39,6 +41,12 @@ def lose(compute: sky.Compute, device: torch.device) -> None:
     process.send_signal(signal.SIGKILL)
     with pytest.raises(sky.DeviceError, match=rf"{device}.* is gone: "):
         torch.sky.synchronize(device)
+
+
+def owner(x: torch.Tensor) -> int:
+    """The process that holds a tensor, as it describes the tensor to other processes."""
+    (description,) = core().export(x.device.index, [x.untyped_storage().data_ptr()])
+    return int.from_bytes(description[:4], "little")
 
 
 class Training:
@@ -201,6 +209,21 @@ def test_a_lost_node_comes_back_with_the_tensors(store, eventually) -> None:
         assert x.tolist() == [0, 1, 2, 3, 4]
         x += 1
         assert x.sum().item() == 15
+
+
+@only_in_all
+def test_copies_to_other_nodes_have_what_came_back(store) -> None:
+    with sky.Compute(nodes=3, options=QUIET) as compute:
+        first, second, third = compute.devices("cpu")
+        x = torch.ones(1 << 20, device=first)
+        sky.checkpoint(first, store)
+        x.fill_(2)
+        assert x.to(second).sum().item() == 2 << 20
+        os.kill(owner(x), signal.SIGKILL)
+        with pytest.raises(sky.DeviceError):
+            torch.sky.synchronize(first)
+        assert compute.device("cpu") == first
+        assert x.to(third).sum().item() == x.to(second).sum().item() == 1 << 20
 
 
 PROGRAM = """

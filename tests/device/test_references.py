@@ -273,12 +273,37 @@ def test_another_node_gets_a_copy(compute, device) -> None:
     assert x.tolist() == [2.0] * 3
 
 
-def test_tensors_of_two_nodes_are_copied(compute, device, other_device) -> None:
-    here, there = torch.ones(3, device=device), torch.ones(3, device=other_device)
-    assert total(here, there) >> compute == 6
+def test_tensors_of_two_nodes_meet_where_most_of_the_bytes_are(
+    compute, device, other_device
+) -> None:
+    @sky.function
+    def meet(small: torch.Tensor, large: torch.Tensor) -> int:
+        large += small.sum()
+        small.zero_()
+        return sky.instance_info().node
+
+    small, large = torch.ones(3, device=device), torch.ones(5, device=other_device)
     before = fetched(device), fetched(other_device)
-    assert total(here, there) >> compute == 6
-    assert (fetched(device), fetched(other_device)) == (before[0] + 12, before[1] + 12)
+    assert meet(small, large) >> compute == 1
+    assert (fetched(device), fetched(other_device)) == before
+    assert small.tolist() == [1.0] * 3
+    assert large.tolist() == [4.0] * 5
+
+
+def test_a_result_may_have_the_copy_that_its_function_was_given(
+    compute, device, other_device
+) -> None:
+    @sky.function
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x
+
+    x = torch.ones(3, device=device)
+    before = fetched(device), fetched(other_device)
+    y = compute.run(sky.remote(grow)(x), on=1)
+    assert (fetched(device), fetched(other_device)) == before
+    assert y.device == other_device
+    assert (x.tolist(), y.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
 def test_a_broadcast_copies(compute, device) -> None:

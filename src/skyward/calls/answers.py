@@ -35,9 +35,11 @@ class Value(Answer):
         self._stayed = stayed
 
     def get(self) -> Any:
-        """Decode the value."""
+        """Decode the value; once, if its tensors stay on a device."""
+        # Whoever still has the task must not keep tensors that the caller has dropped.
+        stayed, self._stayed = self._stayed, None
         try:
-            return encoding.decode(*self._pieces, self._stayed)
+            return encoding.decode(*self._pieces, stayed)
         except SkywardError:
             raise
         except Exception as problem:

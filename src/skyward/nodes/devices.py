@@ -85,6 +85,10 @@ class DeviceDesk:
                 return node, kinds
         return None
 
+    def open_on(self, node: int) -> int | None:
+        """The index of an open device of that node."""
+        return next((d.index for at, _, d in list(self._open.values()) if at == node), None)
+
     def has_open(self, node: int) -> bool:
         """Whether a device of that node is open."""
         return any(at == node for at, _, _ in list(self._open.values()))

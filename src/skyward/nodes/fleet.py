@@ -291,6 +291,10 @@ class Fleet:
                 return
             time.sleep(POLL_SECONDS)
 
+    def open_device(self, node: int) -> int | None:
+        """The index of an open device of a node."""
+        return self._devices.open_on(node)
+
     def device_holder(self, index: int) -> tuple[int, int | None] | None:
         """The node of a sky device of this pool, and the worker if only one sees the GPU."""
         found = self._devices.find(index)

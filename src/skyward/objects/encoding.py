@@ -20,6 +20,9 @@ from skyward.objects.tensors import Descriptions, Shelf, StorageBook
 if TYPE_CHECKING:
     import torch
 
+if TYPE_CHECKING:
+    Refer = Callable[[list[torch.UntypedStorage]], list[tuple[bytes, torch.UntypedStorage]] | None]
+
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _SMALL = frozenset((int, float, str, bool, type(None)))
 """Types that need none of Skyward's own reducers."""
@@ -153,13 +156,14 @@ def encode(
     own_modules: bool = False,
     names: Mapping[int, set[str]] | None = None,
     what: str = "the value",
-    refer: Callable[[list[torch.UntypedStorage]], list[bytes] | None] | None = None,
+    refer: Refer | None = None,
     stays: StayingBook | None = None,
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
     `Arguments` are encoded as their values. `refer` gets the storages on sky devices, if there are
-    any. It returns how the receiver opens each of them, or None if their bytes have to be sent.
+    any. It returns how the receiver opens each of them, and the storage that is opened, which may
+    be a copy; or None if their bytes have to be sent.
     With `stays`, the storages are those of a result that stays on its node's device.
     Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
     `what`.
@@ -175,9 +179,9 @@ def encode(
     described = _NOTHING_STAYS
     out, pickler = _dumped(value, whole, own_modules, wanted, described, what, stays)
     if refer is not None and pickler.book is not None and (far := pickler.book.on_devices()):
-        descriptions = refer(far)
-        if descriptions is not None:
-            described = Descriptions(far, descriptions)
+        opened = refer(far)
+        if opened is not None:
+            described = Descriptions(far, opened)
             out, pickler = _dumped(value, whole, own_modules, wanted, described, what)
     encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles, described.storages)
     if pickler.book is not None:

@@ -28,10 +28,14 @@ class Descriptions:
     def __init__(
         self,
         storages: Sequence[torch.UntypedStorage] = (),
-        descriptions: Sequence[bytes] = (),
+        opened: Sequence[tuple[bytes, torch.UntypedStorage]] = (),
     ) -> None:
-        pairs = list(zip(storages, descriptions, strict=True))
-        self.storages = {description: storage for storage, description in pairs}
+        """`opened` has for each storage a description, and the storage that it describes."""
+        pairs = [
+            (storage, description)
+            for storage, (description, _) in zip(storages, opened, strict=True)
+        ]
+        self.storages = dict(opened)
         self.of_storage = {storage._cdata: description for storage, description in pairs}
         self.on_device = {storage.device: description for storage, description in pairs}
         """The description of one storage on each device."""

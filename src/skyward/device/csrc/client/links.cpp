@@ -221,6 +221,8 @@ void copy_between(const at::Tensor& to, const at::Tensor& given) {
 
 void end_links(const Session& gone, const std::string& why) noexcept try {
   std::lock_guard lock(links_mutex);
+  // Another session may take this one's place, under the same serial and with other contents.
+  contents.clear();
   for (auto each = links.begin(); each != links.end();) {
     auto [low, high] = each->first;
     if (low != gone.serial && high != gone.serial) {
