@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import thin_link
 import torch
 from compiled import compiled
 from elsewhere import Elsewhere
@@ -310,6 +311,41 @@ def slow_network(size: Size) -> Sequence[Row]:
     ]
 
 
+LONG_LINKS = {0.030: ">= 0.95x", 0.100: ">= 0.9x"}
+"""Round trips, and how much of the loopback's rate a GPT keeps that reads its loss now and then."""
+
+
+def thin_links(size: Size) -> Sequence[Row]:
+    """A GPT over long links: rate, bytes a step, first step, and how often it asks."""
+    if KIND != "cpu":
+        return []
+    asks = Sample((thin_link.questions(),), " questions")
+    lengths = f"GPT with {thin_link.LENGTHS} lengths: questions to the worker"
+    rows = [absolute(lengths, asks, "<= 50", 50)]
+    rounds = max(3, size.rounds // 3)
+    try:
+        for round_trip, bar in LONG_LINKS.items():
+            with slow_link(round_trip) as ends:
+                found = thin_link.over(ends, rounds, first=False)
+            what = f"GPT over a round trip of {round_trip * 1e3:.0f} ms"
+            far, near = (found[place].per(1, "tasks/s") for place in ("far", "near"))
+            read = f"{what}, loss read every {thin_link.READ_EVERY} steps: steps a second"
+            sizes = Sample(found["bytes"].values, "B")
+            rows += [
+                compared(read, far, "TLS on loopback", near, bar),
+                absolute(f"{what}: bytes a step, with TLS", sizes, "<= 150 B", 150),
+            ]
+        with slow_link(round_trip) as ends:
+            found = thin_link.over(ends, rounds, first=True)
+        rows += [
+            absolute(f"{what}: first step, nothing remembered", found["cold"], "<= 3 s", 3),
+            absolute(f"{what}: first step of a later session", found["warm"], "<= 1 s", 1),
+        ]
+    except NoLinkError as reason:
+        say(f"  thin links: left out, {reason}")
+    return rows
+
+
 def ordinary_models(size: Size) -> Sequence[Row]:
     """The same losses and speed as on the local GPU, for models that people train."""
     return [] if KIND == "cpu" else [*small(size.rounds), *parity(size.steps, size.rounds)]
@@ -414,6 +450,7 @@ if __name__ == "__main__":
             training,
             compiled_models,
             slow_network,
+            thin_links,
             bytes_each_way,
             functions_over_tensors,
             ordinary_models,

@@ -164,6 +164,26 @@ def test_a_layer_has_the_sizes_and_strides_that_the_worker_finds(
             assert ours.cpu().shape == theirs.shape  # raises what the worker found to differ
 
 
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_what_a_rule_is_not_sure_of_is_asked_for_until_the_worker_has_confirmed_it(
+    format: torch.memory_format, device: torch.device
+) -> None:
+    layer = nn.ConvTranspose2d(3, 5, 2, stride=2).to(memory_format=format)
+    there = copy.deepcopy(layer).to(device)
+    for side in range(3, 15):
+        before = asked(device)
+        x = torch.randn(2, 3, side, side).contiguous(memory_format=format)
+        given = moved(x, device)
+        ours, theirs = there(given), layer(x)
+        ours.sum().backward()
+        theirs.sum().backward()
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert asked(device) == before
+    for mine, right in zip(there.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), right.grad, rtol=1e-4, atol=1e-3)
+
+
 def test_very_many_shapes_do_not_fill_the_memory_of_either_end(device: torch.device) -> None:
     whole = torch.arange(200.0 * 200.0).reshape(200, 200)
     there = whole.to(device)

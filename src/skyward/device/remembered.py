@@ -29,7 +29,7 @@ IDENTITY = ("type", "name", "major", "minor", "torch_version", "cudnn_version")
 
 def folder() -> Path:
     """Where the files are; all of it may be deleted at any time."""
-    return build.cache() / "shapes"
+    return Path(os.environ.get("SKYWARD_SHAPES") or build.cache() / "shapes")
 
 
 def file_for(properties: Mapping[str, Any]) -> Path:

@@ -265,6 +265,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         session.begin();
         tell_settings(session, key, info);
         t = find(session, info, key, h);
+        hold_guess(session, *made);
         if (!t && !made->known && may_remember(session, info, key))
           made->known = recall(session, info, remembered_key(info, key), *made);
         if (!t) t = define(session, std::move(made), key, args, h);
@@ -285,6 +286,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       w.raw(key.payload.data(), key.payload.size());
       auto answer = session.ask(w.bytes().data(), w.size());
       read_answer(answer, info, *t);
+      compare_guess(session, *t);
       // What warned may warn again, and is asked again, so that the warning has its own line.
       t->known = !session.warned;
       if (t->known && t->resized.empty() && may_remember(session, info, key))

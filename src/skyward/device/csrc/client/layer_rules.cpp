@@ -194,42 +194,60 @@ Triple attention_backward(const Tensor& grad, const Tensor& query, const Tensor&
           by_rows(value.sizes(), value.scalar_type())};
 }
 
-// Where nothing asks for another memory format, the result is in the plain one.
-void check_plain(std::initializer_list<Tensor> tensors) {
+// The memory format of a result. Where nothing asks for another one it is the plain one.
+at::MemoryFormat format_of(std::initializer_list<Tensor> tensors) {
   auto dtype = tensors.begin()->scalar_type();
-  TORCH_CHECK(is_known() && (dtype == at::kFloat || dtype == at::kDouble), "unknown");
+  TORCH_CHECK(is_known() && c10::isFloatingType(dtype), "unknown");
+  is_rule_unsure = dtype != at::kFloat && dtype != at::kDouble;
+  auto format = at::MemoryFormat::Contiguous;
   for (auto& t : tensors) {
     TORCH_CHECK(t.scalar_type() == dtype && t.dim() == tensors.begin()->dim() && t.numel() > 0, "another dtype");
-    TORCH_CHECK(t.is_contiguous() && t.suggest_memory_format() == at::MemoryFormat::Contiguous, "a format");
+    auto wanted = t.suggest_memory_format();
+    is_rule_unsure = is_rule_unsure || wanted != at::MemoryFormat::Contiguous || !t.is_contiguous();
+    if (wanted != at::MemoryFormat::Contiguous) format = wanted;
   }
+  return format;
+}
+
+Tensor in_format(Ints sizes, at::ScalarType dtype, at::MemoryFormat format) {
+  return at::empty(sizes, at::TensorOptions().dtype(dtype).device(at::kMeta).memory_format(format));
 }
 
 Tensor convolution(const Tensor& input, const Tensor& weight, const OptTensor& bias, Ints stride, Ints padding,
-                   Ints dilation, bool transposed, Ints, int64_t groups) {
-  check_plain({input, weight});
+                   Ints dilation, bool transposed, Ints added, int64_t groups) {
+  auto format = format_of({input, weight});
+  is_rule_unsure = is_rule_unsure || transposed;
   auto axes = static_cast<size_t>(input.dim() - 2);
-  TORCH_CHECK(!transposed && (axes == 1 || axes == 2) && groups > 0, "another kind");
-  TORCH_CHECK(stride.size() == axes && padding.size() == axes && dilation.size() == axes, "short for all axes");
-  TORCH_CHECK(input.size(1) == weight.size(1) * groups && weight.size(0) % groups == 0, "other channels");
+  TORCH_CHECK((axes == 1 || axes == 2) && groups > 0, "another kind");
+  for (auto each : {stride, padding, dilation}) TORCH_CHECK(each.size() == axes, "short for all axes");
+  TORCH_CHECK(!transposed || added.size() == axes, "short for all axes");
+  auto channels = transposed ? weight.size(1) * groups : weight.size(0);
+  TORCH_CHECK(input.size(1) == (transposed ? weight.size(0) : weight.size(1) * groups), "other channels");
+  TORCH_CHECK(weight.size(0) % groups == 0, "other channels");
   if (bias && bias->defined())
-    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->scalar_type() == input.scalar_type(),
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == channels && bias->scalar_type() == input.scalar_type(),
                 "another bias");
-  std::vector<int64_t> sizes{input.size(0), weight.size(0)};
+  std::vector<int64_t> sizes{input.size(0), channels};
   for (size_t i = 0; i < axes; i++) {
-    auto kernel = dilation[i] * (weight.size(static_cast<int64_t>(i) + 2) - 1) + 1;
-    auto room = input.size(static_cast<int64_t>(i) + 2) + 2 * padding[i] - kernel;
-    TORCH_CHECK(stride[i] > 0 && padding[i] >= 0 && dilation[i] > 0 && room >= 0, "a kernel that does not fit");
-    sizes.push_back(room / stride[i] + 1);
+    auto axis = static_cast<int64_t>(i) + 2;
+    auto kernel = dilation[i] * (weight.size(axis) - 1) + 1, length = input.size(axis);
+    TORCH_CHECK(stride[i] > 0 && padding[i] >= 0 && dilation[i] > 0, "no convolution");
+    auto room = length + 2 * padding[i] - kernel;
+    auto made = transposed ? (length - 1) * stride[i] - 2 * padding[i] + kernel + added[i] : room / stride[i] + 1;
+    TORCH_CHECK((transposed || room >= 0) && made > 0, "a kernel that does not fit");
+    sizes.push_back(made);
   }
-  return dense(sizes, input.scalar_type());
+  return in_format(sizes, input.scalar_type(), format);
 }
 
 Triple convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, OptInts bias, Ints, Ints,
                             Ints, bool transposed, Ints, int64_t, Mask wanted) {
-  check_plain({grad, input, weight});
-  TORCH_CHECK(!transposed && input.dim() <= 4 && (!wanted[2] || bias), "another kind");
-  return {wanted[0] ? dense_like(input) : Tensor(), wanted[1] ? dense_like(weight) : Tensor(),
-          wanted[2] ? dense(*bias, input.scalar_type()) : Tensor()};
+  auto format = format_of({grad, input, weight});
+  is_rule_unsure = is_rule_unsure || transposed;
+  TORCH_CHECK(input.dim() <= 4 && (!wanted[2] || bias), "another kind");
+  auto dtype = input.scalar_type();
+  return {wanted[0] ? in_format(input.sizes(), dtype, format) : Tensor(),
+          wanted[1] ? in_format(weight.sizes(), dtype, format) : Tensor(), wanted[2] ? dense(*bias, dtype) : Tensor()};
 }
 
 }  // namespace

@@ -21,6 +21,9 @@ void add(Rules& rules, const char* name, Signature* function) {
 enum class Processor : uint8_t { kCpu, kCuda, kOther };
 inline thread_local Processor ruled_for = Processor::kOther;
 
+// Set by a rule that knows what its kernel does only as far as anyone looked: the worker confirms it first.
+inline thread_local bool is_rule_unsure = false;
+
 // What PyTorch's `empty_like` makes. Not through the dispatcher, whose entry for tensors without memory is Python's and
 // has other strides where a size is one.
 inline at::Tensor made_like(const at::Tensor& t, std::optional<at::ScalarType> dtype = std::nullopt,
@@ -32,5 +35,7 @@ inline at::Tensor made_like(const at::Tensor& t, std::optional<at::ScalarType> d
 void add_plain_rules(Rules& rules);
 // Layers and their gradients: norms, dropout, attention, convolutions.
 void add_layer_rules(Rules& rules);
+// Attention on a GPU.
+void add_gpu_rules(Rules& rules);
 
 }  // namespace sky

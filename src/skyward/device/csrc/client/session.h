@@ -68,6 +68,8 @@ struct Template {
   std::vector<Resized> resized;
   Template* next = nullptr;  // what came after it last time
   uint64_t used = 0;         // the number of the last operation that was of it
+  uint64_t kind = 0;         // of its arguments, where a rule is not sure of them
+  std::vector<OutInfo> guess;
 };
 
 struct Stats {
@@ -181,6 +183,7 @@ class Session {
   std::vector<uint32_t> forgotten;  // numbers that may be given again
   Template* last = nullptr;
   const std::unique_ptr<Remembered> remembered;               // over a network only
+  std::unordered_map<uint64_t, int> confirmations;            // of rules, by kind; -1: one was not right
   std::map<std::vector<int64_t>, int64_t> attention_choices;  // by the kind of arguments
   std::atomic<uint64_t> seedings{0};                          // of the device's own generator
   uint64_t settings = 0;                                      // as the worker knows them; 0: not told yet

@@ -80,9 +80,11 @@
 #include <ATen/ops/tril_meta_dispatch.h>
 #include <ATen/ops/triu_meta_dispatch.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "../wire/silence.h"
+#include "keys.h"
 #include "rules.h"
 
 namespace sky {
@@ -103,6 +105,7 @@ Rules rules() {
   Rules k;
   add_plain_rules(k);
   add_layer_rules(k);
+  add_gpu_rules(k);
 #define SKY_PLAIN(name) add(k, #name, &at::meta::name);
   SKY_PLAIN(_log_softmax) SKY_PLAIN(_log_softmax_backward_data) SKY_PLAIN(_softmax)
   SKY_PLAIN(_softmax_backward_data) SKY_PLAIN(addcdiv) SKY_PLAIN(addcmul) SKY_PLAIN(addmm)
@@ -308,6 +311,42 @@ bool surely_writes(const std::string& name, const IValue* args) {
   return name == "aten::normal_" ? second >= 0 : first <= second;
 }
 
+// How often a worker confirms a rule that is not sure, before it is believed for arguments of that kind.
+constexpr int kConfirmations = 2;
+
+// What of the arguments may decide how a kernel lays out its results, but for sizes.
+uint64_t kind_of(const OpInfo& info, const IValue* args) {
+  std::vector<uint64_t> words;
+  for (size_t i = 0; i < info.arguments; i++) {
+    const auto& v = args[i];
+    if (v.isTensor() && v.toTensor().defined()) {
+      const auto& t = v.toTensor();
+      words.insert(words.end(), {static_cast<uint64_t>(t.scalar_type()), static_cast<uint64_t>(t.dim()),
+                                 static_cast<uint64_t>(t.suggest_memory_format())});
+      bool is_dense = t.is_non_overlapping_and_dense(), is_plain = t.is_contiguous();
+      words.insert(words.end(), {is_dense, is_plain, t.dim() > 1 && t.size(0) == 1, t.dim() > 1 && t.size(1) == 1});
+    } else if (v.isBool()) {
+      words.push_back(v.toBool());
+    } else if (v.isBoolList()) {
+      for (bool each : v.toBoolList()) words.push_back(each);
+    } else if (v.isDouble()) {
+      words.push_back(v.toDouble() != 0);
+    } else {
+      words.push_back(v.isNone() ? 2 : v.isTensor() ? 3 : 4);
+    }
+  }
+  return hash(&info, words) | 1;
+}
+
+bool are_equal(const std::vector<OutInfo>& some, const std::vector<OutInfo>& others) {
+  return std::equal(some.begin(), some.end(), others.begin(), others.end(), [](const OutInfo& a, const OutInfo& b) {
+    if (a.kind != b.kind || !are_equal(a.items, b.items)) return false;
+    if (a.kind == kValue) return a.value.isInt() && b.value.isInt() && a.value.toInt() == b.value.toInt();
+    const auto &x = a.layout, &y = b.layout;
+    return x.dtype == y.dtype && x.sizes == y.sizes && x.strides == y.strides && x.bits == y.bits;
+  });
+}
+
 // What a functional operation on lists returns: for each of them, what its kin for one tensor does.
 bool infer_lists(const std::string& name, const IValue* args, torch::jit::Stack& stack) {
   constexpr std::string_view kPrefix = "aten::_foreach_";
@@ -352,6 +391,7 @@ bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, 
   for (auto& v : stack)
     if (!shadow(v)) return false;
   ruled_for = processor_of(session);
+  is_rule_unsure = false;
   // The worker warns, too, when it runs the operation; once is enough.
   Silence silence;
   try {
@@ -362,7 +402,24 @@ bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, 
   }
   for (size_t i = 0; i < info.returns.size(); i++)
     if (info.returns[i] < 0) t.outs.push_back(promise(stack[i], t.new_tensors));
+  if (is_rule_unsure) t.kind = kind_of(info, args);
   return true;
+}
+
+void hold_guess(const Session& session, Template& t) {
+  auto found = session.confirmations.find(t.kind);
+  if (!t.known || !t.kind || (found != session.confirmations.end() && found->second >= kConfirmations)) return;
+  t.guess = std::move(t.outs);
+  t.outs.clear();
+  t.new_tensors = 0;
+  t.known = false;
+}
+
+void compare_guess(Session& session, Template& t) {
+  if (t.guess.empty()) return;
+  auto& count = session.confirmations[t.kind];
+  count = count >= 0 && are_equal(t.guess, t.outs) ? count + 1 : -1;
+  t.guess.clear();
 }
 
 }  // namespace sky
