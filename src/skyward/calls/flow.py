@@ -124,6 +124,9 @@ class Flow(Iterator[Any]):
         """Cancel the calls whose results were not taken."""
         left, self._open = self._open, set()
         self._pendings = iter(())
+        # Results that have arrived may hold memory of a device.
+        self._tasks.clear()
+        self._ready = queue.SimpleQueue()
         for task in left:
             if task.cancellable:
                 self._runner.cancel(task)
