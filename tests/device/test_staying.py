@@ -449,7 +449,7 @@ def test_on_a_gpu_a_model_of_the_gpu_and_one_of_the_host_stay(on_gpu, eventually
         assert sky.device_stats(device).bytes_fetched == fetched
         for mine, its in zip(expected.parameters(), model.parameters(), strict=True):
             assert torch.equal(mine, its.cpu())
-        del model
+        del model, its
     eventually(lambda: in_use(device) <= before)
 
 

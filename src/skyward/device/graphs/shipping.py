@@ -98,7 +98,7 @@ class _Shipped:
         self._read, self._written, self._numbers = shape.read, shape.written, shape.numbers
         self._places, self._sizes = shape.places, shape.sizes
         cudagraphs = options.get("cudagraphs")
-        self._counts_calls = bool(cudagraphs)
+        self._generation = _generations() if cudagraphs else int
         message = ShippedGraph(
             number=next(_numbers),
             nodes=[*shape.inputs, *writer.nodes(graph), shape.output],
@@ -151,7 +151,7 @@ class _Shipped:
         made = self._run(
             self._token,
             self._number,
-            _generation() if self._counts_calls else 0,
+            self._generation(),
             [inputs[i] for i in self._read],
             [inputs[i] for i in self._written],
             numbers,
@@ -324,12 +324,12 @@ def _options() -> dict[str, Any]:
     return {name: value for name, value in changed.items() if isinstance(value, kinds)}
 
 
-def _generation() -> int:
+def _generations() -> Callable[[], int]:
     """Counts calls of compiled functions, or the user's own marks of a new step."""
     from torch._dynamo.mutation_guard import GenerationTracker
     from torch._inductor.cudagraph_trees import MarkStepBox
 
-    return int(MarkStepBox.mark_step_counter or GenerationTracker.generation)
+    return lambda: MarkStepBox.mark_step_counter or GenerationTracker.generation
 
 
 def _output_code(run: _Shipped | _Plain, inputs: Sequence[Any]) -> Any:
