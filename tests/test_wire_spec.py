@@ -14,7 +14,7 @@ import pytest
 
 from skyward.calls import relays
 from skyward.calls import streams as pool_streams
-from skyward.device import pump
+from skyward.device import carrier, peers, pump
 from skyward.nodes import contact
 from skyward.objects import blobs, memory
 from skyward.wire import connecting, dial, frames, listener, messages
@@ -116,9 +116,9 @@ def test_links_are_as_described() -> None:
         assert words in links
 
 
-def stripes(name: str) -> int:
-    """A size of csrc/wire/stripes.h."""
-    source = (ROOT / "src/skyward/device/csrc/wire/stripes.h").read_text()
+def core_size(name: str, source_name: str = "wire/stripes.h") -> int:
+    """A size in the sources of the cores."""
+    source = (ROOT / "src/skyward/device/csrc" / source_name).read_text()
     found = re.search(rf"{name} = (\d+) << (\d+)", source)
     assert found is not None
     return int(found[1]) << int(found[2])
@@ -131,14 +131,25 @@ def test_the_links_of_a_device_are_as_described() -> None:
         f"{pump.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
         f"{pump.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
         f"after {pump.SILENCE_SECONDS:g} s without a record",
-        f"{stripes('kLong') >> 20} MiB and more are cut",
-        f"into stripes of {stripes('kStripe') >> 10} KiB",
+        f"{core_size('kLong') >> 20} MiB and more are cut",
+        f"into stripes of {core_size('kStripe') >> 10} KiB",
+    ):
+        assert words in links
+
+
+def test_the_links_between_devices_are_as_described() -> None:
+    links = PAGE.partition("*Links between devices.*")[2].partition("\n\n")[0]
+    for words in (
+        f"fewer than {core_size('kLong', 'worker/peers.cpp') >> 20} MiB",
+        f"pieces of {core_size('kPiece', 'worker/carriers.h') >> 10} KiB",
+        f"over the other {peers.CARRIERS} connections",
+        f"at most\n{carrier.EARLY_MAX >> 20} MiB",
     ):
         assert words in links
 
 
 def test_the_way_from_peer_to_peer_is_as_described() -> None:
-    peers = PAGE.partition("**From peer to peer.**")[2].partition("\n\n")[0]
+    passed = PAGE.partition("**From peer to peer.**")[2].partition("\n\n")[0]
     for words in (
         f"with less than {relays.RELAY_MIN >> 20} MiB",
         f"at most {arrivals.PART >> 20} MiB each",
@@ -146,7 +157,7 @@ def test_the_way_from_peer_to_peer_is_as_described() -> None:
         f"After {relay.SILENT_SECONDS:g} s of silence",
         f"after {relay.SILENT_SECONDS:g} s without a word",
     ):
-        assert words in peers
+        assert words in passed
     assert relay.BEAT_SECONDS == 1
 
 

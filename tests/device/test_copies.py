@@ -502,6 +502,48 @@ def test_copies_over_a_network_have_the_same_bits(over_network: list[torch.devic
     assert [s.sum().item() for s in small] == [i * i for i in range(1, 20)]
 
 
+def test_long_tensors_change_places_over_a_network(over_network: list[torch.device]) -> None:
+    one, two = over_network
+    x, y = torch.randn(12 * MIB), torch.randn(12 * MIB)
+    here, there = x.to(one), y.to(two)
+    for _ in range(3):
+        # What comes back arrives before its place is free: `here` is still leaving.
+        moved = here.to(two)
+        here.copy_(there)
+        there.copy_(moved)
+    assert torch.equal(here.cpu(), y)
+    assert torch.equal(there.cpu(), x)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "lost",
+    # The end that did not dial waits 20 s for the other one to come back.
+    [pytest.param(0, id="source", marks=only_in_all), pytest.param(1, id="target")],
+)
+def test_a_device_lost_in_the_middle_of_a_long_copy_harms_no_other(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rearrange(monkeypatch, lambda endpoint: endpoint if endpoint.startswith("tcp:") else "")
+    local = sky.Local(transport="tcp")
+    with sky.Compute(local, nodes=2, options=sky.Options(console=False)) as compute:
+        devices = compute.devices("cpu")
+        x = torch.ones(64 * MIB, device=devices[0])
+        y = torch.zeros_like(x, device=devices[1])
+        y[:1].copy_(x[:1])
+        torch.sky.synchronize(devices[1])
+        y.copy_(x)
+        assert [torch.ones(1, device=each).item() for each in devices] == [1, 1]
+        device_processes(compute)[lost].kill()
+        if lost == 0:
+            with pytest.raises(sky.DeviceError, match="cannot be reached"):
+                y.cpu()
+        else:
+            # A write waits until the memory has left, or need not.
+            assert x.add_(1).max().item() == 2
+        assert torch.ones(2, device=devices[1 - lost]).sum().item() == 2
+
+
 def test_devices_of_two_pools_reach_each_other(
     device: torch.device, over_network: list[torch.device]
 ) -> None:

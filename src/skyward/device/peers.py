@@ -1,7 +1,8 @@
 """Peers: the links of a device's process to the processes of other devices.
 
 On one host a link is one Unix socket, over which the cores agree on shared memory. Over a network
-it is several links with TLS, each with a pump between it and the core.
+it is several links with TLS: one with a pump between it and the core, and the carriers of long
+copies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from skyward.device.carrier import Carrier
 from skyward.device.meeting import Meeting
 from skyward.device.pump import Pump
 from skyward.errors import SkywardError
@@ -24,8 +26,9 @@ from skyward.wire.dial import Dialer
 from skyward.wire.identity import PEER, Credentials
 from skyward.wire.messages import Hello
 
-STRIPES = 4
-"""Over how many connections with TLS a link's bytes go: a thread encrypts each."""
+CARRIERS = 4
+"""Over how many connections with TLS the bytes of long copies go: a thread encrypts each."""
+CONNECTIONS = 1 + CARRIERS
 WINDOW = 16 << 20
 PATIENCE_SECONDS = 20.0
 """How long a link without a connection waits for one before the copies over it fail."""
@@ -70,7 +73,7 @@ class Peers:
         with self._lock:
             channels = self._arriving.setdefault(link, {})
             channels[index] = channel
-            is_whole = channel.shares_memory or len(channels) == STRIPES
+            is_whole = channel.shares_memory or len(channels) == CONNECTIONS
             if is_whole:
                 del self._arriving[link]
         if is_whole:
@@ -111,7 +114,7 @@ class Peers:
     def _connect(self, endpoint: str, meeting: Meeting, channels: list[Channel]) -> None:
         hellos = [
             Hello(meeting.pool, f"{PEER}-{meeting.link}-{index}", pid=os.getpid())
-            for index in range(STRIPES)
+            for index in range(CONNECTIONS)
         ]
         if endpoint.startswith("unix:"):
             if not os.path.exists(endpoint.removeprefix("unix:")):
@@ -139,14 +142,16 @@ class Peers:
         held: list[Channel | Pump] = []
         ends = []
         shares_memory = channels[0].shares_memory
-        for channel in channels:
-            if shares_memory:
-                held.append(channel)
-                ends.append(channel.detach()[0])
-            else:
-                pump = Pump(channel, WINDOW, self._lost(link), patience=PATIENCE_SECONDS)
-                held.append(pump)
-                ends.append(pump.near)
+        first, *others = channels
+        carriers = [Carrier(each, self._lost(link), patience=PATIENCE_SECONDS) for each in others]
+        if shares_memory:
+            held.append(first)
+            ends.append(first.detach()[0])
+        else:
+            pump = Pump(first, WINDOW, self._lost(link), patience=PATIENCE_SECONDS)
+            held += [pump, *carriers]
+            ends.append(pump.near)
+        ends += [each.near_out for each in carriers] + [each.near for each in carriers]
         with self._lock:
             self._held[link] = held
         message = ctypes.create_string_buffer(2048)
@@ -160,6 +165,8 @@ class Peers:
             message,
             ctypes.c_size_t(len(message)),
         )
+        for carrier in carriers:
+            carrier.leave_to_core()
         if failed:
             self._close(link)
             raise Unreachable(message.value.decode(errors="replace"))

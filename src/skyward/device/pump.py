@@ -66,6 +66,7 @@ class Pump:
         self._buffer = memoryview(bytearray(BATCH * TLS_RECORD))
         self._undelivered: deque[bytes] = deque()
         self._held = 0
+        self._is_core_slow = False
         self._threads = [
             threading.Thread(target=target, name=f"skyward-device-{name}", daemon=True)
             for name, target in (("outward", self._send), ("inward", self._receive))
@@ -117,7 +118,7 @@ class Pump:
         receiver = incoming.fileno()
         watched = select.poll()
         watched.register(receiver, select.POLLIN)
-        is_core_slow = False
+        self._is_core_slow = False
         heard = beat = time.monotonic()
         while True:
             now = time.monotonic()
@@ -126,12 +127,7 @@ class Pump:
                 self._link.outgoing.tell_count()
                 if now - heard > SILENCE_SECONDS:
                     self._link.connections.reconnect()
-            if is_core_slow is not bool(self._undelivered):
-                is_core_slow = not is_core_slow
-                if is_core_slow:
-                    watched.register(core, select.POLLOUT)
-                else:
-                    watched.unregister(core)
+            self._watch_core(watched)
             for ready, _ in watched.poll((beat - now) * 1000):
                 if ready == core:
                     self._deliver()
@@ -140,6 +136,15 @@ class Pump:
                     self._take_in()
                     while incoming.pending():
                         self._take_in()
+
+    def _watch_core(self, watched: select.poll) -> None:
+        """Have `_deliver` called when a slow core takes bytes again."""
+        if self._is_core_slow is not bool(self._undelivered):
+            self._is_core_slow = not self._is_core_slow
+            if self._is_core_slow:
+                watched.register(self._far, select.POLLOUT)
+            else:
+                watched.unregister(self._far)
 
     def _take_in(self) -> None:
         """Read the bytes that have come, at most one buffer, and pass them on in one write."""

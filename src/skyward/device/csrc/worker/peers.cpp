@@ -18,11 +18,18 @@ constexpr uint64_t kPassedOn = 1 << 20;
 constexpr uint64_t kHalf = 8 << 20;
 constexpr size_t kLongestText = 16 << 10;
 constexpr timespec kPatience{10, 0};
+// Shorter passages go with their heads, without a detour.
+constexpr uint64_t kLong = 1 << 20;
 
 // Before the bytes of a passage: its number, and how many they are, which is none where there is a reason after them.
 struct PassageHead {
   uint64_t number, bytes;
 };
+
+using Sockets = std::vector<int>;
+
+Sockets outward(const Sockets& sockets) { return {sockets.begin() + 1, sockets.begin() + 1 + sockets.size() / 2}; }
+Sockets inward(const Sockets& sockets) { return {sockets.begin() + 1 + sockets.size() / 2, sockets.end()}; }
 
 std::string short_of(const std::string& text) { return text.substr(0, kLongestText); }
 
@@ -52,21 +59,24 @@ std::unique_ptr<PeerRings> PeerRings::join(int socket) {
 }
 
 // The one who dialed tells its name and waits for a byte: from then on the other end knows the link.
-Peer::Peer(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name)
-    : link_(link), sockets_(std::move(sockets)), name_(std::move(name)) {
-  int socket = sockets_.first();
-  if (shares_memory) rings_ = own ? PeerRings::make(socket) : PeerRings::join(socket);
+Peer::Peer(uint64_t link, const Sockets& sockets, bool shares_memory, const char* own, std::string name)
+    : link_(link),
+      socket_(sockets.front()),
+      outward_(outward(sockets)),
+      inward_(inward(sockets)),
+      name_(std::move(name)) {
+  if (shares_memory) rings_ = own ? PeerRings::make(socket_) : PeerRings::join(socket_);
   if (own) {
     Writer w;
     w.text(short_of(own));
-    sky::send_all(socket, w.bytes().data(), w.size());
+    send_all(socket_, w.bytes().data(), w.size());
     return;
   }
   uint32_t length;
-  sky::receive_all(socket, &length, sizeof length);
+  receive_all(socket_, &length, sizeof length);
   if (length > kLongestText) throw Disconnected("a name of impossible length");
   name_.resize(length);
-  sky::receive_all(socket, name_.data(), length);
+  receive_all(socket_, name_.data(), length);
 }
 
 Peer::~Peer() {
@@ -84,7 +94,9 @@ void Peer::start(c10::Device device) {
 }
 
 void Peer::close(const std::string& why) noexcept {
-  sockets_.close();
+  ::shutdown(socket_, SHUT_RDWR);
+  outward_.close();
+  inward_.close();
   if (rings_) {
     rings_->out.wake();
     rings_->in.wake();
@@ -101,6 +113,10 @@ void Peer::close(const std::string& why) noexcept {
     };
     take_rest(leaving_, left, sender_.joinable());
     take_rest(arriving_, missing, receiver_.joinable());
+    if (!sender_.joinable()) {
+      outward_.release();
+      inward_.release();
+    }
     changed_.notify_all();
   }
   // What was to leave is here as it was: that it did not arrive is for the other end to tell.
@@ -146,12 +162,14 @@ void Peer::drop_first(Queue& queue, Reason failure) {
 
 void Peer::write(const void* data, uint64_t size, uint64_t done, uint64_t total) {
   if (rings_) rings_->out.write(data, size);
-  else sockets_.send(data, size, done, total);
+  else if (total < kLong) send_all(socket_, data, size);
+  else outward_.carry(data, size, done);
 }
 
 void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total) {
   if (rings_) rings_->in.read(into, size);
-  else sockets_.receive(into, size, done, total);
+  else if (total < kLong) receive_all(socket_, into, size);
+  else inward_.carry(into, size, done);
 }
 
 // As the session's own thread: neither gradients nor warnings are for these.
@@ -170,6 +188,7 @@ void Peer::carry_out() {
       close(e.what());
     }
   drop_first(leaving_, nullptr);
+  outward_.release();
 }
 
 void Peer::carry_in() {
@@ -196,6 +215,7 @@ void Peer::carry_in() {
     close(e.what());
   }
   drop_first(arriving_, lost());
+  inward_.release();
 }
 
 // Where what goes out stops coming in half-way, the rest is sent all the same, and then the reason.
@@ -339,9 +359,9 @@ Peers& Peers::all() {
   return peers;
 }
 
-void Peers::add(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name) {
+void Peers::add(uint64_t link, const Sockets& sockets, bool shares_memory, const char* own, std::string name) {
   int socket = sockets.front();
-  auto peer = std::make_shared<Peer>(link, std::move(sockets), shares_memory, own, std::move(name));
+  auto peer = std::make_shared<Peer>(link, sockets, shares_memory, own, std::move(name));
   {
     std::lock_guard lock(mutex_);
     if (!peers_.emplace(link, peer).second) throw Disconnected("a link that there is already");

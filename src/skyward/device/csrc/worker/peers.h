@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "../wire/shared_memory.h"
-#include "../wire/stripes.h"
+#include "carriers.h"
 #include "progress.h"
 
 namespace sky {
@@ -46,8 +46,9 @@ class PeerRings {
 // One link. Two threads of its own carry what the session hands over, so that the session goes on.
 class Peer {
  public:
-  // The sockets stay the caller's. `own` is this device's name if this side dialed.
-  Peer(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name);
+  // The first socket stays the caller's; the others lead to carriers, half of them outward. `own` is this device's name
+  // if this side dialed.
+  Peer(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
   ~Peer();
   Peer(const Peer&) = delete;
 
@@ -79,7 +80,8 @@ class Peer {
   Reason lost() const;
 
   const uint64_t link_;
-  Stripes sockets_;
+  const int socket_;
+  Carriers outward_, inward_;
   std::unique_ptr<PeerRings> rings_;
   std::string name_;
   c10::Device device_{c10::kCPU};
@@ -95,7 +97,7 @@ class Peer {
 class Peers {
  public:
   static Peers& all();
-  void add(uint64_t link, std::vector<int> sockets, bool shares_memory, const char* own, std::string name);
+  void add(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
   std::shared_ptr<Peer> find(uint64_t link);
   void end(uint64_t link, const std::string& why);
   void end_all() noexcept;
