@@ -29,7 +29,7 @@ AT_ONCE = 8
 """How many places are filled before the carrier looks at the clock."""
 
 
-class Carrier(Pump):
+class MemoryCarrier(Pump):
     """Moves bytes between a core's memory and a link until one of the two ends."""
 
     def __init__(

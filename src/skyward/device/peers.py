@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from skyward.device.carrier import Carrier
+from skyward.device.carrier import MemoryCarrier
 from skyward.device.meeting import Meeting
 from skyward.device.pump import Pump
 from skyward.errors import SkywardError
@@ -143,7 +143,9 @@ class Peers:
         ends = []
         shares_memory = channels[0].shares_memory
         first, *others = channels
-        carriers = [Carrier(each, self._lost(link), patience=PATIENCE_SECONDS) for each in others]
+        carriers = [
+            MemoryCarrier(each, self._lost(link), patience=PATIENCE_SECONDS) for each in others
+        ]
         if shares_memory:
             held.append(first)
             ends.append(first.detach()[0])
