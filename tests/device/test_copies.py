@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,12 +44,18 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def three(sharing) -> Iterator[list[torch.device]]:
-    """Devices of three nodes."""
+def three_nodes(sharing) -> Iterator[sky.Compute]:
+    """A pool of three nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         with sharing(sky.Compute(nodes=3, options=sky.Options(console=False))) as compute:
-            yield compute.devices("cpu")
+            yield compute
+
+
+@pytest.fixture(scope="session")
+def three(three_nodes: sky.Compute) -> list[torch.device]:
+    """Devices of three nodes."""
+    return three_nodes.devices("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -441,6 +448,27 @@ def test_no_stale_content_is_passed_on(three: list[torch.device], write: str) ->
     copied = x.to(second)
     WRITES[write](x, copied)
     assert torch.equal(x.to(third).cpu(), x.cpu())
+
+
+def test_content_that_a_function_writes_to_later_is_not_passed_on(
+    three: list[torch.device], three_nodes: sky.Compute, tmp_path: Path, eventually
+) -> None:
+    def fill_when_told(x: torch.Tensor, begun: Path, told: Path) -> None:
+        begun.touch()
+        while not told.exists():
+            time.sleep(0.01)
+        x.fill_(5)
+
+    first, second, third = three
+    x = torch.ones(MIB, device=first)
+    begun, told = tmp_path / "begun", tmp_path / "told"
+    filling = sky.function(fill_when_told)(x, begun, told) > three_nodes
+    eventually(begun.exists)
+    copied = x.to(second)
+    told.touch()
+    filling.result(60)
+    assert torch.equal(x.to(third).cpu(), torch.full((MIB,), 5.0))
+    assert copied[0].item() == 1
 
 
 def test_a_copy_that_is_gone_is_not_passed_on(three: list[torch.device]) -> None:

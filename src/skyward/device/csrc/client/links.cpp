@@ -126,6 +126,12 @@ uint32_t version_of(Session& session, uint32_t slot) {
   return session.version(slot);
 }
 
+// What a function may write to meanwhile is neither passed on nor counted as the same later.
+bool is_exported(Session& session, uint32_t slot) {
+  std::lock_guard lock(session.mutex);
+  return session.is_exported(slot);
+}
+
 // The last to have got the same content passes it on: so every node sends it once, however many get it.
 bool relay(const Extent& from, Session& source, const Extent& to, Session& target) {
   auto found = contents.find(from);
@@ -134,6 +140,7 @@ bool relay(const Extent& from, Session& source, const Extent& to, Session& targe
   for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
     auto* session = session_by_serial(holder->extent.serial);
     if (!session || session == &target || session->is_retired()) continue;
+    if (is_exported(*session, holder->extent.slot)) continue;
     auto known = links.find(std::minmax(session->serial, target.serial));
     if (known != links.end() && !known->second.is_direct) continue;
     uint32_t seen, written;
@@ -184,11 +191,12 @@ void move_bytes(const at::Tensor& to, const at::Tensor& from) {
   Extent target{b.session.serial, b.slot, static_cast<uint64_t>(b.offset) * item, bytes};
   {
     std::lock_guard lock(links_mutex);
-    if (bytes >= kRelayed && relay(source, a.session, target, b.session)) return;
+    bool relays = bytes >= kRelayed && !is_exported(a.session, a.slot);
+    if (relays && relay(source, a.session, target, b.session)) return;
     if (link_between(a.session, b.session).is_direct) {
       uint32_t seen, written;
       pass(a.session, source, nullptr, seen, b.session, target, written);
-      if (bytes >= kRelayed) remember(source, seen, target, written);
+      if (relays) remember(source, seen, target, written);
       return;
     }
   }

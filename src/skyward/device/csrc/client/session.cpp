@@ -375,7 +375,10 @@ const std::array<uint64_t, kTraitCount>& Session::traits() {
 std::string Session::exported(const std::vector<uint32_t>& slots) {
   std::lock_guard lock(mutex);
   begin();
-  for (auto slot : slots) wrote(slot);  // whoever opens them may write to them
+  for (auto slot : slots) {
+    wrote(slot);
+    exported_.insert(slot);  // whoever opens it may write to it at any time
+  }
   Writer w;
   w.u32(kExport);
   w.text({reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof slots[0]});

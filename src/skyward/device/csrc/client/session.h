@@ -14,6 +14,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "../wire/coding.h"
@@ -139,6 +140,8 @@ class Session {
     if (C10_UNLIKELY(versions_ != nullptr)) versions_[slot]++;
   }
   bool counts_writes() const { return versions_ != nullptr; }
+  // With the lock held: whether other processes may write to the slot's memory, which nobody counts.
+  bool is_exported(uint32_t slot) const { return exported_.count(slot); }
   uint32_t version(uint32_t slot) {
     if (!versions_) versions_ = std::make_unique<uint32_t[]>(Slots::kCount);
     return versions_[slot];
@@ -242,6 +245,7 @@ class Session {
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;
   std::unique_ptr<uint32_t[]> versions_;  // of each slot's content
+  std::unordered_set<uint32_t> exported_;
   std::mutex reason_mutex_;
   std::string reason_;  // of the first to close it
   std::string closed_;

@@ -154,6 +154,7 @@ void Session::release(uint32_t slot) noexcept {
       held->second.released = true;
       return;
     }
+  if (C10_UNLIKELY(!exported_.empty())) exported_.erase(slot);
   wrote(slot);
   slots_.give(slot);
   if (C10_UNLIKELY(large_count_ > 0))

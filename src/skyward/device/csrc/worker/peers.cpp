@@ -94,18 +94,19 @@ void Peer::start(c10::Device device) {
 }
 
 void Peer::close(const std::string& why) noexcept {
-  ::shutdown(socket_, SHUT_RDWR);
-  outward_.close();
-  inward_.close();
-  if (rings_) {
-    rings_->out.wake();
-    rings_->in.wake();
-  }
   Queue left, missing;
   {
     std::lock_guard lock(mutex_);
+    // Once: their numbers may be those of other connections afterwards.
     if (is_closed_) return;
     is_closed_ = true;
+    ::shutdown(socket_, SHUT_RDWR);
+    outward_.close();
+    inward_.close();
+    if (rings_) {
+      rings_->out.wake();
+      rings_->in.wake();
+    }
     why_ = why;
     // The first of each may be in a thread's hands, which ends it.
     auto take_rest = [](Queue& queue, Queue& into, bool has_thread) {
@@ -367,13 +368,20 @@ void Peers::add(uint64_t link, const Sockets& sockets, bool shares_memory, const
     if (!peers_.emplace(link, peer).second) throw Disconnected("a link that there is already");
   }
   char known = 1;
-  if (!own) {
-    send_all(socket, &known, 1);
-  } else if (!is_readable(socket, kPatience)) {
-    end(link, "it did not answer");
-    throw Disconnected("it did not answer within 10 s");
-  } else {
-    receive_all(socket, &known, 1);
+  try {
+    if (!own) {
+      send_all(socket, &known, 1);
+    } else if (!is_readable(socket, kPatience)) {
+      throw Disconnected("it did not answer within 10 s");
+    } else {
+      receive_all(socket, &known, 1);
+    }
+  } catch (const Disconnected& problem) {
+    // The other device may be tried at another address, for the same link.
+    peer->close(problem.what());
+    std::lock_guard lock(mutex_);
+    peers_.erase(link);
+    throw;
   }
 }
 
@@ -393,6 +401,8 @@ void Peers::end_all() noexcept {
     std::lock_guard lock(mutex_);
     ended.swap(peers_);
   }
+  // All before the first one's threads are awaited: one may wait for what comes over another.
+  for (auto& [link, peer] : ended) peer->close("the client has left");
   ended.clear();
 }
 
