@@ -159,6 +159,22 @@ def test_a_device_can_be_lost_again_and_again(pool, store) -> None:
     assert x.tolist() == [1.0] * 3
 
 
+def test_tensors_without_their_contents_are_not_read(pool, store, tmp_path: Path) -> None:
+    device = pool.device("cpu")
+    x = torch.ones(3, device=device)
+    sky.checkpoint(device, store)
+    lose(pool, device)
+    kept = Path(store.url)
+    away = kept.rename(tmp_path / "away")
+    with pytest.raises(sky.SkywardError):
+        pool.device("cpu")
+    with pytest.raises(sky.DeviceError, match="checkpoint cannot be read"):
+        x.sum().item()
+    away.rename(kept)
+    assert pool.device("cpu") == device
+    assert x.tolist() == [1.0] * 3
+
+
 def test_without_a_checkpoint_the_error_says_what_was_lost() -> None:
     with sky.Compute(options=QUIET) as compute:
         device = compute.device("cpu")

@@ -36,6 +36,8 @@ class Recoveries:
         """Devices that were opened again, and whose tensors have memory but no contents yet."""
         self._lost: dict[int, frozenset[Life]] = {}
         self._lock = threading.Lock()
+        self._filling = threading.RLock()
+        """Held while tensors get their contents: a second thread waits for them."""
 
     def remember(self, index: int, recovery: Recovery) -> None:
         """Have this checkpoint bring the device's tensors back if its process is lost."""
@@ -65,10 +67,11 @@ class Recoveries:
 
     def fill(self, index: int) -> None:
         """Fill the tensors of a device that was opened again, unless they are filled."""
-        if index in self._empty:
-            self._known[index].fill()
-            with self._lock:
-                self._empty.discard(index)
+        with self._filling:
+            if index in self._empty:
+                self._known[index].fill()
+                with self._lock:
+                    self._empty.discard(index)
 
 
 recoveries = Recoveries()

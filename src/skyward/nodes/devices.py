@@ -46,7 +46,7 @@ class DeviceDesk:
         with self._lock:
             found = self._find(node, kind)
             if found is not None and not self._is_alive(found):
-                self._drop_dead(node, found)
+                self.drop(node, found, "its process is gone")
                 found = None
             return self._start(node, kind) if found is None else found
 
@@ -60,11 +60,11 @@ class DeviceDesk:
 
         return index in core().open_devices
 
-    def _drop_dead(self, node: int, index: int) -> None:
-        """Close a device whose process is gone, before the agent has said so."""
+    def drop(self, node: int, index: int, why: str) -> None:
+        """Close a device; if it has a checkpoint, the next one takes its place."""
         for number, (_, kinds, device) in list(self._open.items()):
             if device.index == index and self._open.pop(number, None) is not None:
-                self._ended(node, kinds, device, "its process is gone")
+                self._ended(node, kinds, device, why)
                 with contextlib.suppress(SkywardError):
                     self._tell(node, CloseDevice(number))
 

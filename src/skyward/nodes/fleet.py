@@ -280,7 +280,12 @@ class Fleet:
                 # The node may have been lost a moment ago, with its device.
                 if last or not self._devices.awaits(node):
                     raise
-        recoveries.fill(index)
+        try:
+            recoveries.fill(index)
+        except BaseException as problem:
+            # Its tensors have memory and no contents: nobody may read them.
+            self._devices.drop(node, index, f"its checkpoint cannot be read: {problem}")
+            raise
         return index
 
     def _await_node(self, index: int) -> None:
