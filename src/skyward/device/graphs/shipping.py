@@ -91,6 +91,7 @@ class _Shipped:
 
         operations.library()
         self._run = torch.ops.skyward.run.default
+        self._dropping: Any = None
         self._core = core
         self._device = _device_of(graph, inputs)
         writer = Writer(self._device)
@@ -108,7 +109,7 @@ class _Shipped:
             options=_options(),
             static=[int(i) for i in options.get("static_input_idxs") or ()],
             visible=[int(i) for i in shape.visible],
-            pair=options.get("graph_id") or 0,
+            pair=-1 if options.get("graph_id") is None else options["graph_id"],
             is_backward=bool(options.get("is_backward")),
             is_inference=bool(options.get("is_inference")),
             cudagraphs=bool(cudagraphs),
@@ -131,7 +132,10 @@ class _Shipped:
         message = torch.frombuffer(bytearray(self._message), dtype=torch.uint8)
         with torch.no_grad():
             self._token = torch.ops.skyward.ship.default(message.to(self._device))
-        weakref.finalize(self, _drop, self._token, self._number).atexit = False
+        if self._dropping is not None:
+            self._dropping.detach()  # the worker that had the graph is gone
+        self._dropping = weakref.finalize(self, _drop, self._token, self._number)
+        self._dropping.atexit = False
         answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Compiled)
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",

@@ -25,7 +25,7 @@ at::Tensor own(at::Tensor t, size_t references) {
   return copy_as(Layout::of(t), t);
 }
 
-void let_go(void* kept) noexcept { delete static_cast<c10::Storage*>(kept); }
+void let_go(void* kept) noexcept { std::unique_ptr<c10::Storage>(static_cast<c10::Storage*>(kept)).reset(); }
 
 // A compiled graph's result, as it is: graphs return views of their inputs on purpose, and say so to the client where
 // it matters. Its memory begins at its first element, as the client believes.
@@ -33,7 +33,7 @@ at::Tensor adopted(const at::Tensor& t) {
   auto layout = Layout::of(t);
   auto storage = t.storage();
   if (t.storage_offset() && t.numel()) {
-    auto* kept = new c10::Storage(t.storage());
+    auto* kept = std::make_unique<c10::Storage>(t.storage()).release();
     storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), layout.extent(0),
         c10::DataPtr(t.mutable_data_ptr(), kept, &let_go, t.device()), nullptr, /*resizable=*/false));
