@@ -70,12 +70,19 @@ class Peers:
         except ValueError:
             channel.close()
             return
+        if index not in range(CONNECTIONS) or link in self._held:
+            channel.close()
+            return
         with self._lock:
             channels = self._arriving.setdefault(link, {})
+            # The other side tries each of our addresses: one may have worked for some connections.
+            before = channels.pop(index, None)
             channels[index] = channel
             is_whole = channel.shares_memory or len(channels) == CONNECTIONS
             if is_whole:
                 del self._arriving[link]
+        if before is not None:
+            before.close()
         if is_whole:
             in_order = [channels[each] for each in sorted(channels)]
             with contextlib.suppress(SkywardError):
@@ -88,7 +95,7 @@ class Peers:
         try:
             self.dial(msgspec.json.decode(description, type=Meeting))
         except Exception as problem:
-            words = str(problem).encode()[: size - 1] + b"\0"
+            words = (str(problem) or type(problem).__name__).encode()[: size - 1] + b"\0"
             ctypes.memmove(message, words, len(words))
             return 1
         return 0
