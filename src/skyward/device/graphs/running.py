@@ -7,7 +7,7 @@ import contextlib
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Programs:
         """Take a graph and compile it."""
         import torch
 
+        _choose_cache_folder()
         _load_compiler()
         content = bytes(message.cpu().tolist())
         shipped = msgspec.msgpack.decode(content, type=ShippedGraph)
@@ -87,6 +88,9 @@ class Program:
     """One graph, compiled once for each set of sizes that the compiler tells apart."""
 
     def __init__(self, message: ShippedGraph, device: Any, pairs: dict[int, Any]) -> None:
+        from torch._dynamo.mutation_guard import GenerationTracker
+
+        self._calls = GenerationTracker
         self._message, self._device, self._pairs = message, device, pairs
         self._order = message.inputs
         self._outputs: list[int] = []
@@ -104,9 +108,7 @@ class Program:
         if run is None:
             run = self._known[sizes] = self._variant(sizes)
         if generation:
-            from torch._dynamo.mutation_guard import GenerationTracker
-
-            GenerationTracker.generation = generation
+            self._calls.generation = generation
         results = run(inputs)
         return [results[at] for at in self._outputs]
 
@@ -181,11 +183,7 @@ class Program:
         forward = self._pairs.get(message.pair)
         if forward is None:
             forward = self._pairs[message.pair] = BoxedDeviceIndex(None)
-        with (
-            _cache_folder(),
-            example.tracing(),
-            config.patch(_known(config, message.options)),
-        ):
+        with example.tracing(), config.patch(_known(config, message.options)):
             compiled = compile_fx.compile_fx_inner(
                 module,
                 example.inputs,
@@ -216,13 +214,11 @@ def _known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
 
-@contextlib.contextmanager
-def _cache_folder() -> Iterator[None]:
+def _choose_cache_folder() -> None:
     """Code is kept with what else Skyward keeps on a machine, unless the user has said where."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         cache = os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / "graphs")
-    yield
 
 
 def _parsed(text: str, symbols: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from skyward.device.graphs.text import (
     Symbol,
     Writer,
 )
-from skyward.device.library import Core, DeviceError
+from skyward.device.library import Core
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -57,7 +57,7 @@ class _Compiler:
                 return _output_code(_Shipped(self._core, graph, inputs, options), inputs)
             except CannotShipError as problem:
                 why = f"it has {problem}"
-            except (DeviceError, RuntimeError, NotImplementedError) as problem:
+            except RuntimeError as problem:
                 why = f"the worker says: {problem}"
         _say(f"torch.compile: a graph runs operation by operation, since {why}")
         return _output_code(_Plain(graph), inputs)
@@ -169,7 +169,7 @@ def _drop(token: Any, number: int) -> None:
     import torch
 
     # A device that is gone has taken its worker's graphs along.
-    with contextlib.suppress(DeviceError, RuntimeError):
+    with contextlib.suppress(RuntimeError):
         torch.ops.skyward.drop.default(token, number)
 
 
