@@ -86,6 +86,25 @@ def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(
     assert programs.run(token, 1, 0, [torch.ones(3)], [], [])[0].tolist() == [-1, -1, -1]
 
 
+def test_a_compiler_that_tries_code_takes_no_random_numbers_of_the_user(
+    programs: running.Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import compile_fx
+
+    tried = []
+    compiled = compile_fx.compile_fx_inner
+
+    def try_code(*given: object, **named: object) -> object:
+        tried.append(torch.rand(5))
+        return compiled(*given, **named)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", try_code)
+    before = torch.get_rng_state()
+    programs.ship(_bytes(_message(GraphNode("call", "y", "aten::abs.default", [NodeValue("x")]))))
+    assert len(tried) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Programs) -> None:
     with pytest.raises(ValueError, match=r"elsewhere::spin.default is not known to this worker"):
         programs.ship(

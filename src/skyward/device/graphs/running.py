@@ -148,8 +148,12 @@ class Program:
 
     def _compile(self, sizes: tuple[int, ...] | None) -> Compiled:
         import torch
+        from torch._dynamo.utils import preserve_rng_state
 
         with contextlib.ExitStack() as stack:
+            # A compiler that tries code fills tensors at random, and the user's numbers must not
+            # depend on whether it did.
+            stack.enter_context(preserve_rng_state())
             if self._device.type == "cuda":
                 stack.enter_context(torch.cuda.device(self._device))
             reader = GraphReader(self._device)
@@ -173,6 +177,7 @@ class Program:
         from torch._dynamo.utils import counters
         from torch._inductor import compile_fx, config
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.fx_passes import joint_graph
         from torch._inductor.utils import BoxedBool
 
         message = self._message
@@ -184,6 +189,11 @@ class Program:
         if forward is None:
             forward = self._pairs[message.pair] = BoxedDeviceIndex(None)
         with example.tracing(), config.patch(_known(config, message.options)):
+            if self._device.type == "cuda":
+                example.describe(module)
+                # Where these passes ran before, no tensor was on a GPU; some are for GPUs only, as
+                # the padding of matrices whose sizes are odd.
+                joint_graph.joint_graph_passes(module)
             compiled = compile_fx.compile_fx_inner(
                 module,
                 example.inputs,
@@ -278,6 +288,12 @@ class _Example:
             self._symbols[symbol.name] = self._symbol(symbol, hints[symbol.name])
         self._mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         self.inputs = [self._input(node) for node in inputs]
+
+    def describe(self, module: Any) -> None:
+        """Give the values of nodes to a graph."""
+        from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+        FakeTensorProp(module, mode=self._mode).propagate_dont_convert_inputs(*self.inputs)
 
     def describe_within(self, module: Any) -> None:
         """Give the values of nodes to the graphs that nodes of this one take as arguments.
