@@ -73,6 +73,18 @@ def over_network(remote: list[torch.device], monkeypatch: pytest.MonkeyPatch) ->
     return remote
 
 
+@pytest.fixture(scope="module")
+def proxied(sharing) -> Iterator[tuple[list[torch.device], Proxy]]:
+    """Devices of two nodes that reach each other through a proxy."""
+    proxy = Proxy()
+    with pytest.MonkeyPatch.context() as patch:
+        rearrange(patch, lambda e: proxy.endpoint_for(e) if e.startswith("tcp:") else "")
+        local = sky.Local(transport="tcp")
+        with sharing(sky.Compute(local, nodes=2, options=sky.Options(console=False))) as compute:
+            yield compute.devices("cpu"), proxy
+    proxy.close()
+
+
 def rearrange(patch: pytest.MonkeyPatch, endpoint_for: Callable[[str], str]) -> None:
     """Have devices connect to other endpoints than those that their processes listen at."""
     arrange = meeting.arrange
@@ -609,23 +621,43 @@ def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
         assert sky.device_stats(first).bytes_to_devices == 0
 
 
-def test_a_link_that_is_cut_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy = Proxy()
-    rearrange(
-        monkeypatch,
-        lambda endpoint: proxy.endpoint_for(endpoint) if endpoint.startswith("tcp:") else "",
-    )
-    local = sky.Local(transport="tcp")
-    with sky.Compute(local, nodes=2, options=sky.Options(console=False)) as compute:
-        first, second = compute.devices("cpu")
-        x = torch.randn(8 * MIB)
-        here = x.to(first)
-        here[:1].to(second).cpu()
-        proxy.cut_after([3 * MIB, MIB, 12 * MIB])
-        there = here.to(second)
-        assert torch.equal(there.cpu(), x)
-        assert proxy.cuts == 3
-    proxy.close()
+def test_a_link_that_is_cut_goes_on_where_it_was(
+    proxied: tuple[list[torch.device], Proxy],
+) -> None:
+    (first, second), proxy = proxied
+    x = torch.randn(8 * MIB)
+    here = x.to(first)
+    here[:1].to(second).cpu()
+    proxy.cut_after([3 * MIB, MIB, 12 * MIB])
+    there = here.to(second)
+    assert torch.equal(there.cpu(), x)
+    assert proxy.cuts == 3
+
+
+@pytest.mark.parametrize(("mode", "waits"), [("reduce-overhead", True), ("default", False)])
+def test_a_graph_that_uses_its_memory_again_waits_until_its_result_has_left(
+    proxied: tuple[list[torch.device], Proxy], mode: str, waits: bool
+) -> None:
+    (first, second), proxy = proxied
+    torch.compiler.reset()
+    double = torch.compile(lambda x: x * 2, mode=mode)
+    ones = torch.ones(24 * MIB, device=first)  # more than all the buffers on the way take
+    double(ones)[:1].to(second).cpu()
+    answered = threading.Event()
+
+    def ask() -> None:
+        ones[0].item()
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    with proxy.hold():
+        there = double(ones).to(second)
+        double(ones)
+        asking.start()
+        assert answered.wait(1 if waits else 30) is not waits
+    asking.join(30)
+    assert answered.is_set()
+    assert there.sum().item() == 2 * ones.numel()
 
 
 @only_in_all

@@ -189,12 +189,20 @@ c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device devic
   return is_plain && is_there ? own : c10::DispatchKeySet();
 }
 
+// A graph that was recorded (the client then counts its calls) writes to the same memory at each run, without being
+// given it. What the last run left there may still be on its way.
+void Session::before_graph() {
+  constexpr size_t kGeneration = 2;
+  if (stack_[kGeneration].toScalar().toLong()) await_passages_of_graphs();
+}
+
 // Runs the template's operation on the stack; returns the reason if it failed.
 Reason Session::run(Template& t, Reader& r) {
   try {
     stack_.clear();
     uses_host_ = false;
     for (auto& arg : t.args) stack_.push_back(build(r, arg));
+    if (C10_UNLIKELY(t.is_graph)) before_graph();
     if (C10_UNLIKELY(uses_host_)) {
       // The seeds of fused attention: another time the same template may get tensors of the device.
       t.op->callBoxed(&stack_);
@@ -277,7 +285,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
     got = copy_as(promised, got);
-  slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout);
+  slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout, t.is_graph);
 }
 
 // A template's first run: the client waits for what its outputs are.
@@ -287,6 +295,7 @@ void Session::ask(Reader& r) {
   auto& t = templates_[id];
   count_++;
   asked_.clear();
+  asked_of_graph_ = t.is_graph;
   Reader args(r.at(), t.payload);
   if (r.left() != t.payload) throw Malformed("a payload of another length");
   if (!t.op) {
@@ -393,7 +402,7 @@ void Session::bind_asked(Reader& r) {
   for (auto& [tensor, layout] : asked_) {
     auto& held = slots_[r.u32()];
     slots_.clear(held);
-    slots_.hold(held, std::move(tensor), layout);
+    slots_.hold(held, std::move(tensor), layout, asked_of_graph_);
   }
   asked_.clear();
 }

@@ -64,6 +64,12 @@ void Session::await_arrivals(Slot& held) {
   held.traffic->arriving.clear();
 }
 
+// Why one failed is told where its bytes are read.
+void Session::await_passages_of_graphs() {
+  for (auto& passage : passages_)
+    if (passage->is_of_graph) passage->wait();
+}
+
 void Session::settle_traffic(Slot& held, bool written) {
   await_arrivals(held);
   auto& leaving = held.traffic->leaving;
@@ -80,6 +86,7 @@ void Session::send_to_peer(Reader& r) {
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64(), link = r.u64(), number = r.u64();
   auto passage = std::make_shared<Passage>(link, number, offset, bytes);
+  passage->is_of_graph = held.is_of_graph;
   if (held.traffic) {
     std::vector<std::shared_ptr<Passage>> coming;
     for (auto& each : held.traffic->arriving)
@@ -111,6 +118,7 @@ void Session::receive_from_peer(Reader& r) {
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64(), link = r.u64(), number = r.u64();
   auto passage = std::make_shared<Passage>(link, number, offset, bytes);
+  passage->is_of_graph = held.is_of_graph;
   if (held.traffic) {
     // One link brings its bytes in order; those of two links would mix.
     auto& arriving = held.traffic->arriving;

@@ -30,6 +30,7 @@ class Passage {
   std::optional<c10::Event> may_begin;  // a GPU has done what was issued before
   std::shared_ptr<Passage> source;      // what goes out is still coming in, as a part of this
   Reason refused;                       // why there is nothing to send
+  bool is_of_graph = false;             // the memory is that of a compiled graph's result
 
   bool covers(uint64_t from, uint64_t count) const { return offset <= from && from + count <= offset + bytes; }
   bool touches(uint64_t from, uint64_t count) const { return offset < from + count && from < offset + bytes; }

@@ -148,6 +148,7 @@ class Session {
   at::Tensor tensor(Reader& r, const Spec& s);
   c10::IValue build(Reader& r, Spec& s);
   c10::IValue build_list(Spec& s, Reader& r);
+  void before_graph();
   Reason run(Template& t, Reader& r);
   void fail_written(const Template& t, const char* payload, const Reason& reason);
   void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason,
@@ -184,6 +185,7 @@ class Session {
   void send_to_peer(Reader& r);
   void receive_from_peer(Reader& r);
   void await_arrivals(Slot& held);
+  void await_passages_of_graphs();
   // Before a slot is read, or also written to: waits for what is on its way.
   void settle(Slot& held, bool written) {
     if (C10_UNLIKELY(held.traffic != nullptr)) settle_traffic(held, written);
@@ -206,6 +208,7 @@ class Session {
   Layouts layouts_;
   std::vector<Template> templates_;
   std::vector<std::pair<at::Tensor, int>> asked_;
+  bool asked_of_graph_ = false;
   std::unordered_map<uint32_t, at::Generator> generators_;
   Streams streams_;
   Recording recording_;

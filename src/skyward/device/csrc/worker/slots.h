@@ -20,7 +20,8 @@ struct Slot {
   at::Tensor view[2];
   int layout[2] = {-1, -1};
   int64_t offset[2] = {0, 0};
-  uint64_t counted = 0;  // of its storage's bytes, which `out=` may grow
+  uint64_t counted = 0;      // of its storage's bytes, which `out=` may grow
+  bool is_of_graph = false;  // a compiled graph's result, whose memory its next run may use again
   Reason poison;
   std::unique_ptr<Traffic> traffic;  // none: nothing is on its way to or from another device
 
@@ -46,6 +47,7 @@ class Slots {
     if (!slot.has_memory() && !slot.poison) return;  // has nothing else either
     bytes_ -= slot.counted;
     slot.counted = 0;
+    slot.is_of_graph = false;
     slot.storage = c10::Storage();
     for (int i = 0; i < 2; i++) {
       slot.view[i].reset();
@@ -62,9 +64,10 @@ class Slots {
     count(slot);
   }
 
-  void hold(Slot& slot, at::Tensor tensor, int layout) {
+  void hold(Slot& slot, at::Tensor tensor, int layout, bool is_of_graph) {
     slot.view[0] = std::move(tensor);
     slot.layout[0] = layout;
+    slot.is_of_graph = is_of_graph;
     count(slot);
   }
 
