@@ -1,9 +1,11 @@
 // Blocking sockets that say what went wrong.
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
@@ -11,6 +13,7 @@
 #include <ctime>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "platform.h"
 
@@ -19,6 +22,22 @@ namespace sky {
 class Disconnected : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+// A duplicate of a socket, closed with its owner: whoever gave the socket may close it before.
+class OwnSocket {
+ public:
+  explicit OwnSocket(int socket) : fd_(::fcntl(socket, F_DUPFD_CLOEXEC, 0)) {
+    if (fd_ < 0) throw Disconnected(std::string("a socket cannot be used: ") + std::strerror(errno));
+  }
+  OwnSocket(OwnSocket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  ~OwnSocket() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  operator int() const { return fd_; }
+
+ private:
+  int fd_;
 };
 
 inline void send_all(int fd, const void* data, size_t size) {

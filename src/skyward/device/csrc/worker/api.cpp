@@ -26,9 +26,9 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
   }
 }
 
-// A link to the process of another device, over a connected socket, which must outlive it; the other sockets lead to
-// its carriers, first those that send. `own` and `name` are the two
-// devices' names if this side has dialed; else `own` is null. Returns 0, or 1 with a message.
+// A link to the process of another device, over a connected socket; the other sockets lead to its carriers, first those
+// that send. The core uses duplicates of them all. `own` and `name` are the two devices' names if this side has dialed;
+// else `own` is null. Returns 0, or 1 with a message.
 extern "C" int sky_worker_link(uint64_t link, const int* sockets, int count, int shares_memory, const char* own,
                                const char* name, char* message, size_t size) {
   try {

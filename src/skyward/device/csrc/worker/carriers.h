@@ -2,9 +2,6 @@
 // are told where by addresses over sockets, and answer each with one byte when they need the memory no more.
 #pragma once
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <exception>
@@ -21,11 +18,9 @@ class Carriers {
  public:
   static constexpr uint64_t kPiece = 256 << 10;
 
-  // The sockets are duplicated: a carrier closes its end when it ends.
   explicit Carriers(const std::vector<int>& sockets) {
-    for (int socket : sockets) sockets_.push_back(::fcntl(socket, F_DUPFD_CLOEXEC, 0));
+    for (int socket : sockets) sockets_.emplace_back(socket);
   }
-  ~Carriers() { release(); }
   Carriers(const Carriers&) = delete;
 
   // A part of a passage, of which `done` bytes went before it. Returns, or throws, when no carrier uses the memory.
@@ -55,12 +50,11 @@ class Carriers {
   // The carriers end. They still answer: whoever waits in `carry` goes on when they do.
   void close() noexcept {
     std::lock_guard lock(mutex_);
-    for (int socket : sockets_) ::shutdown(socket, SHUT_WR);
+    for (auto& socket : sockets_) ::shutdown(socket, SHUT_WR);
   }
   // For the thread that calls `carry`, after its last call.
   void release() noexcept {
     std::lock_guard lock(mutex_);
-    for (int socket : sockets_) ::close(socket);
     sockets_.clear();
   }
 
@@ -70,7 +64,7 @@ class Carriers {
   };
 
   std::mutex mutex_;
-  std::vector<int> sockets_;
+  std::vector<OwnSocket> sockets_;
 };
 
 }  // namespace sky

@@ -46,8 +46,8 @@ class PeerRings {
 // One link. Two threads of its own carry what the session hands over, so that the session goes on.
 class Peer {
  public:
-  // The first socket stays the caller's; the others lead to carriers, half of them outward. `own` is this device's name
-  // if this side dialed.
+  // The sockets stay the caller's. All but the first lead to carriers, half of them outward. `own` is this device's
+  // name if this side dialed.
   Peer(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
   ~Peer();
   Peer(const Peer&) = delete;
@@ -80,7 +80,7 @@ class Peer {
   Reason lost() const;
 
   const uint64_t link_;
-  const int socket_;
+  const OwnSocket socket_;
   Carriers outward_, inward_;
   std::unique_ptr<PeerRings> rings_;
   std::string name_;
