@@ -103,6 +103,34 @@ class SharedMemory {
   void* memory_;
 };
 
+// One end makes rings and tells the other over the socket, which joins them; null where the kernel gives no memory.
+// `Rings` are made from the descriptor of `Rings::kSize` bytes and what else is given.
+template <typename Rings, typename... Given>
+std::unique_ptr<Rings> make_rings(int socket, Given... given) {
+  std::unique_ptr<SharedMemory> memory;
+  std::unique_ptr<Rings> rings;
+  try {
+    memory = std::make_unique<SharedMemory>(Rings::kSize);
+    rings = std::make_unique<Rings>(::dup(memory->descriptor()), given...);
+  } catch (const Disconnected&) {
+    rings.reset();
+  }
+  send_descriptor(socket, rings ? memory->descriptor() : -1);
+  return rings;
+}
+
+template <typename Rings, typename... Given>
+std::unique_ptr<Rings> join_rings(int socket, Given... given) {
+  int fd = receive_descriptor(socket);
+  if (fd < 0) return nullptr;
+  if (auto size = size_of_memory(fd); size < Rings::kSize) {
+    ::close(fd);
+    throw Disconnected("it shares memory of " + std::to_string(size) + " bytes, and not of " +
+                       std::to_string(Rings::kSize) + ": use the same version of skyward at both ends");
+  }
+  return std::make_unique<Rings>(fd, given...);
+}
+
 // What both ends see besides the rings.
 struct SharedCounters {
   alignas(64) std::atomic<uint64_t> copies;  // of those from and to shared memory: how many the worker has finished
@@ -127,29 +155,8 @@ class SharedRings {
     memory_.close_descriptor();
   }
 
-  // Made here, and told over the socket to the one who calls `join`; null where the kernel gives no memory.
-  static std::unique_ptr<SharedRings> make(int ops, int bulk) {
-    std::unique_ptr<SharedMemory> memory;
-    std::unique_ptr<SharedRings> rings;
-    try {
-      memory = std::make_unique<SharedMemory>(kSize);
-      rings = std::make_unique<SharedRings>(::dup(memory->descriptor()), ops, bulk);
-    } catch (const Disconnected&) {
-      rings.reset();
-    }
-    send_descriptor(bulk, rings ? memory->descriptor() : -1);
-    return rings;
-  }
-
-  static std::unique_ptr<SharedRings> join(int ops, int bulk) {
-    int fd = receive_descriptor(bulk);
-    if (fd < 0) return nullptr;
-    if (size_of_memory(fd) < kSize) {
-      ::close(fd);
-      throw Disconnected("shared memory of another size");
-    }
-    return std::make_unique<SharedRings>(fd, ops, bulk);
-  }
+  static std::unique_ptr<SharedRings> make(int ops, int bulk) { return make_rings<SharedRings>(bulk, ops, bulk); }
+  static std::unique_ptr<SharedRings> join(int ops, int bulk) { return join_rings<SharedRings>(bulk, ops, bulk); }
 
   // Gives the memory of the rings back; the counters stay.
   void retire() { memory_.trim(kHeads); }

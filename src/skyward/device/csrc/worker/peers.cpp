@@ -35,29 +35,6 @@ std::string short_of(const std::string& text) { return text.substr(0, kLongestTe
 
 }  // namespace
 
-std::unique_ptr<PeerRings> PeerRings::make(int socket) {
-  std::unique_ptr<SharedMemory> memory;
-  std::unique_ptr<PeerRings> rings;
-  try {
-    memory = std::make_unique<SharedMemory>(kSize);
-    rings = std::make_unique<PeerRings>(::dup(memory->descriptor()), socket, true);
-  } catch (const Disconnected&) {
-    rings.reset();
-  }
-  send_descriptor(socket, rings ? memory->descriptor() : -1);
-  return rings;
-}
-
-std::unique_ptr<PeerRings> PeerRings::join(int socket) {
-  int fd = receive_descriptor(socket);
-  if (fd < 0) return nullptr;
-  if (size_of_memory(fd) < kSize) {
-    ::close(fd);
-    throw Disconnected("shared memory of another size");
-  }
-  return std::make_unique<PeerRings>(fd, socket, false);
-}
-
 // The one who dialed tells its name and waits for a byte: from then on the other end knows the link.
 Peer::Peer(uint64_t link, const Sockets& sockets, bool shares_memory, const char* own, std::string name)
     : link_(link),
@@ -65,7 +42,9 @@ Peer::Peer(uint64_t link, const Sockets& sockets, bool shares_memory, const char
       outward_(outward(sockets)),
       inward_(inward(sockets)),
       name_(std::move(name)) {
-  if (shares_memory) rings_ = own ? PeerRings::make(socket_) : PeerRings::join(socket_);
+  if (shares_memory)
+    rings_ =
+        own ? make_rings<PeerRings>(socket_, int{socket_}, true) : join_rings<PeerRings>(socket_, int{socket_}, false);
   if (own) {
     Writer w;
     w.text(short_of(own));

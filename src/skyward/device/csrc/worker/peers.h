@@ -24,13 +24,11 @@ class PeerRings {
  public:
   static constexpr size_t kHeads = 4096, kBytes = 16 << 20, kSize = kHeads + 2 * kBytes;
 
+  // The one who dialed makes the memory.
   PeerRings(int fd, int socket, bool is_dialer)
       : memory_(fd, kSize), out(ring(!is_dialer, socket)), in(ring(is_dialer, socket)) {
     memory_.close_descriptor();
   }
-  // The one who dialed makes the memory; null where the kernel gives none.
-  static std::unique_ptr<PeerRings> make(int socket);
-  static std::unique_ptr<PeerRings> join(int socket);
 
  private:
   Ring ring(bool second, int socket) const {
