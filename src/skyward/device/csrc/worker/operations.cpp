@@ -280,7 +280,12 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
   const auto& promised = layouts_[out.layout];
   auto got = value.isTensor() ? std::move(value).toTensor() : at::Tensor();
   if (!got.defined() || got.scalar_type() != promised.dtype || got.sizes() != c10::IntArrayRef(promised.sizes)) {
-    held.poison = note(t, "its result has another size than it had before with the same arguments", kSurprised);
+    held.poison = note(t,
+                       "its result has another size than it had before with the same arguments: " +
+                           (got.defined() ? c10::str(got.sizes(), " of ", got.scalar_type()) : "none") + " and not " +
+                           c10::str(c10::IntArrayRef(promised.sizes), " of ", promised.dtype) +
+                           "; what the client knew of it is forgotten: run the program again",
+                       kSurprised);
     return;
   }
   if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
