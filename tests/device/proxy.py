@@ -49,6 +49,16 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
+    def leave(self) -> None:
+        """Reset every connection, and refuse those who come again where they came before."""
+        with self._lock:
+            listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        self.cut()
+
     def cut_after(self, counts: Iterable[int]) -> None:
         """Reset every connection after so many bytes, then after so many more, and so on."""
         with self._lock:
@@ -65,12 +75,8 @@ class Proxy:
 
     def close(self) -> None:
         """End it with all its threads."""
-        for listener in self._listeners.values():
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
         self._flowing.set()
-        self.cut()
+        self.leave()
         for thread in self._threads:
             thread.join()
 
@@ -107,19 +113,22 @@ class Proxy:
         with contextlib.suppress(OSError):
             while count := source.recv_into(buffer):
                 self._flowing.wait()
-                allowed = self._allowed(count)
-                target.sendall(buffer[:allowed])
-                if allowed < count:
-                    self.cut()
+                allowed, cuts = self._allowed(count)
+                try:
+                    target.sendall(buffer[:allowed])
+                finally:
+                    if cuts:
+                        self.cut()
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def _allowed(self, count: int) -> int:
+    def _allowed(self, count: int) -> tuple[int, bool]:
+        """How many of the bytes pass, and whether everything is cut after them."""
         with self._lock:
             if not self._cut_after:
-                return count
+                return count, False
             if count < self._cut_after[0]:
                 self._cut_after[0] -= count
-                return count
-            return self._cut_after.pop(0)
+                return count, False
+            return self._cut_after.pop(0), True

@@ -74,15 +74,23 @@ def over_network(remote: list[torch.device], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def proxied(sharing) -> Iterator[tuple[list[torch.device], Proxy]]:
-    """Devices of two nodes that reach each other through a proxy."""
+def proxied_pool(sharing) -> Iterator[tuple[list[torch.device], Proxy]]:
+    """Two nodes, and a proxy for what goes between them."""
     proxy = Proxy()
-    with pytest.MonkeyPatch.context() as patch:
-        rearrange(patch, lambda e: proxy.endpoint_for(e) if e.startswith("tcp:") else "")
-        local = sky.Local(transport="tcp")
-        with sharing(sky.Compute(local, nodes=2, options=sky.Options(console=False))) as compute:
-            yield compute.devices("cpu"), proxy
+    local = sky.Local(transport="tcp")
+    with sharing(sky.Compute(local, nodes=2, options=sky.Options(console=False))) as compute:
+        yield compute.devices("cpu"), proxy
     proxy.close()
+
+
+@pytest.fixture
+def proxied(
+    proxied_pool: tuple[list[torch.device], Proxy], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[torch.device], Proxy]:
+    """Devices that reach each other through the proxy."""
+    _, proxy = proxied_pool
+    rearrange(monkeypatch, lambda e: proxy.endpoint_for(e) if e.startswith("tcp:") else "")
+    return proxied_pool
 
 
 def rearrange(patch: pytest.MonkeyPatch, endpoint_for: Callable[[str], str]) -> None:
@@ -576,7 +584,8 @@ def test_a_device_lost_in_the_middle_of_a_long_copy_harms_no_other(
         assert [torch.ones(1, device=each).item() for each in devices] == [1, 1]
         device_processes(compute)[lost].kill()
         if lost == 0:
-            with pytest.raises(sky.DeviceError, match="cannot be reached"):
+            gone = "the other device's process did not come back"
+            with pytest.raises(sky.DeviceError, match=f"cannot be reached.*{gone}"):
                 y.cpu()
         else:
             # A write waits until the memory has left, or need not.
@@ -628,10 +637,11 @@ def test_a_link_that_is_cut_goes_on_where_it_was(
     x = torch.randn(8 * MIB)
     here = x.to(first)
     here[:1].to(second).cpu()
+    before = proxy.cuts
     proxy.cut_after([3 * MIB, MIB, 12 * MIB])
     there = here.to(second)
     assert torch.equal(there.cpu(), x)
-    assert proxy.cuts == 3
+    assert proxy.cuts - before == 3
 
 
 @pytest.mark.parametrize(("mode", "waits"), [("reduce-overhead", True), ("default", False)])
@@ -658,6 +668,51 @@ def test_a_graph_that_uses_its_memory_again_waits_until_its_result_has_left(
     asking.join(30)
     assert answered.is_set()
     assert there.sum().item() == 2 * ones.numel()
+
+
+@pytest.mark.timeout(60)
+def test_a_link_that_was_lost_is_made_again_at_the_next_copy(
+    proxied: tuple[list[torch.device], Proxy], eventually
+) -> None:
+    (first, second), proxy = proxied
+    x = torch.randn(2 * MIB)
+    here, into = x.to(first), torch.zeros(2 * MIB, device=second)
+    into[:1].copy_(here[:1])
+    torch.sky.synchronize(second)
+    proxy.leave()
+    into.copy_(here)
+    before = proxy.connections
+
+    def is_made_again() -> bool:
+        # The end that has dialed is refused, gives up, and tells of it with its next answer.
+        here[0].item()
+        here[:1].to(second)
+        return proxy.connections > before
+
+    eventually(is_made_again, 15)
+    with pytest.raises(sky.DeviceError, match=r"cannot be reached.*copy again what was to come"):
+        torch.sky.synchronize(second)
+    assert torch.equal(here.to(second).cpu(), x)
+    assert torch.equal(into.copy_(here).cpu(), x)
+
+
+def test_a_link_that_has_ended_leaves_nothing_behind(
+    device: torch.device, compute: sky.Compute, eventually
+) -> None:
+    process = device_processes(compute)[0]
+
+    def held() -> tuple[int, int]:
+        return process.num_threads(), process.num_fds()
+
+    counts = []
+    for _ in range(3):
+        with sky.Compute(options=sky.Options(console=False)) as other:
+            there = torch.ones(MIB, device=device).to(other.device("cpu"))
+            assert there.sum().item() == MIB
+            counts.append(held())
+        torch.sky.synchronize(device)
+    eventually(lambda: held() < counts[0], 10)
+    assert counts[2] == counts[0]
 
 
 @only_in_all

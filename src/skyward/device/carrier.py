@@ -33,14 +33,14 @@ class MemoryCarrier(Pump):
     """Moves bytes between a core's memory and a link until one of the two ends."""
 
     def __init__(
-        self, channel: Channel, lost: Callable[[str], None], *, patience: float | None = None
+        self, channel: Channel, lost: Callable[[str], None], *, patience: float, other: str
     ) -> None:
         self.near_out, self._far_out = socket.socketpair()
         self._places: deque[memoryview] = deque()
         """Where the next bytes belong, as far as the core has said it."""
         self._asked = b""
         self._core_asks = select.poll()
-        super().__init__(channel, LINK_WINDOW, lost, patience=patience)
+        super().__init__(channel, LINK_WINDOW, lost, patience=patience, other=other)
 
     def leave_to_core(self) -> None:
         """Close the core's ends here: the core has duplicates, and closes them when it ends."""

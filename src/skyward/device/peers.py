@@ -33,6 +33,8 @@ WINDOW = 16 << 20
 PATIENCE_SECONDS = 20.0
 """How long a link without a connection waits for one before the copies over it fail."""
 
+OTHER = "the other device's process"
+
 MakeLink = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t
 )
@@ -150,14 +152,15 @@ class Peers:
         ends = []
         shares_memory = channels[0].shares_memory
         first, *others = channels
+        lost = self._lost(link)
         carriers = [
-            MemoryCarrier(each, self._lost(link), patience=PATIENCE_SECONDS) for each in others
+            MemoryCarrier(each, lost, patience=PATIENCE_SECONDS, other=OTHER) for each in others
         ]
         if shares_memory:
             held.append(first)
             ends.append(first.detach()[0])
         else:
-            pump = Pump(first, WINDOW, self._lost(link), patience=PATIENCE_SECONDS)
+            pump = Pump(first, WINDOW, lost, patience=PATIENCE_SECONDS, other=OTHER)
             held += [pump, *carriers]
             ends.append(pump.near)
         ends += [each.near_out for each in carriers] + [each.near for each in carriers]
@@ -182,7 +185,7 @@ class Peers:
 
     def _lost(self, link: int) -> Callable[[str], None]:
         def lost(why: str) -> None:
-            self._library.sky_worker_unlink(ctypes.c_uint64(link), why.encode())
+            self._library.sky_worker_lose_link(ctypes.c_uint64(link), why.encode())
             # Not here: a pump's own thread must not close it.
             threading.Thread(
                 target=self._close, args=(link,), name="skyward-peer-lost", daemon=True
@@ -201,3 +204,4 @@ class Peers:
             held = self._held.pop(link, [])
         for each in held:
             each.close()
+        self._library.sky_worker_free_link(ctypes.c_uint64(link))

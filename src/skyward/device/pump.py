@@ -52,14 +52,17 @@ class Pump:
         lost: Callable[[str], None],
         *,
         patience: float | None = None,
+        other: str = "the client",
     ) -> None:
         """The pump calls `lost` with the reason when the link ends; `lost` must not call `close`.
 
-        A link without a connection ends after `patience` seconds, if that is given.
+        A link without a connection ends after `patience` seconds, if that is given. `other` says
+        who should have come back by then.
         """
         assert channel.link is not None
         self._channel, self._link = channel, channel.link
         self._window, self._lost, self._patience = window, lost, patience
+        self._other = other
         self.near, self._far = socket.socketpair()
         """The core's end of the socket pair; `_far` is the pump's end."""
         self._closed = False
@@ -194,7 +197,7 @@ class Pump:
         while not self._link.incoming.ready(again.set):
             if not again.wait(self._patience):
                 connections.end(
-                    f"its connection was lost, and the client did not come back within "
+                    f"its connection was lost, and {self._other} did not come back within "
                     f"{self._patience:g} s"
                 )
             again.clear()

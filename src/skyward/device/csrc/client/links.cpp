@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
+#include <cstring>
 #include <map>
 #include <random>
 
@@ -45,6 +47,10 @@ std::map<std::pair<uint32_t, uint32_t>, Link>& links =
     *std::make_unique<std::map<std::pair<uint32_t, uint32_t>, Link>>().release();
 std::map<Extent, Content>& contents = *std::make_unique<std::map<Extent, Content>>().release();
 
+// Noted where a session's mutex is held, and looked at where the links are used.
+std::mutex lost_mutex;
+std::vector<uint64_t>& lost = *std::make_unique<std::vector<uint64_t>>().release();
+
 std::string name_of(const Session& session) { return "sky:" + std::to_string(session.index); }
 
 // Empty, or why there is none.
@@ -65,6 +71,41 @@ std::string make_link(Session& dialer, Session& other, uint64_t number) {
     return e.what();
   }
   return "";
+}
+
+// Tells the worker, if it is there, that the link is used no more.
+void unlink(Session* session, uint64_t number, const std::string& why) {
+  if (!session || session->is_retired()) return;
+  Writer w, content;
+  content.u64(number);
+  content.text(why);
+  w.u32(kUnlink);
+  w.text(content.bytes());
+  try {
+    std::lock_guard lock(session->mutex);
+    session->begin();
+    session->put(w.bytes().data(), w.size());
+  } catch (const std::exception&) {
+    // It is gone as well.
+  }
+}
+
+// The end that noticed the loss has told of it; the other may still wait for the connection to come back.
+void drop_lost_links() {
+  std::vector<uint64_t> numbers;
+  {
+    std::lock_guard lock(lost_mutex);
+    numbers.swap(lost);
+  }
+  for (auto number : numbers) {
+    auto found = std::find_if(links.begin(), links.end(), [&](auto& each) { return each.second.number == number; });
+    if (found == links.end()) continue;
+    auto [low, high] = found->first;
+    links.erase(found);
+    // What was to be passed on over it may be no content at all.
+    contents.clear();
+    for (auto serial : {low, high}) unlink(session_by_serial(serial), number, "the other end has lost the link");
+  }
 }
 
 Link& link_between(Session& a, Session& b) {
@@ -191,6 +232,7 @@ void move_bytes(const at::Tensor& to, const at::Tensor& from) {
   Extent target{b.session.serial, b.slot, static_cast<uint64_t>(b.offset) * item, bytes};
   {
     std::lock_guard lock(links_mutex);
+    drop_lost_links();
     bool relays = bytes >= kRelayed && !is_exported(a.session, a.slot);
     if (relays && relay(source, a.session, target, b.session)) return;
     if (link_between(a.session, b.session).is_direct) {
@@ -227,6 +269,14 @@ void copy_between(const at::Tensor& to, const at::Tensor& given) {
   if (C10_UNLIKELY(synchronous())) Session::of(to.unsafeGetTensorImpl()).synchronize(kAllStreams);
 }
 
+void note_lost_links(std::string_view numbers) {
+  std::lock_guard lock(lost_mutex);
+  for (uint64_t number; numbers.size() >= sizeof number; numbers.remove_prefix(sizeof number)) {
+    std::memcpy(&number, numbers.data(), sizeof number);
+    lost.push_back(number);
+  }
+}
+
 void end_links(const Session& gone, const std::string& why) noexcept try {
   std::lock_guard lock(links_mutex);
   // Another session may take this one's place, under the same serial and with other contents.
@@ -240,19 +290,7 @@ void end_links(const Session& gone, const std::string& why) noexcept try {
     auto* other = session_by_serial(low == gone.serial ? high : low);
     auto link = each->second;
     each = links.erase(each);
-    if (!other || !link.is_direct || other->is_retired()) continue;
-    Writer w, content;
-    content.u64(link.number);
-    content.text(why);
-    w.u32(kUnlink);
-    w.text(content.bytes());
-    try {
-      std::lock_guard locked(other->mutex);
-      other->begin();
-      other->put(w.bytes().data(), w.size());
-    } catch (const std::exception&) {
-      // It is gone as well.
-    }
+    if (link.is_direct) unlink(other, link.number, why);
   }
 } catch (...) {
   // No memory: then nobody is told, and the workers notice by themselves.

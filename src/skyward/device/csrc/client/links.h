@@ -1,6 +1,9 @@
 // Links: copies between two devices, whose processes send the bytes to each other.
 #pragma once
 
+#include <string>
+#include <string_view>
+
 #include "session.h"
 
 namespace sky {
@@ -10,6 +13,9 @@ inline int (*introduce)(int from, int to, uint64_t link, char* text, uint64_t si
 
 // Neither has lazy bits; `from` may be of another dtype, and is broadcast.
 void copy_between(const at::Tensor& to, const at::Tensor& from);
+
+// A worker has lost these: their numbers, each 8 bytes. Called with a session's mutex held.
+void note_lost_links(std::string_view numbers);
 
 // A session is closed: those it had links with are told.
 void end_links(const Session& gone, const std::string& why) noexcept;

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "../wire/socket.h"
+#include "links.h"
 
 namespace sky {
 namespace {
@@ -263,8 +264,15 @@ std::string Session::reply() {
     } catch (const Malformed& e) {
       fail(std::string("the worker's warnings cannot be read: ") + e.what());
     }
+  if (C10_UNLIKELY(status & kLinksLost)) try {
+      Reader r(content.data(), content.size());
+      note_lost_links(r.text());
+      content.erase(0, content.size() - r.left());
+    } catch (const Malformed& e) {
+      fail(std::string("the worker's lost links cannot be read: ") + e.what());
+    }
   warnings_.raise();
-  status &= ~kWarned;
+  status &= ~(kWarned | kLinksLost);
   if (C10_UNLIKELY(status == kSurprised)) {
     if (remembered) remembered->is_wrong = true;
     status = kFailed;

@@ -42,7 +42,7 @@ enum Record : uint32_t {
   kSend = 0x7fffff20u,      // u32 slot, u64 offset, u64 bytes, u64 link, u64 passage
   kReceive = 0x7fffff21u,   // as kSend
   kLink = 0x7fffff22u,      // u32 length, how to reach the other device, as JSON; replied when there is a link
-  kUnlink = 0x7fffff23u,    // u32 length, u64 link, text: the other device is gone, and why
+  kUnlink = 0x7fffff23u,    // u32 length, u64 link, text: it is used no more, and why
   kMark = 0x7fffff28u,      // replied with kMarked when everything before it has been read
   kRedefine = 0x7fffff29u,  // u32 length, u32 template that is used no more, then as kDefine
 };
@@ -179,6 +179,9 @@ enum Status : uint8_t {
 // Added to the status if PyTorch has warned in the worker since the last reply. The content then begins with a text
 // of all the warnings: u8 flags, text of the source file, u32 line, text of the warning, for each.
 constexpr uint8_t kWarned = 0x80;
+// Added if links were lost since the last reply. Before the rest of the content, after any warnings, comes a text of
+// their numbers, each a u64. The client ends them at both ends, and makes others when there is something to copy.
+constexpr uint8_t kLinksLost = 0x40;
 enum WarningFlag : uint8_t { kDeprecation = 1, kVerbatim = 2 };
 
 class Writer {

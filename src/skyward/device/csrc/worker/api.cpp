@@ -41,4 +41,7 @@ extern "C" int sky_worker_link(uint64_t link, const int* sockets, int count, int
 }
 
 // The link's connections are lost for good.
-extern "C" void sky_worker_unlink(uint64_t link, const char* why) { sky::Peers::all().end(link, why); }
+extern "C" void sky_worker_lose_link(uint64_t link, const char* why) { sky::Peers::all().lose(link, why); }
+
+// The link's connections are closed. Returns when no thread of the core uses them.
+extern "C" void sky_worker_free_link(uint64_t link) { sky::Peers::all().free(link); }

@@ -49,17 +49,12 @@ void Session::finish_passages() {
   passages_.clear();
 }
 
-void Session::note_failed(Slot& held, const Reason& reason) {
-  if (!held.poison) held.poison = reason;
-  if (!first_error_) first_error_ = reason;
-}
-
 void Session::await_arrivals(Slot& held) {
   for (auto& passage : held.traffic->arriving)
     if (auto reason = passage->wait()) {
-      note_failed(held, reason);
-      // Told once: a wait for the whole device need not tell it again.
-      std::erase(passages_, passage);
+      if (!held.poison) held.poison = reason;
+      // Told once: a wait for the whole device has told it, or need not tell it again.
+      if (std::erase(passages_, passage) && !first_error_) first_error_ = reason;
     }
   held.traffic->arriving.clear();
 }
@@ -108,10 +103,7 @@ void Session::send_to_peer(Reader& r) {
     held.traffic->leaving.push_back(passage);
   }
   track(passage);
-  auto peer = Peers::all().find(link);
-  if (!peer) throw Malformed("an unknown link");
-  peer->start(device_);
-  peer->send(std::move(passage));
+  Peers::all().send(std::move(passage), device_);
 }
 
 void Session::receive_from_peer(Reader& r) {
@@ -128,6 +120,8 @@ void Session::receive_from_peer(Reader& r) {
     held.traffic->leaving.clear();
     drop_finished(arriving);
   }
+  // What overwrites all of a tensor mends it.
+  if (held.poison && held.has_memory() && offset == 0 && bytes == held.memory().nbytes()) held.poison.reset();
   bool fits =
       !held.poison && held.has_memory() && bytes <= held.memory().nbytes() && offset <= held.memory().nbytes() - bytes;
   if (fits) {
@@ -140,10 +134,7 @@ void Session::receive_from_peer(Reader& r) {
                         kFailed, "copying from another device"});
   }
   track(passage);
-  auto peer = Peers::all().find(link);
-  if (!peer) throw Malformed("an unknown link");
-  peer->start(device_);
-  peer->expect(std::move(passage));
+  Peers::all().expect(std::move(passage), device_);
 }
 
 }  // namespace sky

@@ -59,7 +59,7 @@ Peer::Peer(uint64_t link, const Sockets& sockets, bool shares_memory, const char
 }
 
 Peer::~Peer() {
-  close("the link is no more");
+  close("the link was closed", false);
   if (sender_.joinable()) sender_.join();
   if (receiver_.joinable()) receiver_.join();
 }
@@ -72,7 +72,7 @@ void Peer::start(c10::Device device) {
   receiver_ = std::thread([this] { carry_in(); });
 }
 
-void Peer::close(const std::string& why) noexcept {
+void Peer::close(const std::string& why, bool is_lost) noexcept {
   Queue left, missing;
   {
     std::lock_guard lock(mutex_);
@@ -86,7 +86,11 @@ void Peer::close(const std::string& why) noexcept {
       rings_->out.wake();
       rings_->in.wake();
     }
-    why_ = why;
+    lost_ = std::make_shared<const Failure>(
+        Failure{name_ + " cannot be reached any more: " + why + "; copy again what was to come from it", kFailed,
+                "copying between devices"});
+    // Before a passage ends: the reply that tells of its failure tells of the link, too.
+    if (is_lost) Peers::all().note_lost(link_, lost_);
     // The first of each may be in a thread's hands, which ends it.
     auto take_rest = [](Queue& queue, Queue& into, bool has_thread) {
       for (; queue.size() > has_thread; queue.pop_back()) into.push_back(std::move(queue.back()));
@@ -101,13 +105,7 @@ void Peer::close(const std::string& why) noexcept {
   }
   // What was to leave is here as it was: that it did not arrive is for the other end to tell.
   for (auto& passage : left) passage->end(nullptr);
-  for (auto& passage : missing) passage->end(lost());
-}
-
-Reason Peer::lost() const {
-  std::lock_guard lock(mutex_);
-  return std::make_shared<const Failure>(
-      Failure{name_ + " cannot be reached any more: " + why_, kFailed, "copying between devices"});
+  for (auto& passage : missing) passage->end(lost_);
 }
 
 void Peer::hand_over(Queue& queue, std::shared_ptr<Passage> passage) {
@@ -119,7 +117,7 @@ void Peer::hand_over(Queue& queue, std::shared_ptr<Passage> passage) {
       return;
     }
   }
-  passage->end(&queue == &arriving_ ? lost() : nullptr);
+  passage->end(&queue == &arriving_ ? lost_ : nullptr);
 }
 
 // Waits for one; null when the link is closed.
@@ -165,7 +163,7 @@ void Peer::carry_out() {
       give(*passage);
       drop_first(leaving_, nullptr);
     } catch (const std::exception& e) {
-      close(e.what());
+      close(e.what(), true);
     }
   drop_first(leaving_, nullptr);
   outward_.release();
@@ -192,9 +190,9 @@ void Peer::carry_in() {
                  length ? std::make_shared<const Failure>(Failure{text, kFailed, "copying from " + name_}) : nullptr);
     }
   } catch (const std::exception& e) {
-    close(e.what());
+    close(e.what(), true);
   }
-  drop_first(arriving_, lost());
+  drop_first(arriving_, lost_);
   inward_.release();
 }
 
@@ -357,7 +355,7 @@ void Peers::add(uint64_t link, const Sockets& sockets, bool shares_memory, const
     }
   } catch (const Disconnected& problem) {
     // The other device may be tried at another address, for the same link.
-    peer->close(problem.what());
+    peer->close(problem.what(), false);
     std::lock_guard lock(mutex_);
     peers_.erase(link);
     throw;
@@ -370,8 +368,65 @@ std::shared_ptr<Peer> Peers::find(uint64_t link) {
   return found == peers_.end() ? nullptr : found->second;
 }
 
+Reason Peers::why_lost(uint64_t link) {
+  std::lock_guard lock(mutex_);
+  auto found = lost_.find(link);
+  if (found == lost_.end()) throw Malformed("an unknown link");
+  return found->second;
+}
+
+void Peers::send(std::shared_ptr<Passage> passage, c10::Device device) {
+  auto peer = find(passage->link);
+  if (!peer) {
+    why_lost(passage->link);
+    passage->end(nullptr);
+    return;
+  }
+  peer->start(device);
+  peer->send(std::move(passage));
+}
+
+void Peers::expect(std::shared_ptr<Passage> passage, c10::Device device) {
+  auto peer = find(passage->link);
+  if (!peer) {
+    passage->end(why_lost(passage->link));
+    return;
+  }
+  peer->start(device);
+  peer->expect(std::move(passage));
+}
+
+void Peers::lose(uint64_t link, const std::string& why) noexcept {
+  if (auto peer = find(link)) peer->close(why, true);
+}
+
 void Peers::end(uint64_t link, const std::string& why) {
-  if (auto peer = find(link)) peer->close(why);
+  if (auto peer = find(link)) peer->close(why, false);
+  std::lock_guard lock(mutex_);
+  lost_.erase(link);
+}
+
+void Peers::free(uint64_t link) noexcept {
+  std::shared_ptr<Peer> freed;
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(link);
+  if (found == peers_.end()) return;
+  freed = std::move(found->second);
+  peers_.erase(found);
+}
+
+void Peers::note_lost(uint64_t link, Reason reason) {
+  std::lock_guard lock(mutex_);
+  lost_[link] = std::move(reason);
+  untold_.append(reinterpret_cast<const char*>(&link), sizeof link);
+  has_untold_ = true;
+}
+
+std::string Peers::take_lost() {
+  if (!has_untold_.load(std::memory_order_relaxed)) return "";
+  std::lock_guard lock(mutex_);
+  has_untold_ = false;
+  return std::exchange(untold_, "");
 }
 
 void Peers::end_all() noexcept {
@@ -381,7 +436,7 @@ void Peers::end_all() noexcept {
     ended.swap(peers_);
   }
   // All before the first one's threads are awaited: one may wait for what comes over another.
-  for (auto& [link, peer] : ended) peer->close("the client has left");
+  for (auto& [link, peer] : ended) peer->close("the client has left", false);
   ended.clear();
 }
 

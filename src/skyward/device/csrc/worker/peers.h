@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -53,8 +54,8 @@ class Peer {
   void start(c10::Device device);
   void send(std::shared_ptr<Passage> passage) { hand_over(leaving_, std::move(passage)); }
   void expect(std::shared_ptr<Passage> passage) { hand_over(arriving_, std::move(passage)); }
-  // Whatever is on its way ends; the first reason counts.
-  void close(const std::string& why) noexcept;
+  // Whatever is on its way ends; the first reason counts. The client does not know yet of a link that is lost.
+  void close(const std::string& why, bool is_lost) noexcept;
 
  private:
   using Queue = std::deque<std::shared_ptr<Passage>>;
@@ -75,8 +76,6 @@ class Peer {
   void drop(uint64_t bytes);
   void write(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void read(void* into, uint64_t size, uint64_t done, uint64_t total);
-  Reason lost() const;
-
   const uint64_t link_;
   const OwnSocket socket_;
   Carriers outward_, inward_;
@@ -87,7 +86,7 @@ class Peer {
   std::condition_variable changed_;
   Queue leaving_, arriving_;
   bool is_closed_ = false;
-  std::string why_;
+  Reason lost_;  // why what was to come does not, once it is closed
   std::thread sender_, receiver_;
 };
 
@@ -96,13 +95,31 @@ class Peers {
  public:
   static Peers& all();
   void add(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
-  std::shared_ptr<Peer> find(uint64_t link);
+  void send(std::shared_ptr<Passage> passage, c10::Device device);
+  void expect(std::shared_ptr<Passage> passage, c10::Device device);
+  // The connections are lost for good.
+  void lose(uint64_t link, const std::string& why) noexcept;
+  // The client wants it no more.
   void end(uint64_t link, const std::string& why);
+  // The connections are closed: waits for the link's threads, and frees what it has.
+  void free(uint64_t link) noexcept;
   void end_all() noexcept;
 
+  // For a link itself: passages over it fail with the reason until the client ends it.
+  void note_lost(uint64_t link, Reason reason);
+  // The numbers of links that were lost since the last call, each 8 bytes.
+  std::string take_lost();
+
  private:
+  std::shared_ptr<Peer> find(uint64_t link);
+  // Null if the link is there; throws if it never was.
+  Reason why_lost(uint64_t link);
+
   std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Peer>> peers_;
+  std::map<uint64_t, Reason> lost_;
+  std::string untold_;
+  std::atomic<bool> has_untold_ = false;
 };
 
 }  // namespace sky

@@ -161,10 +161,12 @@ size_t Session::step(const char* data, size_t size) {
 void Session::reply(Status status, std::string_view content) {
   Writer w;
   auto warned = warnings_.take();
-  auto before = warned.empty() ? 0 : 4 + warned.size();
+  auto lost = Peers::all().take_lost();
+  size_t before = (warned.empty() ? 0 : 4 + warned.size()) + (lost.empty() ? 0 : 4 + lost.size());
   w.u32(static_cast<uint32_t>(before + content.size()));
-  w.u8(status | (before ? kWarned : 0));
-  if (before) w.text(warned);
+  w.u8(status | (warned.empty() ? 0 : kWarned) | (lost.empty() ? 0 : kLinksLost));
+  if (!warned.empty()) w.text(warned);
+  if (!lost.empty()) w.text(lost);
   w.raw(content.data(), content.size());
   ops_.send(w.bytes().data(), w.size());
 }

@@ -191,7 +191,6 @@ class Session {
     if (C10_UNLIKELY(held.traffic != nullptr)) settle_traffic(held, written);
   }
   void settle_traffic(Slot& held, bool written);
-  void note_failed(Slot& held, const Reason& reason);
   void track(std::shared_ptr<Passage> passage);
   bool has_passages();
   void finish_passages();
