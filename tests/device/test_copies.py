@@ -630,6 +630,30 @@ def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
         assert sky.device_stats(first).bytes_to_devices == 0
 
 
+def test_a_holder_that_does_not_reach_the_third_node_is_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrange = meeting.arrange
+
+    def apart(link: int, own: str, here: Any, other: str, there: Any) -> meeting.Meeting:
+        made = arrange(link, own, here, other, there)
+        if "node 0" not in own + other:
+            made.endpoints = ()
+        return made
+
+    monkeypatch.setattr(meeting, "arrange", apart)
+    with sky.Compute(nodes=3, options=sky.Options(console=False)) as compute:
+        first, second, third = compute.devices("cpu")
+        x = torch.randn(MIB)
+        here = x.to(first)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            there = here.to(second)
+            assert torch.equal(here.to(third).cpu(), x)
+        with pytest.warns(UserWarning, match=r"between sky:\d+ and sky:\d+ go through this"):
+            assert torch.equal(there.to(third).cpu(), x)
+
+
 def test_a_link_that_is_cut_goes_on_where_it_was(
     proxied: tuple[list[torch.device], Proxy],
 ) -> None:

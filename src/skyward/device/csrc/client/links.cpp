@@ -20,6 +20,7 @@ constexpr size_t kContentsMost = 4096;
 struct Link {
   uint64_t number = 0;
   bool is_direct = false;
+  std::string why_not;            // told where a copy takes the other way, once
   uint64_t passages[2] = {0, 0};  // from the session with the lower serial, and from the other
 };
 
@@ -121,15 +122,19 @@ Link& link_between(Session& a, Session& b) {
     auto why_not_back = make_link(b, a, link.number);
     link.is_direct = why_not_back.empty();
     if (why_not_back != why) why += "; " + why_not_back;
+    link.why_not = why;
   } else {
     link.is_direct = true;
   }
-  if (!link.is_direct)
-    c10::warn(c10::Warning(c10::UserWarning(), {nullptr, nullptr, 0},
-                           "copies between " + name_of(a) + " and " + name_of(b) +
-                               " go through this process, because their nodes do not reach each other: " + why,
-                           false));
   return links[key] = link;
+}
+
+void say_why_through_here(const Session& a, const Session& b, const std::string& why) {
+  if (why.empty()) return;
+  c10::warn(c10::Warning(c10::UserWarning(), {nullptr, nullptr, 0},
+                         "copies between " + name_of(a) + " and " + name_of(b) +
+                             " go through this process, because their nodes do not reach each other: " + why,
+                         false));
 }
 
 struct __attribute__((packed)) PassageRecord {
@@ -181,11 +186,11 @@ bool relay(const Extent& from, Session& source, const Extent& to, Session& targe
   for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
     auto* session = session_by_serial(holder->extent.serial);
     if (!session || session == &target || session->is_retired()) continue;
-    if (is_exported(*session, holder->extent.slot)) continue;
-    auto known = links.find(std::minmax(session->serial, target.serial));
-    if (known != links.end() && !known->second.is_direct) continue;
     uint32_t seen, written;
     try {
+      // Before a link is made for it.
+      if (is_exported(*session, holder->extent.slot) || version_of(*session, holder->extent.slot) != holder->version)
+        continue;
       if (!link_between(*session, target).is_direct) continue;
       if (!pass(*session, holder->extent, &holder->version, seen, target, to, written)) continue;
     } catch (const std::exception&) {
@@ -230,18 +235,22 @@ void move_bytes(const at::Tensor& to, const at::Tensor& from) {
   uint64_t bytes = from.nbytes(), item = from.itemsize();
   Extent source{a.session.serial, a.slot, static_cast<uint64_t>(a.offset) * item, bytes};
   Extent target{b.session.serial, b.slot, static_cast<uint64_t>(b.offset) * item, bytes};
+  std::string why_through_here;
   {
     std::lock_guard lock(links_mutex);
     drop_lost_links();
     bool relays = bytes >= kRelayed && !is_exported(a.session, a.slot);
     if (relays && relay(source, a.session, target, b.session)) return;
-    if (link_between(a.session, b.session).is_direct) {
+    auto& link = link_between(a.session, b.session);
+    if (link.is_direct) {
       uint32_t seen, written;
       pass(a.session, source, nullptr, seen, b.session, target, written);
       if (relays) remember(source, seen, target, written);
       return;
     }
+    why_through_here = std::exchange(link.why_not, "");
   }
+  say_why_through_here(a.session, b.session, why_through_here);
   copy_through_here(from, a.session, b.session, target);
 }
 
