@@ -517,6 +517,22 @@ def test_a_failed_source_fails_its_copy_and_no_other(
     assert fine.sum().item() == 3
 
 
+def test_a_copy_that_failed_at_the_node_that_passes_it_on_comes_from_the_source_the_next_time(
+    three: list[torch.device],
+) -> None:
+    first, second, third = three
+    x = torch.arange(MIB, device=first)
+    index = torch.zeros(MIB, dtype=torch.int64, device=second)
+    torch.arange(3, device=second)[index]  # its shape is asked for, so that the next fails later
+    failed = torch.arange(3, device=second)[index + 7]
+    failed.copy_(x)
+    with pytest.raises((IndexError, sky.DeviceError), match="out of"):
+        x.to(third).cpu()
+    assert torch.equal(x.to(third).cpu(), x.cpu())
+    with pytest.raises(IndexError):
+        torch.sky.synchronize(second)
+
+
 @pytest.mark.timeout(60)
 def test_a_lost_device_fails_what_was_to_come_from_it() -> None:
     options = sky.Options(console=False)

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <random>
@@ -51,6 +52,9 @@ std::map<Extent, Content>& contents = *std::make_unique<std::map<Extent, Content
 // Noted where a session's mutex is held, and looked at where the links are used.
 std::mutex lost_mutex;
 std::vector<uint64_t>& lost = *std::make_unique<std::vector<uint64_t>>().release();
+
+// Whether a worker has told of a failure: a copy that was to be passed on may have no content.
+std::atomic<bool> has_failed = false;
 
 std::string name_of(const Session& session) { return "sky:" + std::to_string(session.index); }
 
@@ -239,6 +243,7 @@ void move_bytes(const at::Tensor& to, const at::Tensor& from) {
   {
     std::lock_guard lock(links_mutex);
     drop_lost_links();
+    if (has_failed.exchange(false)) contents.clear();
     bool relays = bytes >= kRelayed && !is_exported(a.session, a.slot);
     if (relays && relay(source, a.session, target, b.session)) return;
     auto& link = link_between(a.session, b.session);
@@ -277,6 +282,8 @@ void copy_between(const at::Tensor& to, const at::Tensor& given) {
   if (!is_alike) to.copy_(landing);
   if (C10_UNLIKELY(synchronous())) Session::of(to.unsafeGetTensorImpl()).synchronize(kAllStreams);
 }
+
+void note_failed_copies() noexcept { has_failed = true; }
 
 void note_lost_links(std::string_view numbers) {
   std::lock_guard lock(lost_mutex);

@@ -17,6 +17,9 @@ void copy_between(const at::Tensor& to, const at::Tensor& from);
 // A worker has lost these: their numbers, each 8 bytes. Called with a session's mutex held.
 void note_lost_links(std::string_view numbers);
 
+// A worker has told of a failure, which may be that of a copy: what is copied next comes from its source itself.
+void note_failed_copies() noexcept;
+
 // A session is closed: those it had links with are told.
 void end_links(const Session& gone, const std::string& why) noexcept;
 

@@ -29,6 +29,7 @@ constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
 
 [[noreturn]] void raise(const Complaint& complaint) {
+  note_failed_copies();
   switch (complaint.status) {
     case kIndexError: C10_THROW_ERROR(IndexError, complaint.text);
     case kValueError: C10_THROW_ERROR(ValueError, complaint.text);
