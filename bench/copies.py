@@ -7,17 +7,21 @@ python bench/copies.py --device cuda    # GPU workers: two processes that share 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from floors import RawLink
 from measure import Sample, interleave, timed
 from report import Row, absolute, compared, run_suite
 from throttle import apart, throttled
 from training import QUIET
 
 import skyward as sky
+from skyward.device.peers import CARRIERS
 
 MIB = 2**20
 KIND = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
@@ -82,17 +86,36 @@ def on_one_host(size: Size) -> Sequence[Row]:
 
 def over_tcp(size: Size) -> Sequence[Row]:
     """Two nodes that reach each other as over a network."""
-    with apart(), pool("tcp", 2) as compute:
-        samples, parameters = between_two(compute, size)
+    with apart(), pool("tcp", 2) as compute, plain_tls(size.payload) as floor:
+        samples, parameters = between_two(compute, size, {"floor": floor})
     what = f"{size.payload // MIB} MiB from node to node, TCP and TLS"
+    ours, theirs = (samples[name].per(size.payload, "B/s") for name in ("copy", "floor"))
     return [
-        absolute(what, samples["copy"].per(size.payload, "B/s"), ">= 3 GB/s", 3e9),
+        absolute(what, ours, ">= 3 GB/s", 3e9),
+        compared(what, ours, f"{CARRIERS} plain TLS sockets, a process each", theirs),
         followed(samples, parameters, "TCP and TLS, client so, too", ""),
     ]
 
 
-def between_two(compute: sky.Compute, size: Size) -> tuple[Mapping[str, Sample], int]:
-    """Seconds to copy a tensor, and to have weights follow, directly and through the client."""
+@contextmanager
+def plain_tls(payload: int) -> Iterator[Callable[[], float]]:
+    """Measures the same bytes over as many connections as a copy uses, sent the plain way."""
+    with ExitStack() as stack:
+        links = [stack.enter_context(RawLink(tls=True)) for _ in range(CARRIERS)]
+        threads = stack.enter_context(ThreadPoolExecutor(CARRIERS))
+        share = torch.randn(payload // CARRIERS // 4).numpy()
+        yield lambda: timed(
+            lambda: list(threads.map(lambda link: link.exchange([share], reused=True), links))
+        )
+
+
+def between_two(
+    compute: sky.Compute, size: Size, others: Mapping[str, Callable[[], float]] | None = None
+) -> tuple[Mapping[str, Sample], int]:
+    """Seconds to copy a tensor, and to have weights follow, directly and through the client.
+
+    What `others` measure comes in the same rounds.
+    """
     here, there = compute.devices(KIND)
     source = torch.randn(size.payload // 4, device=here)
     target = torch.zeros_like(source, device=there)
@@ -111,6 +134,7 @@ def between_two(compute: sky.Compute, size: Size) -> tuple[Mapping[str, Sample],
             "copy": lambda: until_there(lambda: target.copy_(source), there),
             "follow": lambda: until_there(follow, there),
             "through": lambda: until_there(follow_through_here, there),
+            **(others or {}),
         },
         rounds=size.rounds,
     )
