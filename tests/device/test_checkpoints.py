@@ -195,6 +195,22 @@ def test_without_a_checkpoint_the_error_says_what_was_lost() -> None:
         fresh.sum().item()
 
 
+def test_a_result_stays_on_no_device_that_is_still_to_come_back(pool, store) -> None:
+    device = pool.device("cpu")
+    x = torch.ones(3, device=device)
+    sky.checkpoint(device, store)
+    lose(pool, device)
+    for kind in ("cpu", "auto"):
+        with pytest.raises(sky.DeviceError, match=r"\(cpu of node 0\) was lost; ask compute"):
+            sky.remote(torch.ones, device=kind)(3) >> pool
+    # A device of another kind was not lost, and is asked for as ever.
+    with pytest.raises(sky.ConfigurationError, match="the node has no 'cuda:7'"):
+        sky.remote(torch.ones, device="cuda:7")(3) >> pool
+    assert pool.device("cpu") == device
+    assert (sky.remote(torch.ones)(3) >> pool).device == device
+    assert x.sum().item() == 3
+
+
 def test_what_has_not_changed_is_not_saved_again(pool, store) -> None:
     device = pool.device("cpu")
     fixed = torch.rand(1 << 20, device=device)
