@@ -18,6 +18,7 @@ from torch import nn
 import skyward as sky
 from skyward.objects import references
 
+from ..conftest import only_in_all
 from ..memory import in_use
 from .test_defects import device_processes
 
@@ -306,10 +307,39 @@ def test_a_result_may_have_the_copy_that_its_function_was_given(
     assert (x.tolist(), y.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
-def test_a_broadcast_copies(compute, device) -> None:
+def test_a_broadcast_copies_from_node_to_node(compute, device, other_device) -> None:
+    @sky.function
+    def both(x: torch.Tensor, part: torch.Tensor, conj: torch.Tensor, words: str) -> list[Any]:
+        part += 1
+        return [x.tolist(), conj.tolist(), sky.instance_info().node, words]
+
     x = torch.ones(3, device=device)
+    conj = torch.tensor([1j], device=device).conj()
+    add(x, 0.0) >> compute
+    before = fetched(device), fetched(other_device)
     assert add(x, 1.0) @ compute == ["cpu", "cpu"]
+    assert (fetched(device), fetched(other_device)) == before
+    told = [[[1.0, 2.0, 2.0], [-1j], node, "a"] for node in (0, 1)]
+    assert both(x, x[1:], conj, "a") @ compute == told
     assert x.tolist() == [1.0] * 3
+
+
+@only_in_all
+def test_each_worker_has_its_own_copy_in_a_broadcast_also_without_a_device() -> None:
+    @sky.function
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x
+
+    worker = sky.Worker(per_node=2)
+    with sky.Compute(nodes=2, worker=worker, options=sky.Options(console=False)) as compute:
+        device = compute.device("cpu", node=1)
+        x = torch.ones(1000, device=device)
+        results = sky.remote(grow)(x) @ compute
+        assert fetched(device) == 4000  # once, for the workers of node 0
+        assert [y.device == device for y in results] == [False, False, True, True]
+        assert [y.sum().item() for y in results] == [2000] * 4
+        assert x.sum().item() == 1000
 
 
 def test_frozen_data_is_a_copy(compute, device) -> None:

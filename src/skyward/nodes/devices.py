@@ -104,9 +104,9 @@ class DeviceDesk:
                 return node, kinds
         return None
 
-    def open_on(self, node: int) -> int | None:
-        """The index of an open device of that node."""
-        return next((d.index for at, _, d in list(self._open.values()) if at == node), None)
+    def open_on(self, node: int) -> list[int]:
+        """The indices of the open devices of that node."""
+        return [device.index for at, _, device in list(self._open.values()) if at == node]
 
     def has_open(self, node: int) -> bool:
         """Whether a device of that node is open."""

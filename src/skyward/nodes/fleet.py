@@ -295,8 +295,8 @@ class Fleet:
                 return
             time.sleep(POLL_SECONDS)
 
-    def open_device(self, node: int) -> int | None:
-        """The index of an open device of a node."""
+    def open_devices(self, node: int) -> list[int]:
+        """The indices of the open devices of a node."""
         return self._devices.open_on(node)
 
     def device_holder(self, index: int) -> tuple[int, int | None] | None:
