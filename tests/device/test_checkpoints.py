@@ -226,6 +226,58 @@ def test_what_has_not_changed_is_not_saved_again(pool, store) -> None:
     assert fixed.numel() == 1 << 20
 
 
+def poisoned(device: torch.device) -> torch.Tensor:
+    """A tensor whose operation has failed on the worker, with the error seen."""
+    x = torch.ones(3, device=device)
+    x.scatter_(0, torch.tensor([100], device=device), 1.0)
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        torch.sky.synchronize(device)
+    return x
+
+
+def test_a_tensor_that_an_operation_failed_on_is_left_out(pool, store) -> None:
+    device = pool.device("cpu")
+    others = [torch.full((4,), float(n), device=device) for n in range(300)]
+    bad = poisoned(device)
+    derived = bad[None] + 1
+    with pytest.warns(UserWarning, match=r"without 2 tensors .*\(1x3 float32\).*out of bounds"):
+        sky.checkpoint(device, store)
+    del derived
+    for x in others:
+        x.zero_()
+    sky.restore(device, store)
+    assert [x.mean().item() for x in others] == list(range(300))
+    lose(pool, device)
+    pool.device("cpu")
+    assert [x.mean().item() for x in others] == list(range(300))
+    with pytest.raises(sky.DeviceError, match=r"\(3 float32\) was lost .* it had failed before"):
+        bad.sum().item()
+
+
+def test_a_named_object_is_not_saved_without_its_contents(pool, store) -> None:
+    device = pool.device("cpu")
+    model = nn.Linear(3, 3).to(device)
+    model.bias.data = poisoned(device)
+    with pytest.raises(sky.DeviceError, match=r"model\.bias has no contents, .*out of bounds"):
+        sky.checkpoint(device, store, model=model)
+    assert store.list() == ()
+
+
+def test_a_tensor_that_an_operation_failed_on_since_is_set_back(pool, store) -> None:
+    device = pool.device("cpu")
+    x = torch.arange(3.0, device=device)
+    view = x[1:]
+    sky.checkpoint(device, store)
+    x.scatter_(0, torch.tensor([100], device=device), 1.0)
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        sky.restore(device, store)
+    sky.restore(device, store)
+    assert x.tolist() == [0, 1, 2]
+    view += 1
+    assert x.tolist() == [0, 2, 3]
+    sky.checkpoint(device, store, x=x)
+
+
 def test_a_lost_node_comes_back_with_the_tensors(store, eventually) -> None:
     with sky.Compute(options=QUIET) as compute:
         device = compute.device("cpu")

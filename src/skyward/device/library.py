@@ -318,6 +318,10 @@ class Core:
         assert storage is not None
         return storage
 
+    def renew(self, serial: int, slot: int) -> None:
+        """Give a storage that lives new memory: after a failed operation it cannot be used."""
+        self._call("sky_renew", serial, slot)
+
     def keep_index(self, index: int) -> None:
         """Do not use the index of this device for another one when the device is closed."""
         with self._lock:
