@@ -252,6 +252,23 @@ def test_a_function_may_name_both_torch_and_sky(compute, device) -> None:
     assert spread(torch.ones(3, device=device)) >> compute == 6
 
 
+def test_arguments_are_pickled_once(compute, device) -> None:
+    class Counted:
+        times = 0
+
+        def __reduce__(self) -> Any:
+            Counted.times += 1
+            return int, (7,)
+
+    conj = torch.tensor([1j], device=device).conj()
+    before = fetched(device)
+    found = sky.function(lambda *args: list(args))
+    x, seven, z, where = found(torch.ones(2, device=device), Counted(), conj, device) >> compute
+    assert Counted.times == 1
+    assert (x.tolist(), seven, z.tolist(), str(where)) == ([1.0, 1.0], 7, [-1j], "cpu")
+    assert fetched(device) == before
+
+
 # Where a call goes.
 
 

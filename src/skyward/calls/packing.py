@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyward.calls.freeing import free
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
@@ -162,10 +163,9 @@ class Packer:
         for blob in blobs:
             self.store.unpin(blob.segment.id)
         if parcel.by_value is not None:
-            # On another thread: freeing a tensor may wait for its device, and the loop must not.
             held: list[object] = [parcel.by_value, parcel.encoded.referred]
             parcel.by_value, parcel.encoded.referred = None, {}
-            threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()
+            free(held)
 
     def code(self, code: Code) -> NamedParcel:
         """Pack a function's code; the same code gives the same parcel."""
