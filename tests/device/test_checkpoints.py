@@ -145,7 +145,7 @@ def test_a_device_can_be_lost_again_and_again(pool, store) -> None:
     device = pool.device("cpu")
     x = torch.zeros(3, device=device)
     lost = []
-    for n in range(1, 4):
+    for n in range(1, 3):
         x += 1
         assert sky.checkpoint(device, store).version == n
         lost.append(torch.ones(2, device=device))

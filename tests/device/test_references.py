@@ -395,6 +395,7 @@ def test_several_executors_share_one_tensor(alone, tmp_path: Path, eventually) -
     assert x.tolist() == pids
 
 
+@only_in_all
 def test_threads_of_one_executor_share_it_too() -> None:
     worker = sky.Worker(concurrency=2, executor="thread")
     with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:
@@ -403,14 +404,16 @@ def test_threads_of_one_executor_share_it_too() -> None:
         assert x.sum().item() == 100 * 45
 
 
-def test_over_tls_it_is_the_same() -> None:
+def test_over_tls_it_is_the_same_until_the_pool_is_closed(compute) -> None:
     options = sky.Options(console=False)
-    with sky.Compute(sky.Local(transport="tcp"), options=options) as compute:
-        x = torch.zeros(1 << 20, device=compute.device("cpu"))
+    with sky.Compute(sky.Local(transport="tcp"), options=options) as other:
+        x = torch.zeros(1 << 20, device=other.device("cpu"))
         before = fetched(x.device)
-        add(x, 1.0) >> compute
+        add(x, 1.0) >> other
         assert fetched(x.device) == before
         assert x.sum().item() == 1 << 20
+    with pytest.raises(RuntimeError, match="its pool was closed"):
+        total(x) >> compute
 
 
 # Lives and deaths.
@@ -591,13 +594,6 @@ def test_a_device_that_ends_leaves_the_function_its_memory(
         total(x) >> mortal
     y = torch.ones(3, device=mortal.device("cpu"))
     assert total(y) >> mortal == 3
-
-
-def test_a_closed_pools_tensor_says_so(compute) -> None:
-    with sky.Compute(options=sky.Options(console=False)) as other:
-        x = torch.ones(3, device=other.device("cpu"))
-    with pytest.raises(RuntimeError, match="its pool was closed"):
-        total(x) >> compute
 
 
 # Errors.
