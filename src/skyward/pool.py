@@ -8,11 +8,11 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from skyward.calls.counts import Counts
-from skyward.calls.device_tensors import DeviceTensors, Holder
+from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
 from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
@@ -140,28 +140,31 @@ class Pool:
         on: int | None = None,
         worker: tuple[int, int] | None = None,
         like: Task | None = None,
+        copies: BroadcastTensors | None = None,
     ) -> Task:
         """Encode a call; `keep` copies arguments that the caller may change before they are sent.
 
         `like` is a task of the same call, whose parcel is used again. Unless a worker is given, the
-        call goes to the node of its device tensors, and the tensors stay there.
+        call goes to the node of its device tensors, and the tensors stay there. With `copies`, the
+        worker gets copies of them.
         """
         self._check_open()
         function = pending.function
         code = function.code()
         inputs: list[Iterator[Any]] = []
-        refer = None
+        tensors = None
         if worker is None:
-            refer = DeviceTensors(self._fleet.device_holder, on, self._fleet.open_device)
+            tensors = DeviceTensors(self._fleet.device_holder, on, self._fleet.open_devices)
         if like is not None and not like.inputs:
             parcel = self._packer.shared(like.parcel)
         else:
+            refer = tensors if copies is None or worker is None else copies.refer(worker)
             parcel, inputs = self._packer.call(
                 pending, keep=keep, for_many=worker is not None, refer=refer
             )
-        if refer is not None and refer.holder is not None:
-            on = refer.holder[0]
-            worker = None if refer.holder[1] is None else (on, refer.holder[1])
+        if tensors is not None and tensors.holder is not None:
+            on = tensors.holder[0]
+            worker = None if tensors.holder[1] is None else (on, tensors.holder[1])
         staying = None
         if function.stays is not None:
             on = self._check_stays(function, on if worker is None else worker[0])
@@ -182,6 +185,10 @@ class Pool:
             retries=function.retries or options.retries,
             staying=staying,
         )
+
+    def copies(self, workers: Sequence[tuple[int, int]]) -> BroadcastTensors:
+        """Copies of the device tensors of one call, for each of these workers."""
+        return BroadcastTensors(self._fleet.device_holder, self._fleet.open_devices, workers)
 
     def _check_stays(self, function: Function[..., Any], on: int | None) -> int | None:
         """The node that a call must run on for its result to stay where it should."""

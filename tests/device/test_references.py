@@ -18,6 +18,7 @@ from torch import nn
 import skyward as sky
 from skyward.objects import references
 
+from ..conftest import only_in_all
 from ..memory import in_use
 from .test_defects import device_processes
 
@@ -251,6 +252,23 @@ def test_a_function_may_name_both_torch_and_sky(compute, device) -> None:
     assert spread(torch.ones(3, device=device)) >> compute == 6
 
 
+def test_arguments_are_pickled_once(compute, device) -> None:
+    class Counted:
+        times = 0
+
+        def __reduce__(self) -> Any:
+            Counted.times += 1
+            return int, (7,)
+
+    conj = torch.tensor([1j], device=device).conj()
+    before = fetched(device)
+    found = sky.function(lambda *args: list(args))
+    x, seven, z, where = found(torch.ones(2, device=device), Counted(), conj, device) >> compute
+    assert Counted.times == 1
+    assert (x.tolist(), seven, z.tolist(), str(where)) == ([1.0, 1.0], 7, [-1j], "cpu")
+    assert fetched(device) == before
+
+
 # Where a call goes.
 
 
@@ -306,10 +324,39 @@ def test_a_result_may_have_the_copy_that_its_function_was_given(
     assert (x.tolist(), y.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
-def test_a_broadcast_copies(compute, device) -> None:
+def test_a_broadcast_copies_from_node_to_node(compute, device, other_device) -> None:
+    @sky.function
+    def both(x: torch.Tensor, part: torch.Tensor, conj: torch.Tensor, words: str) -> list[Any]:
+        part += 1
+        return [x.tolist(), conj.tolist(), sky.instance_info().node, words]
+
     x = torch.ones(3, device=device)
+    conj = torch.tensor([1j], device=device).conj()
+    add(x, 0.0) >> compute
+    before = fetched(device), fetched(other_device)
     assert add(x, 1.0) @ compute == ["cpu", "cpu"]
+    assert (fetched(device), fetched(other_device)) == before
+    told = [[[1.0, 2.0, 2.0], [-1j], node, "a"] for node in (0, 1)]
+    assert both(x, x[1:], conj, "a") @ compute == told
     assert x.tolist() == [1.0] * 3
+
+
+@only_in_all
+def test_each_worker_has_its_own_copy_in_a_broadcast_also_without_a_device() -> None:
+    @sky.function
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return x
+
+    worker = sky.Worker(per_node=2)
+    with sky.Compute(nodes=2, worker=worker, options=sky.Options(console=False)) as compute:
+        device = compute.device("cpu", node=1)
+        x = torch.ones(1000, device=device)
+        results = sky.remote(grow)(x) @ compute
+        assert fetched(device) == 4000  # once, for the workers of node 0
+        assert [y.device == device for y in results] == [False, False, True, True]
+        assert [y.sum().item() for y in results] == [2000] * 4
+        assert x.sum().item() == 1000
 
 
 def test_frozen_data_is_a_copy(compute, device) -> None:
@@ -348,6 +395,7 @@ def test_several_executors_share_one_tensor(alone, tmp_path: Path, eventually) -
     assert x.tolist() == pids
 
 
+@only_in_all
 def test_threads_of_one_executor_share_it_too() -> None:
     worker = sky.Worker(concurrency=2, executor="thread")
     with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:
@@ -356,14 +404,16 @@ def test_threads_of_one_executor_share_it_too() -> None:
         assert x.sum().item() == 100 * 45
 
 
-def test_over_tls_it_is_the_same() -> None:
+def test_over_tls_it_is_the_same_until_the_pool_is_closed(compute) -> None:
     options = sky.Options(console=False)
-    with sky.Compute(sky.Local(transport="tcp"), options=options) as compute:
-        x = torch.zeros(1 << 20, device=compute.device("cpu"))
+    with sky.Compute(sky.Local(transport="tcp"), options=options) as other:
+        x = torch.zeros(1 << 20, device=other.device("cpu"))
         before = fetched(x.device)
-        add(x, 1.0) >> compute
+        add(x, 1.0) >> other
         assert fetched(x.device) == before
         assert x.sum().item() == 1 << 20
+    with pytest.raises(RuntimeError, match="its pool was closed"):
+        total(x) >> compute
 
 
 # Lives and deaths.
@@ -544,13 +594,6 @@ def test_a_device_that_ends_leaves_the_function_its_memory(
         total(x) >> mortal
     y = torch.ones(3, device=mortal.device("cpu"))
     assert total(y) >> mortal == 3
-
-
-def test_a_closed_pools_tensor_says_so(compute) -> None:
-    with sky.Compute(options=sky.Options(console=False)) as other:
-        x = torch.ones(3, device=other.device("cpu"))
-    with pytest.raises(RuntimeError, match="its pool was closed"):
-        total(x) >> compute
 
 
 # Errors.

@@ -1,12 +1,17 @@
-"""Device tensors: a call gets those of its own node by reference, and others as copies there."""
+"""Device tensors: a call gets those of its own node by reference, and others as copies there.
+
+The calls of a broadcast get copies alone, each its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from skyward.objects.encoding import Refer
 
 Holder = tuple[int, int | None]
 """A node, and a worker of it if only that worker can reach the device."""
@@ -19,9 +24,9 @@ class DeviceTensors:
         self,
         holder_of: Callable[[int], Holder | None],
         on: int | None,
-        open_on: Callable[[int], int | None] = lambda node: None,
+        open_on: Callable[[int], list[int]] = lambda node: [],
     ) -> None:
-        """`open_on` is the index of an open device of a node."""
+        """`open_on` has the indices of the open devices of a node."""
         self._holder_of, self._on, self._open_on = holder_of, on, open_on
         self.holder: Holder | None = None
         """Where the call must run; None as long as it refers to no tensor."""
@@ -33,8 +38,6 @@ class DeviceTensors:
 
         Waits for the devices, and raises errors of earlier operations on them.
         """
-        from skyward.device.core import core
-
         known: dict[int, Holder] = {}
         for index in {storage.device.index for storage in storages}:
             holder = self._holder_of(index)
@@ -45,22 +48,15 @@ class DeviceTensors:
         if target is None:
             return None
         target_holder, device = target
-        there = [
-            storage if known[storage.device.index] == target_holder else _moved(storage, device)
-            for storage in storages
-        ]
-        by_device: dict[int, list[int]] = {}
-        for storage in there:
-            if storage is None:
-                return None
-            by_device.setdefault(storage.device.index, []).append(storage.data_ptr())
-        descriptions: dict[int, bytes] = {}
-        for index, pointers in by_device.items():
-            descriptions |= zip(pointers, core().export(index, pointers), strict=True)
-        if not all(descriptions.values()):
-            return None
-        self.holder = target_holder
-        return [(descriptions[each.data_ptr()], each) for each in there if each is not None]
+        described = _described(
+            [
+                storage if known[storage.device.index] == target_holder else _moved(storage, device)
+                for storage in storages
+            ]
+        )
+        if described is not None:
+            self.holder = target_holder
+        return described
 
     def _target(
         self, storages: list[torch.UntypedStorage], known: Mapping[int, Holder]
@@ -75,18 +71,88 @@ class DeviceTensors:
             most = max(sizes, key=lambda holder: sizes[holder])
             return most, next(index for index, holder in known.items() if holder == most)
         assert self._on is not None
-        index = self._open_on(self._on)
-        found = None if index is None else self._holder_of(index)
-        return None if found is None or index is None else (found, index)
+        for index in self._open_on(self._on):
+            found = self._holder_of(index)
+            if found is not None:
+                return found, index
+        return None
+
+
+class BroadcastTensors:
+    """The sky tensors among the arguments of a broadcast: copies for every worker.
+
+    The first call that is encoded has the copies for all workers begin: what goes to several nodes
+    is then passed on from one to the next.
+    """
+
+    def __init__(
+        self,
+        holder_of: Callable[[int], Holder | None],
+        open_on: Callable[[int], list[int]],
+        workers: Sequence[tuple[int, int]],
+    ) -> None:
+        """`open_on` has the indices of the open devices of a node."""
+        self._holder_of, self._open_on = holder_of, open_on
+        self._workers = workers
+        self._copies: dict[tuple[int, int], list[torch.UntypedStorage | None]] = {}
+
+    def waits_for(self, worker: tuple[int, int]) -> bool:
+        """Whether copies were made for this worker that no call refers to yet."""
+        return worker in self._copies
+
+    def refer(self, worker: tuple[int, int]) -> Refer:
+        """How the call of one worker refers to its copies; None if there is no device for them."""
+
+        def described(
+            storages: list[torch.UntypedStorage],
+        ) -> list[tuple[bytes, torch.UntypedStorage]] | None:
+            if self._workers:
+                for each in self._workers:
+                    self._copy(each, storages)
+                self._workers = ()
+            copies = self._copies.pop(worker, None)
+            return None if copies is None else _described(copies)
+
+        return described
+
+    def _copy(self, worker: tuple[int, int], storages: list[torch.UntypedStorage]) -> None:
+        node, number = worker
+        reached = [(node, None), (node, number)]
+        devices = [index for index in self._open_on(node) if self._holder_of(index) in reached]
+        if not devices:
+            return
+        self._copies[worker] = [
+            _moved(storage, own if (own := storage.device.index) in devices else devices[0])
+            for storage in storages
+        ]
+
+
+def _described(
+    storages: Sequence[torch.UntypedStorage | None],
+) -> list[tuple[bytes, torch.UntypedStorage]] | None:
+    """Storages with how others on their node open them; None if one is not there or cannot be."""
+    from skyward.device.core import core
+
+    by_device: dict[int, list[int]] = {}
+    for storage in storages:
+        if storage is None:
+            return None
+        by_device.setdefault(storage.device.index, []).append(storage.data_ptr())
+    descriptions: dict[int, bytes] = {}
+    for index, pointers in by_device.items():
+        descriptions |= zip(pointers, core().export(index, pointers), strict=True)
+    if not all(descriptions.values()):
+        return None
+    return [(descriptions[each.data_ptr()], each) for each in storages if each is not None]
 
 
 def _moved(storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage | None:
-    """A copy of a storage on another device; None if there is no way between the two devices."""
+    """A copy of a storage on a device; None if there is no way between the two devices."""
     import torch
 
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     try:
-        return flat.to(torch.device("sky", index)).untyped_storage()
+        return flat.to(torch.device("sky", index), copy=True).untyped_storage()
     except RuntimeError:
         # The bytes go through the client; if a device is gone, reading them says so.
         return None

@@ -9,9 +9,9 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from skyward.calls.device_tensors import DeviceTensors
+from skyward.calls.freeing import free
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
@@ -21,6 +21,9 @@ from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
 from skyward.objects.code import Code
 from skyward.objects.encoding import Encoded
 from skyward.objects.handles import Handle
+
+if TYPE_CHECKING:
+    from skyward.objects.encoding import Refer
 
 DEFINITIONS_MAX = 1024
 RETURN_SECONDS = 0.01
@@ -81,7 +84,7 @@ class Packer:
         *,
         keep: bool,
         for_many: bool = False,
-        refer: DeviceTensors | None = None,
+        refer: Refer | None = None,
     ) -> tuple[Parcel, list[Iterator[Any]]]:
         """Pack a call's arguments; also returns the iterators that travel item by item.
 
@@ -160,10 +163,9 @@ class Packer:
         for blob in blobs:
             self.store.unpin(blob.segment.id)
         if parcel.by_value is not None:
-            # On another thread: freeing a tensor may wait for its device, and the loop must not.
             held: list[object] = [parcel.by_value, parcel.encoded.referred]
             parcel.by_value, parcel.encoded.referred = None, {}
-            threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()
+            free(held)
 
     def code(self, code: Code) -> NamedParcel:
         """Pack a function's code; the same code gives the same parcel."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from skyward.calls.freeing import free
 from skyward.errors import SerializationError
 from skyward.objects.memory import rounded_up
 from skyward.objects.staying import Place, Span, Stayed
@@ -54,7 +54,7 @@ class Staying:
 
     def discard(self) -> None:
         """Free the memory: nobody will take the result."""
-        _free([self._room, self._given])
+        free([self._room, self._given])
         self._room, self._given = None, {}
 
 
@@ -124,10 +124,5 @@ class ArrivedTensors(Stayed):
 
     def discard(self) -> None:
         """Free the memory: nobody will take the result."""
-        _free([self._room, self._given])
+        free([self._room, self._given])
         self._room, self._given = None, {}
-
-
-def _free(held: list[object]) -> None:
-    # On another thread: freeing a tensor may wait for its device, and the loop must not.
-    threading.Thread(target=held.clear, name="skyward-free", daemon=True).start()

@@ -19,9 +19,14 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
     pool.wake()
     workers = pool.workers()
     tasks: list[Task] = []
+    like: Task | None = None
+    copies = pool.copies(workers)
     for place in workers:
-        like = tasks[0] if tasks else None
-        tasks.append(pool.prepare(pending, worker=place, keep=False, like=like))
+        before = None if copies.waits_for(place) else like
+        task = pool.prepare(pending, worker=place, keep=False, like=before, copies=copies)
+        if not task.parcel.encoded.referred:
+            like = task
+        tasks.append(task)
     outcomes = []
     try:
         pool.submit_all(tasks)

@@ -10,6 +10,7 @@ from typing import Any
 
 from skyward.device import recovery, remembered
 from skyward.device.core import DeviceError, core
+from skyward.device.library import DeviceProcess
 from skyward.device.meeting import Whereabouts
 from skyward.device.processors import spared
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
@@ -57,30 +58,16 @@ class Device:
             if shares_memory and not on_cpu:
                 opened.enter_context(spared())
             ops, *bulk = (end.fileno() for end in self._ends)
+            process = DeviceProcess(
+                ops, tuple(bulk), shares_memory, on_cpu, self._where, properties, whereabouts
+            )
             if again is None:
-                self.index = core().open(
-                    ops,
-                    bulk,
-                    shares_memory=shares_memory,
-                    on_cpu=on_cpu,
-                    place=self._where,
-                    properties=properties,
-                    whereabouts=whereabouts,
-                )
+                self.index = core().open(process)
             else:
                 self.index = again
                 kept, texts = recovery.inheritance(core(), again)
                 core().reopen(
-                    again,
-                    ops,
-                    bulk,
-                    shares_memory=shares_memory,
-                    on_cpu=on_cpu,
-                    place=self._where,
-                    properties=properties,
-                    whereabouts=whereabouts,
-                    kept=kept,
-                    lost={life.slot: text for life, text in texts.items()},
+                    again, process, kept, {life.slot: text for life, text in texts.items()}
                 )
                 recoveries.opened_again(again, frozenset(texts))
             self._remembered = None if shares_memory else remembered.file_for(properties)

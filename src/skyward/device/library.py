@@ -85,6 +85,29 @@ class Life(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceProcess:
+    """The process of a device, as its client reaches it."""
+
+    ops: int
+    """The descriptor of the socket for records and replies."""
+    bulk: tuple[int, ...]
+    """Those for the bytes of tensors."""
+    shares_memory: bool
+    on_cpu: bool
+    place: str
+    """What the device is and where, for people."""
+    properties: Mapping[str, Any]
+    whereabouts: Whereabouts
+    """Where the processes of other devices find it."""
+
+    @property
+    def connections(self) -> tuple[Any, ...]:
+        """How the core is told of its connections."""
+        sockets = (ctypes.c_int * len(self.bulk))(*self.bulk)
+        return self.ops, sockets, len(self.bulk), int(self.shares_memory), int(self.on_cpu)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceStats:
     """The numbers of a sky device so far."""
 
@@ -149,36 +172,17 @@ class Core:
         self._call("sky_register", LEFT_COMPOSITE.encode(), ctypes.byref(count))
         return count.value
 
-    def open(
-        self,
-        ops: int,
-        bulk: Sequence[int],
-        *,
-        shares_memory: bool,
-        on_cpu: bool,
-        place: str,
-        properties: Mapping[str, Any],
-        whereabouts: Whereabouts,
-    ) -> int:
-        """Open a device over connected sockets, and return its index.
-
-        `ops` is for records and replies, `bulk` for the bytes of tensors. `place` says for people
-        what the device is and where, `whereabouts` says it for the processes of other devices.
-        """
+    def open(self, process: DeviceProcess) -> int:
+        """Open the device of a process, and return its index."""
         import torch
 
         with self._lock:
             if not self._free:
                 raise DeviceError(f"{DEVICES_MAX} sky devices are open; close a pool first")
             index = self._free.pop(0)
-        self._properties[index] = DeviceProperties(**properties)
-        DeviceError.forget(index)
-        self._whereabouts[index] = whereabouts
         try:
-            sockets = (ctypes.c_int * len(bulk))(*bulk)
-            self._call("sky_open", index, ops, sockets, len(bulk), int(shares_memory), int(on_cpu))
-            self._places[index] = place
-            self.openings[index] += 1
+            self._note(index, process)
+            self._call("sky_open", index, *process.connections)
             serial = ctypes.c_uint32()
             self._call("sky_serial", index, ctypes.byref(serial))
             self._serials[index] = serial.value
@@ -188,6 +192,13 @@ class Core:
             self.close(index, f"sky:{index} is gone: it could not be opened")
             raise
         return index
+
+    def _note(self, index: int, process: DeviceProcess) -> None:
+        self._properties[index] = DeviceProperties(**process.properties)
+        self._whereabouts[index] = process.whereabouts
+        self._places[index] = process.place
+        self.openings[index] += 1
+        DeviceError.forget(index)
 
     def close(self, index: int, why: str) -> None:
         """End a device; later uses of it raise an error that says why."""
@@ -318,6 +329,10 @@ class Core:
         assert storage is not None
         return storage
 
+    def renew(self, serial: int, slot: int) -> None:
+        """Give a storage that lives new memory: after a failed operation it cannot be used."""
+        self._call("sky_renew", serial, slot)
+
     def keep_index(self, index: int) -> None:
         """Do not use the index of this device for another one when the device is closed."""
         with self._lock:
@@ -333,36 +348,18 @@ class Core:
                     self._free.sort()
 
     def reopen(
-        self,
-        index: int,
-        ops: int,
-        bulk: Sequence[int],
-        *,
-        shares_memory: bool,
-        on_cpu: bool,
-        place: str,
-        properties: Mapping[str, Any],
-        whereabouts: Whereabouts,
-        kept: Sequence[Life],
-        lost: Mapping[int, str],
+        self, index: int, process: DeviceProcess, kept: Sequence[Life], lost: Mapping[int, str]
     ) -> None:
         """Open a device in place of one that is closed, with the same index and the same tensors.
 
         The `kept` storages get memory again, without contents. Using another one raises an error
         with its text in `lost`.
         """
-        self._properties[index] = DeviceProperties(**properties)
-        self._whereabouts[index] = whereabouts
-        sockets = (ctypes.c_int * len(bulk))(*bulk)
         lives = [number for life in kept for number in (life.slot, life.birth, life.bytes)]
         self._call(
             "sky_reopen",
             ctypes.c_uint32(self._serials[index]),
-            ops,
-            sockets,
-            len(bulk),
-            int(shares_memory),
-            int(on_cpu),
+            *process.connections,
             (ctypes.c_uint64 * len(lives))(*lives),
             ctypes.c_uint64(len(kept)),
             (ctypes.c_uint32 * len(lost))(*lost),
@@ -370,11 +367,9 @@ class Core:
             ctypes.c_uint64(len(lost)),
             b"the tensor is lost with the process that held it; make it again",
         )
-        self._places[index] = place
-        self.openings[index] += 1
+        self._note(index, process)
         with self._lock:
             self._kept.discard(index)
-        DeviceError.forget(index)
 
     def generators(self, index: int) -> list[int]:
         """The numbers of the device's generators that live; 0 is its own."""

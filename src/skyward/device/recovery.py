@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ class Recovery:
     title: str
     """The checkpoint, in words."""
     kept: tuple[Life, ...]
+    failed: frozenset[Life]
+    """Storages that the checkpoint has not, since an operation on them had failed."""
     fill: Callable[[], None]
 
 
@@ -65,6 +67,11 @@ class Recoveries:
         """The storages that a device has not got back."""
         return self._lost.get(index, frozenset())
 
+    def found(self, index: int, lives: Iterable[Life]) -> None:
+        """Note that storages of a device have contents again."""
+        with self._lock:
+            self._lost[index] = self.lost(index).difference(lives)
+
     def fill(self, index: int) -> None:
         """Fill the tensors of a device that was opened again, unless they are filled."""
         with self._filling:
@@ -81,13 +88,17 @@ def inheritance(core: Core, index: int) -> tuple[tuple[Life, ...], dict[Life, st
     """The storages of a lost device that its checkpoint has, and what to say of each other one."""
     recovery = recoveries.get(index)
     assert recovery is not None
-    kept, names = set(recovery.kept), _names(core, index)
-    texts = {
-        life: f"{names.get(life.slot, 'a tensor of ' + _size(life.bytes))} was lost with the "
-        f"process that held it, since it was made after {recovery.title}; make it again"
-        for life in core.living(core.serial(index))
-        if life not in kept
-    }
+    kept, named = set(recovery.kept), names(core, index)
+    texts: dict[Life, str] = {}
+    for life in core.living(core.serial(index)):
+        if life not in kept:
+            name = named.get(life.slot, f"a tensor of {_size(life.bytes)}")
+            has_failed = life in recovery.failed
+            why = "an operation on it had failed before" if has_failed else "it was made after"
+            texts[life] = (
+                f"{name} was lost with the process that held it, since {why} {recovery.title}; "
+                "make it again"
+            )
     return recovery.kept, texts
 
 
@@ -96,12 +107,8 @@ def loss(core: Core, index: int) -> str:
     lives = core.living(core.serial(index))
     if not lives:
         return ""
-    names = _names(core, index)
-    largest = sorted(lives, key=lambda life: -life.bytes)[:_NAMED_MOST]
-    named = ", ".join(names.get(life.slot, _size(life.bytes)) for life in largest)
-    more = ", ..." if len(lives) > len(largest) else ""
-    count = "1 tensor" if len(lives) == 1 else f"{len(lives)} tensors"
-    text = f"; {count} ({_size(sum(life.bytes for life in lives))}) lost: {named}{more}"
+    count, listed = summary(core, index, lives)
+    text = f"; {count} ({_size(sum(life.bytes for life in lives))}) lost: {listed}"
     recovery = recoveries.get(index)
     if recovery is None:
         return text
@@ -109,12 +116,21 @@ def loss(core: Core, index: int) -> str:
     return f"{text}; compute.device() brings {back} of them back from {recovery.title}"
 
 
+def summary(core: Core, index: int, lives: Collection[Life]) -> tuple[str, str]:
+    """How many storages these are, and the names of the largest."""
+    named = names(core, index)
+    largest = sorted(lives, key=lambda life: -life.bytes)[:_NAMED_MOST]
+    listed = ", ".join(named.get(life.slot, _size(life.bytes)) for life in largest)
+    more = ", ..." if len(lives) > len(largest) else ""
+    return "1 tensor" if len(lives) == 1 else f"{len(lives)} tensors", listed + more
+
+
 def explain_losses(core: Core) -> None:
     """Have errors of lost devices say which tensors were lost."""
     DeviceError.explain_with(lambda index: loss(core, index))
 
 
-def _names(core: Core, index: int) -> dict[int, str]:
+def names(core: Core, index: int) -> dict[int, str]:
     """The names of a device's tensors that this process still refers to, by slot."""
     import torch
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from skyward.device import processors
+from skyward.device.library import DeviceError
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.wire.channel import Channel
@@ -41,18 +42,36 @@ class DeviceDesk:
         """The node, kinds and index of lost devices whose tensors a checkpoint has."""
         self._lock = threading.RLock()
 
-    def get(self, node: int, kind: str) -> int:
-        """The index of the node's device of that kind; opens the device if it is not open."""
+    def get(self, node: int, kind: str, *, back: bool = True) -> int:
+        """The index of the node's device of that kind; opens the device if it is not open.
+
+        If the device was lost and has a checkpoint, it is opened again, and its tensors have to be
+        filled. Without `back` that is refused.
+        """
         with self._lock:
             found = self._find(node, kind)
             if found is not None and not self._is_alive(found):
                 self.drop(node, found, "its process is gone")
                 found = None
-            return self._start(node, kind) if found is None else found
+            return self._start(node, kind, back=back) if found is None else found
 
     def awaits(self, node: int) -> bool:
         """Whether a device that was lost with a node comes back when the node is there again."""
         return any(at == node for at, _, _ in self._lost)
+
+    def _lost_as(
+        self, node: int, kinds: set[str], *, back: bool
+    ) -> tuple[int, set[str], int] | None:
+        """The lost device of a node that was known by one of these kinds."""
+        from skyward.device.core import core
+
+        lost = next((each for each in self._lost if each[0] == node and each[1] & kinds), None)
+        if lost is not None and not back:
+            raise DeviceError(
+                f"sky:{lost[2]} ({core().place(lost[2])}) was lost; ask compute.device() for it, "
+                "which brings it back with the tensors of its checkpoint"
+            )
+        return lost
 
     @staticmethod
     def _is_alive(index: int) -> bool:
@@ -85,9 +104,9 @@ class DeviceDesk:
                 return node, kinds
         return None
 
-    def open_on(self, node: int) -> int | None:
-        """The index of an open device of that node."""
-        return next((d.index for at, _, d in list(self._open.values()) if at == node), None)
+    def open_on(self, node: int) -> list[int]:
+        """The indices of the open devices of that node."""
+        return [device.index for at, _, device in list(self._open.values()) if at == node]
 
     def has_open(self, node: int) -> bool:
         """Whether a device of that node is open."""
@@ -100,10 +119,11 @@ class DeviceDesk:
                 return device.index
         return None
 
-    def _start(self, node: int, kind: str) -> int:
+    def _start(self, node: int, kind: str, *, back: bool) -> int:
         from skyward.device.client import Device
         from skyward.device.core import core
 
+        self._lost_as(node, {kind}, back=back)
         core()  # compiles the client's core: if that fails, no process has been started
         number = next(self._numbers)
         answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
@@ -126,10 +146,8 @@ class DeviceDesk:
         if same is not None:
             self._tell(node, CloseDevice(number))
             return same
-        before = next(
-            (each for each in self._lost if each[0] == node and each[1] & {kind, real}), None
-        )
         try:
+            before = self._lost_as(node, {kind, real}, back=back)
             device = Device(
                 lambda role: self._connect(node, endpoint, role),
                 real,

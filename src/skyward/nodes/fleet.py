@@ -12,7 +12,6 @@ from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
-from skyward.device.library import DeviceError
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
@@ -296,8 +295,8 @@ class Fleet:
                 return
             time.sleep(POLL_SECONDS)
 
-    def open_device(self, node: int) -> int | None:
-        """The index of an open device of a node."""
+    def open_devices(self, node: int) -> list[int]:
+        """The indices of the open devices of a node."""
         return self._devices.open_on(node)
 
     def device_holder(self, index: int) -> tuple[int, int | None] | None:
@@ -316,17 +315,12 @@ class Fleet:
 
         if not isinstance(wanted, str):
             return wanted
-        if self._devices.awaits(node):
-            # To fill it runs functions on the node, while the result waits in one of its workers.
-            raise DeviceError(
-                f"the device of node {node} was lost; compute.device() brings it back, with the "
-                "tensors of its checkpoint"
-            )
         kind = os.environ.get("SKYWARD_DEVICE") or wanted
         if self._spec.worker.per_node == "accelerator" and kind in ("cuda", "auto") and worker:
             # Every worker has a GPU of its own; the first one's is what "auto" finds.
             kind = f"cuda:{worker}"
-        return torch.device("sky", self._devices.get(node, kind))
+        # To fill a lost device runs functions on the node, and the result waits in a worker of it.
+        return torch.device("sky", self._devices.get(node, kind, back=False))
 
     def _tell_node(self, index: int, message: Message) -> None:
         node = self._roster.get(index)

@@ -15,7 +15,7 @@ from cloudpickle import cloudpickle as internals
 from skyward.errors import SerializationError
 from skyward.objects import modules, staying, tensors
 from skyward.objects.staying import Stayed, StayingBook, StayingShelf
-from skyward.objects.tensors import Descriptions, Shelf, StorageBook
+from skyward.objects.tensors import Openings, Shelf, StorageBook, StorageRef
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _SMALL = frozenset((int, float, str, bool, type(None)))
 """Types that need none of Skyward's own reducers."""
-_NOTHING_STAYS = Descriptions()
 
 
 @dataclass(slots=True)
@@ -77,15 +76,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         out: _PickleFile,
         own_modules: bool,
         names: dict[int, set[str]],
-        described: Descriptions,
         stays: StayingBook | None = None,
+        *,
+        refers: bool = False,
     ) -> None:
         self.buffers: list[memoryview] = []
         buffers = self.buffers
         self.book: StorageBook | None = stays
         self._stays = stays
         self.handles: list[Any] = []
-        self._described = described
+        self.openings = Openings() if refers else None
         self._own_modules = own_modules
         self._names = names
         self._sent: dict[int, set[str]] = {}
@@ -108,14 +108,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_module(obj)
         if tensors.is_tensor(obj):
             if self.book is None:
-                self.book = StorageBook(self._described)
+                self.book = StorageBook(self.openings)
             reduced = tensors.reduce_tensor(obj, self.book)
             return NotImplemented if reduced is None else reduced
+        if isinstance(obj, StorageRef):
+            # Said here, it spares cloudpickle a search for each.
+            return obj.__reduce__()
         if kind.__name__ == "device" and tensors.is_device(obj):
             if self._stays is not None:
                 return staying.reduce_device(obj)
             if obj.type == "sky":
-                return tensors.reduce_device(obj, self._described)
+                return tensors.reduce_device(obj, self.openings)
         if self._stays is not None and hasattr(obj, "param_groups"):
             self._stays.note(obj)
         if getattr(kind, "__sky_handle__", False):
@@ -176,14 +179,17 @@ def encode(
     if plain:
         return Encoded([pickle.dumps(whole, 5)])
     wanted = {module: set(found) for module, found in names.items()} if names else {}
-    described = _NOTHING_STAYS
-    out, pickler = _dumped(value, whole, own_modules, wanted, described, what, stays)
-    if refer is not None and pickler.book is not None and (far := pickler.book.on_devices()):
-        opened = refer(far)
-        if opened is not None:
-            described = Descriptions(far, opened)
-            out, pickler = _dumped(value, whole, own_modules, wanted, described, what)
-    encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles, described.storages)
+    refers = refer is not None
+    out, pickler = _dumped(value, whole, own_modules, wanted, what, stays, refers=refers)
+    referred: dict[bytes, torch.UntypedStorage] = {}
+    if refer is not None and (openings := pickler.openings) is not None:
+        opened = refer(openings.storages) if openings.storages else []
+        if opened is None:
+            out, pickler = _dumped(value, whole, own_modules, wanted, what, stays)
+        else:
+            referred = dict(opened)
+            openings.fill(pickler.buffers, [description for description, _ in opened])
+    encoded = Encoded(out.pieces, pickler.buffers, [], pickler.handles, referred)
     if pickler.book is not None:
         views, encoded.storages = pickler.book.buffers()
         encoded.buffers += views
@@ -195,15 +201,16 @@ def _dumped(
     whole: Any,
     own_modules: bool,
     wanted: dict[int, set[str]],
-    described: Descriptions,
     what: str,
     stays: StayingBook | None = None,
+    *,
+    refers: bool = False,
 ) -> tuple[_PickleFile, _Pickler]:
     """The pickle of `whole`; errors are about `value`, which `whole` contains."""
     try:
         while True:
             out = _PickleFile()
-            pickler = _Pickler(out, own_modules, wanted, described, stays)
+            pickler = _Pickler(out, own_modules, wanted, stays, refers=refers)
             pickler.dump(whole)
             if not pickler.cut_short:
                 return out, pickler
@@ -308,7 +315,7 @@ def _culprit(value: Any, own_modules: bool) -> tuple[str, Any, BaseException | N
 def _failure(value: Any, own_modules: bool) -> BaseException | None:
     try:
         encoded = (value.args, value.kwargs) if isinstance(value, Arguments) else value
-        _Pickler(_PickleFile(), own_modules, {}, _NOTHING_STAYS).dump(encoded)
+        _Pickler(_PickleFile(), own_modules, {}).dump(encoded)
     except Exception as problem:
         return problem
     return None

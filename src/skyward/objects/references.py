@@ -42,10 +42,8 @@ def storage(description: bytes) -> torch.UntypedStorage:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
     file = _open(pid, descriptor, name)
     try:
-        if os.fstat(file).st_size < size:
-            raise CannotOpenError("shared memory of another size")
         block = mmap.mmap(file, size)
-    except OSError as problem:
+    except (OSError, ValueError) as problem:  # the latter if the file is shorter
         raise CannotOpenError(f"shared memory cannot be mapped: {problem}") from problem
     finally:
         os.close(file)
@@ -74,12 +72,11 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
     path = f"/proc/{pid}/fd/{descriptor}"
     wanted = f"/memfd:{name.decode('ascii', 'replace')} (deleted)"
     try:
-        # The name is checked before and after: another process may have got the number meanwhile.
-        if os.readlink(path) == wanted:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            if os.readlink(f"/proc/self/fd/{file}") == wanted:
-                return file
-            os.close(file)
+        # By now the number may be that of another file, or of a pipe without another end.
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        if os.readlink(f"/proc/self/fd/{file}") == wanted:
+            return file
+        os.close(file)
     except OSError as problem:
         raise CannotOpenError(f"{path} cannot be opened: {problem}") from problem
     raise CannotOpenError(f"{path} is another file by now")

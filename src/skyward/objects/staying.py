@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.errors import SerializationError
 from skyward.objects import references, tensors
-from skyward.objects.tensors import Descriptions, Reduced, Shelf, StorageBook, StorageRef
+from skyward.objects.tensors import Reduced, Shelf, StorageBook, StorageRef
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class StayingBook(StorageBook):
         self, opened: Sequence[tuple[torch.UntypedStorage, bytes]], *, by_value: bool = False
     ) -> None:
         """`opened` are the device's own storages that the function was given."""
-        super().__init__(Descriptions())
+        super().__init__()
         self._opened = {storage._cdata: description for storage, description in opened}
         self._by_value = by_value
         self._on_host: set[int] = set()
@@ -42,14 +42,14 @@ class StayingBook(StorageBook):
         """The reference to a storage that the result has not named before."""
         description = self._opened.get(storage._cdata)
         if description is not None:
-            return ReturnedRef(0, storage, description)
+            return ReturnedRef(description, storage)
         on_host = storage._cdata in self._on_host
         if self._by_value or on_host:
             kind = HostRef if on_host else StorageRef
-            ref = kind(len(self.refs), storage, None)
+            ref = kind(len(self.refs), storage)
             self.refs.append(ref)
             return ref
-        staying = StayingRef(len(self.staying), storage, None)
+        staying = StayingRef(len(self.staying), storage)
         self.staying.append(staying)
         return staying
 
@@ -104,8 +104,12 @@ class StayingRef(StorageRef):
 class ReturnedRef(StorageRef):
     """A storage of the device that the function was given, and returns."""
 
+    def __init__(self, description: bytes, storage: torch.UntypedStorage) -> None:
+        super().__init__(0, storage)
+        self._description = description
+
     def __reduce__(self) -> Reduced:
-        return _returned, (self.description,)
+        return _returned, (self._description,)
 
 
 class HostRef(StorageRef):

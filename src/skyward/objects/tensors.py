@@ -7,6 +7,7 @@ receiver can open a storage in place, only a description of the storage is sent.
 from __future__ import annotations
 
 import ctypes
+import pickle
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,33 +23,49 @@ if TYPE_CHECKING:
 Reduced = tuple[Any, ...]
 
 
-class Descriptions:
-    """The descriptions by which the receiver opens storages in place."""
+class Openings:
+    """The storages on sky devices in an object that is being encoded.
 
-    def __init__(
-        self,
-        storages: Sequence[torch.UntypedStorage] = (),
-        opened: Sequence[tuple[bytes, torch.UntypedStorage]] = (),
-    ) -> None:
-        """`opened` has for each storage a description, and the storage that it describes."""
-        pairs = [
-            (storage, description)
-            for storage, (description, _) in zip(storages, opened, strict=True)
-        ]
-        self.storages = dict(opened)
-        self.of_storage = {storage._cdata: description for storage, description in pairs}
-        self.on_device = {storage.device: description for storage, description in pairs}
-        """The description of one storage on each device."""
+    The receiver opens them in place. The pickle has their numbers; how to open each is known when
+    the pickle is made, and goes beside it in a buffer.
+    """
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self._devices: dict[torch.device, int] = {}
+        self._gap = bytearray()
+
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage that the object has not named before."""
+        self.storages.append(storage)
+        return len(self.storages) - 1
+
+    def number_of(self, device: torch.device) -> int:
+        """The number of a device."""
+        return self._devices.setdefault(device, len(self._devices))
+
+    def fill(self, buffers: list[memoryview], descriptions: Sequence[bytes]) -> None:
+        """Put how each storage is opened into the buffer that the pickle has for it."""
+        found: dict[torch.device, bytes] = {}
+        for storage, description in zip(self.storages, descriptions, strict=True):
+            found.setdefault(storage.device, description)
+        whole = list(descriptions), [found.get(device) for device in self._devices]
+        for at, buffer in enumerate(buffers):
+            if buffer.obj is self._gap:
+                buffers[at] = memoryview(pickle.dumps(whole, 5))
+
+    def __reduce__(self) -> Reduced:
+        return _openings, (pickle.PickleBuffer(self._gap),)
 
 
 class StorageBook:
     """The storages in an object that is being encoded, and the part of each that is needed."""
 
-    def __init__(self, described: Descriptions) -> None:
+    def __init__(self, openings: Openings | None = None) -> None:
         self.refs: list[StorageRef] = []
         """The storages whose bytes travel."""
         self._by_id: dict[int, StorageRef] = {}
-        self._described = described
+        self._openings = openings
 
     def reference(self, storage: torch.UntypedStorage) -> StorageRef:
         """The one reference to this storage."""
@@ -59,15 +76,11 @@ class StorageBook:
 
     def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
         """The reference to a storage that the object has not named before."""
-        description = self._described.of_storage.get(storage._cdata)
-        ref = StorageRef(len(self.refs), storage, description)
-        if description is None:
-            self.refs.append(ref)
+        if self._openings is not None and storage.device.type == "sky":
+            return OpenedRef(self._openings, storage)
+        ref = StorageRef(len(self.refs), storage)
+        self.refs.append(ref)
         return ref
-
-    def on_devices(self) -> list[torch.UntypedStorage]:
-        """The storages on sky devices; the receiver may be able to open them."""
-        return [ref.storage for ref in self.refs if ref.storage.device.type == "sky"]
 
     def buffers(self) -> tuple[list[memoryview], list[tuple[int, int]]]:
         """The buffers to send, and for each its (first byte, size of the whole storage)."""
@@ -82,12 +95,9 @@ class StorageBook:
 class StorageRef:
     """Stands for a storage inside the pickle; its bytes travel beside it."""
 
-    def __init__(
-        self, index: int, storage: torch.UntypedStorage, description: bytes | None
-    ) -> None:
+    def __init__(self, index: int, storage: torch.UntypedStorage) -> None:
         self.index = index
         self.storage = storage
-        self.description = description
         self.first = storage.nbytes()
         self.last = 0
 
@@ -107,10 +117,22 @@ class StorageRef:
         self.last = max(self.last, start + (int(reach) + 1) * size)
 
     def __reduce__(self) -> Reduced:
-        if self.description is not None:
-            return _opened, (self.description,)
         device = self.storage.device
         return _storage, (self.index, str(device) if device.type != "cpu" else "")
+
+
+class OpenedRef(StorageRef):
+    """Stands for a storage on a sky device that the receiver opens in place."""
+
+    def __init__(self, openings: Openings, storage: torch.UntypedStorage) -> None:
+        super().__init__(openings.add(storage), storage)
+        self._openings = openings
+
+    def cover(self, tensor: torch.Tensor) -> None:
+        """Do nothing: all of the storage is there."""
+
+    def __reduce__(self) -> Reduced:
+        return _opened, (self._openings, self.index)
 
 
 def _bytes_of(storage: torch.UntypedStorage, first: int, last: int) -> memoryview:
@@ -143,12 +165,11 @@ def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
+    plain = tensor
+    if tensor.is_conj() or tensor.is_neg():
+        plain = tensor.detach().resolve_conj().resolve_neg()
     ref = book.reference(plain.untyped_storage())
-    if ref.description is None:
-        ref.cover(plain)
+    ref.cover(plain)
     dtype = str(plain.dtype).removeprefix("torch.")
     attributes = dict(tensor.__dict__)
     return _tensor, (
@@ -163,9 +184,9 @@ def reduce_tensor(tensor: torch.Tensor, book: StorageBook) -> Reduced | None:
     )
 
 
-def reduce_device(device: torch.device, described: Descriptions) -> Reduced:
+def reduce_device(device: torch.device, openings: Openings | None) -> Reduced:
     """How a sky device is rebuilt: as the device that its tensors are on at the receiver."""
-    return _device, (described.on_device.get(device),)
+    return _device, ((openings, openings.number_of(device)) if openings is not None else ())
 
 
 def is_device(value: object) -> bool:
@@ -242,7 +263,17 @@ def watch_opened(opened: list[tuple[torch.UntypedStorage, bytes]] | None) -> Non
     _decoding.opened = opened
 
 
-def _opened(description: bytes) -> tuple[torch.UntypedStorage, int]:
+Opening = tuple[list[bytes], list[bytes | None]]
+"""The descriptions of storages, and one of each device, as the receiver has them."""
+
+
+def _openings(content: memoryview) -> Opening:
+    found: Opening = pickle.loads(content)
+    return found
+
+
+def _opened(openings: Opening, number: int) -> tuple[torch.UntypedStorage, int]:
+    description = openings[0][number]
     storage = references.storage(description)
     opened = getattr(_decoding, "opened", None)
     if opened is not None:
@@ -250,9 +281,10 @@ def _opened(description: bytes) -> tuple[torch.UntypedStorage, int]:
     return storage, 0
 
 
-def _device(description: bytes | None) -> torch.device:
+def _device(openings: Opening | None = None, number: int = 0) -> torch.device:
     import torch
 
+    description = None if openings is None else openings[1][number]
     return torch.device("cpu") if description is None else references.device(description)
 
 
@@ -270,12 +302,8 @@ def _tensor(
 
     storage, first = held
     kind = getattr(torch, dtype)
-    if 0 in shape:
-        tensor = torch.empty(0, dtype=kind, device=storage.device).set_(storage, 0, shape, strides)
-    else:
-        tensor = torch.empty(0, dtype=kind, device=storage.device).set_(
-            storage, offset - first // kind.itemsize, shape, strides
-        )
+    start = 0 if 0 in shape else offset - first // kind.itemsize
+    tensor = torch.empty(0, dtype=kind, device=storage.device).set_(storage, start, shape, strides)
     if is_parameter:
         tensor = torch.nn.Parameter(tensor, requires_grad)
     elif requires_grad:

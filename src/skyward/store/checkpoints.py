@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import uuid
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from skyward.device.core import core, index_of
-from skyward.device.library import Life
-from skyward.device.recovery import Recovery, recoveries
+from skyward.device.failures import failures
+from skyward.device.library import DeviceError, Life
+from skyward.device.recovery import Recovery, recoveries, summary
 from skyward.errors import ConfigurationError
 from skyward.store.catalog import manifest_url
 from skyward.store.format import tree
@@ -44,6 +46,9 @@ def checkpoint(
     `objects` is saved as well, for `restore`: objects with a `state_dict`, such as modules and
     optimisers, and plain values.
 
+    Tensors that an operation failed on have no contents: they are left out, with a warning. If an
+    object in `objects` has such a tensor, `DeviceError` names the tensor, and nothing is saved.
+
     >>> sky.checkpoint(device, store, model=model, optimizer=optimizer, step=step)
     """
     import torch
@@ -54,7 +59,9 @@ def checkpoint(
     torch.accelerator.synchronize(index)
     states = {key: _state(value) for key, value in objects.items()}
     serial = core().serial(index)
-    held = _held(index, serial)
+    held, failed = _held(index, serial)
+    if failed:
+        _tell_failed(index, failed, states)
     saved = store.save_model(list(held.values()), f"{name}.device") if held else None
     generators = {
         str(number): torch.frombuffer(
@@ -73,7 +80,7 @@ def checkpoint(
     version = store.save_model(value, name, {_KEY: facts})
     title = f"the checkpoint {name!r} (version {version.version}) in {store.url}"
     fill = functools.partial(_bring_back, place, store, name, version.version)
-    recoveries.remember(index, Recovery(title, tuple(held), fill))
+    recoveries.remember(index, Recovery(title, tuple(held), frozenset(failed), fill))
     return version
 
 
@@ -89,9 +96,10 @@ def restore(
     """Set a device back to a checkpoint, and load the state of the objects that are given.
 
     In the process that made the checkpoint, every tensor of the checkpoint that still lives gets
-    its contents back. In another process, the objects that are given do: those with a
-    `load_state_dict`. Returns what else was saved by name: plain values as they were, and the state
-    of objects that are not given. The states of the device's generators are set.
+    its contents back, also if an operation on it has failed since. In another process, the objects
+    that are given do: those with a `load_state_dict`. Returns what else was saved by name: plain
+    values as they were, and the state of objects that are not given. The states of the device's
+    generators are set.
 
     >>> step = sky.restore(device, store, model=model, optimizer=optimizer)["step"]
     """
@@ -107,6 +115,7 @@ def restore(
             f"restore({stuck[0]}={objects[stuck[0]]!r}): it has no load_state_dict; leave it out, "
             "and take it from what restore returns"
         )
+    torch.accelerator.synchronize(index)
     _bring_back(place, store, name, manifest.version)
     saved = _loaded(place, store, manifest, facts["host"])["objects"]
     missing = sorted(objects.keys() - saved.keys())
@@ -124,11 +133,41 @@ def _state(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _held(index: int, serial: int) -> dict[Life, torch.Tensor]:
-    """The storages that live on a device, with the memory of each, which stays allocated."""
+def _held(index: int, serial: int) -> tuple[dict[Life, torch.Tensor], dict[Life, str]]:
+    """The storages that live on a device, with the memory of each, which stays allocated.
+
+    Those whose contents a failed operation should have made come apart, with what went wrong.
+    """
     lost = recoveries.lost(index)
     # One that was lost before has no memory to save, and is told by its own error.
-    return _flats(serial, [life for life in core().living(serial) if life not in lost])
+    flats = _flats(serial, [life for life in core().living(serial) if life not in lost])
+    failed = _failed(index, flats)
+    return {life: flat for life, flat in flats.items() if life not in failed}, failed
+
+
+def _failed(index: int, flats: dict[Life, torch.Tensor]) -> dict[Life, str]:
+    lives = list(flats)
+    return {lives[at]: why for at, why in failures(index, list(flats.values())).items()}
+
+
+def _tell_failed(index: int, failed: dict[Life, str], states: dict[str, Any]) -> None:
+    """Refuse to save objects without the contents of their tensors; warn of other tensors."""
+    slots = {life.slot: why for life, why in failed.items()}
+    for path, tensor in tree.encode(states)[1]:
+        if tensor.device.type == "sky" and tensor.numel():
+            slot = core().slot(index, tensor.untyped_storage().data_ptr())
+            if slot in slots:
+                raise DeviceError(
+                    f"checkpoint: {path} has no contents, since an operation on it failed "
+                    f"({slots[slot]}); make it again, or set it back with sky.restore"
+                )
+    count, listed = summary(core(), index, failed)
+    why = next(iter(failed.values()))
+    warnings.warn(
+        f"the checkpoint is without {count} that an operation failed on: {listed} ({why}); drop "
+        "what you do not need, or make it again",
+        stacklevel=3,
+    )
 
 
 def _flats(serial: int, lives: Iterable[Life]) -> dict[Life, torch.Tensor]:
@@ -164,7 +203,9 @@ def _bring_back(place: torch.device, store: ModelStore, name: str, version: int)
 
 
 def _fill(place: torch.device, store: ModelStore, memory: Manifest, lives: list[Life]) -> None:
-    targets = _flats(core().serial(place.index), lives)
+    serial = core().serial(place.index)
+    targets = _flats(serial, lives)
+    failed = _failed(place.index, targets)
     wanted: dict[int, list[int]] = {}
     for number, life in enumerate(lives):
         region = memory.tensors[number].region
@@ -174,7 +215,11 @@ def _fill(place: torch.device, store: ModelStore, memory: Manifest, lives: list[
     for region, flat in loading.regions(wanted):
         for number in wanted[region]:
             saved = tensor_at(memory.tensors[number], flat.to(place))
-            targets[lives[number]].copy_(saved)
+            life = lives[number]
+            if life in failed:
+                core().renew(serial, life.slot)
+            targets[life].copy_(saved)
+    recoveries.found(place.index, targets)
 
 
 def _loaded(place: torch.device, store: ModelStore, manifest: Manifest, host: list[int]) -> Any:

@@ -176,6 +176,15 @@ int sky_alias(uint32_t serial, uint32_t slot, void** weak) {
   });
 }
 
+// New memory for a slot whose contents are not to be had.
+int sky_renew(uint32_t serial, uint32_t slot) {
+  return sky::guarded([&] {
+    auto* session = sky::session_by_serial(serial);
+    SKY_CHECK(session, "no device of this process had the number ", serial);
+    session->renew(slot);
+  });
+}
+
 // `kept` has slot, birth and bytes of the storages that get memory again. The others are lost: `slots` and `texts`
 // have what to say of them, `otherwise` what to say of those that are not there.
 int sky_reopen(uint32_t serial, int ops, const int* bulk, int bulk_count, int shares_memory, int on_cpu,

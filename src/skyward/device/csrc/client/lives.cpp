@@ -42,6 +42,19 @@ void Session::let_go(uint32_t slot) noexcept {
   if (released) release(slot);
 }
 
+void Session::renew(uint32_t slot) {
+  std::lock_guard lock(mutex);
+  begin();
+  SKY_CHECK(slot < lives_.size() && slots_.is_taken(slot), "no tensor of sky:", index, " has the slot ", slot);
+  wrote(slot);
+  exported_.erase(slot);
+  Writer w;
+  w.u32(kNew);
+  w.u32(slot);
+  w.u64(lives_[slot].bytes);
+  put(w.bytes().data(), w.size());
+}
+
 void Session::inherit(Session& before, const Inheritance& inheritance) {
   std::lock_guard own(mutex);
   // If the new worker is gone as well, everything stays with the session before.

@@ -174,6 +174,7 @@ class Session {
   std::vector<Life> living();
   c10::Storage alias(uint32_t slot);  // the slot is not free before the alias is
   void let_go(uint32_t slot) noexcept;
+  void renew(uint32_t slot);  // new memory for a slot whose contents are not to be had
   void inherit(Session& before, const Inheritance& inheritance);
 
   Mutex mutex;
