@@ -400,18 +400,21 @@ def test_a_second_session_over_a_network_asks_nothing_that_the_first_has_asked(
     assert torch.equal(*results)
 
 
-def test_an_answer_that_is_not_right_is_noticed_and_forgotten(answers: Path) -> None:
-    def once() -> int:
-        remote = sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False))
-        with remote as compute:
-            device = compute.device("cpu")
-            try:
-                odd(device).cpu()
-            finally:
-                count = asked(device)
-        return count
+@contextlib.contextmanager
+def far_device() -> Iterator[torch.device]:
+    """A new session over a network."""
+    remote = sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False))
+    with remote as compute:
+        yield compute.device("cpu")
 
-    assert once() >= 1
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_answer_that_is_not_right_is_an_error_once_and_then_the_worker_is_asked(
+    answers: Path, later: bool
+) -> None:
+    with far_device() as device:
+        right = odd(device).cpu()
+        questions = asked(device)
     (file,) = answers.iterdir()
     three, two = (number.to_bytes(8, "little") for number in (3, 2))
     lies = b"".join(
@@ -419,10 +422,30 @@ def test_an_answer_that_is_not_right_is_noticed_and_forgotten(answers: Path) -> 
         for key, written in remembered._entries(remembered.read(file))
     )
     file.write_bytes(remembered._sealed(lies))
-    with pytest.raises(sky.DeviceError, match="another size than it had before"):
-        once()
+    with far_device() as device:
+        with pytest.raises(sky.DeviceError, match="another size than it had before") as caught:
+            wrong = odd(device)
+            if later:  # the error comes with the bytes
+                wrong = wrong.to("cpu", non_blocking=True)
+                torch.sky.synchronize(device)
+            wrong.cpu()
+        assert "asks the worker from now on: make the tensor again" in str(caught.value)
+        for _ in range(2):
+            assert torch.equal(odd(device).cpu(), right)
+        assert asked(device) == questions
     assert not file.exists()
-    assert once() >= 1
+
+
+def test_answers_are_kept_apart_by_what_decides_which_kernels_run() -> None:
+    usual = {"type": "cpu", "name": "one", "torch_version": "2.13"}
+    others = (
+        {"cuda_version": "13.0"},
+        {"cudnn_version": 91000},
+        {"instructions": "AVX512"},
+        {"torch_version": "2.12"},
+    )
+    files = {remembered.file_for({**usual, **other}) for other in ({}, *others)}
+    assert len(files) == 1 + len(others)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", remembered.MAGIC + bytes(100)])
