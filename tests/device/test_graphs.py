@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from skyward.device.graphs import operations, running
+from skyward.device.graphs import operations, running, sizes
 from skyward.device.graphs.text import (
     CannotShipError,
     Compiled,
@@ -140,7 +140,7 @@ def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
     import sympy
 
     with pytest.raises(ValueError, match="a size cannot be"):
-        running._parsed(text, {"s0": sympy.Symbol("s0")})
+        sizes.parsed(text, {"s0": sympy.Symbol("s0")})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_sizes_are_computed_as_they_are_written(text: str, value: int) -> None:
     import sympy
 
     symbol = sympy.Symbol("s0", integer=True, positive=True)
-    assert running._parsed(text, {"s0": symbol}).subs({symbol: 7}) == value
+    assert sizes.parsed(text, {"s0": symbol}).subs({symbol: 7}) == value
 
 
 @pytest.mark.parametrize(

@@ -275,8 +275,13 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
     held.poison = note(t, "its result has another size than it had before with the same arguments", kSurprised);
     return;
   }
-  if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
-    got = copy_as(promised, got);
+  if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits) try {
+      got = copy_as(promised, got);
+    } catch (const std::exception& e) {
+      // Elements that share their memory as promised cannot be written one by one.
+      held.poison = note(t, "its result cannot be laid out as the client expects it: " + text_of(e), kSurprised);
+      return;
+    }
   slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout);
 }
 
