@@ -13,7 +13,8 @@ import msgspec
 import platformdirs
 
 from skyward.device.graphs import operations
-from skyward.device.graphs.sizes import parsed
+from skyward.device.graphs.recent import Recent
+from skyward.device.graphs.sizes import KNOWN_MAX, parsed
 from skyward.device.graphs.text import Compiled, GraphReader, NumberInput, ShippedGraph, TensorInput
 
 UNBOUNDED = 1 << 62
@@ -65,8 +66,10 @@ class Programs:
         return self._programs[number](generation, [*read, *written, *numbers])
 
     def drop(self, token: Any, number: int) -> None:
-        """Forget a graph."""
-        self._programs.pop(number, None)
+        """Forget a graph, and what it shared with its counterpart if that is gone as well."""
+        program = self._programs.pop(number, None)
+        if program and all(other.pair != program.pair for other in self._programs.values()):
+            self._pairs.pop(program.pair, None)
 
 
 def _load_compiler() -> None:
@@ -89,11 +92,12 @@ class Program:
 
         self._calls = GenerationTracker
         self._message, self._device, self._pairs = message, device, pairs
+        self.pair = message.pair
         self._order = message.inputs
         self._outputs: list[int] = []
         self._variants: list[tuple[Callable[[list[int]], bool], Callable[[list[Any]], Any]]] = []
         self._compiled: list[Any] = []
-        self._known: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
+        self._known: Recent[tuple[int, ...], Callable[[list[Any]], Any]] = Recent(KNOWN_MAX)
         self._numbers = [
             at for at, node in enumerate(self._inputs()) if isinstance(node, NumberInput)
         ]
@@ -101,9 +105,9 @@ class Program:
     def __call__(self, generation: int, sent: list[Any]) -> list[Any]:
         inputs = [sent[at] for at in self._order]
         sizes = tuple(inputs[at] for at in self._numbers)
-        run = self._known.get(sizes)
+        run = self._known.find(sizes)
         if run is None:
-            run = self._known[sizes] = self._variant(sizes)
+            run = self._known.keep(sizes, self._variant(sizes))
         if generation:
             self._calls.generation = generation
         results = run(inputs)
