@@ -196,7 +196,7 @@ def test_a_layout_that_cannot_be_kept_is_an_error_and_the_next_call_asks(
 ) -> None:
     told_strides.append(["0", "1"])
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: x * 2, backend="sky")
+    compiled = torch.compile(lambda x: x * 2)
     rows = torch.arange(24.0).reshape(4, 6)
     with sky.Compute(options=sky.Options(console=False)) as compute:
         there = rows.to(compute.device("cpu"))
@@ -308,6 +308,51 @@ def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_th
     shipped = [record.message for record in caplog.records if "bytes" in record.message]
     assert devices[0] == devices[1]
     assert ["from its cache" in message for message in shipped] == [False, True]
+
+
+def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What the new worker answers for each function, in their order.
+    answers = iter(
+        [
+            {"strides": [["1", "4"]]},
+            {"strides": [], "instead": "RuntimeError: no compiler"},
+            {"strides": [["1", "4"]]},
+            {"strides": [["1", "4"]]},
+        ]
+    )
+    ship = shipping._Shipped._ship
+
+    def doctored(self: shipping._Shipped) -> Compiled:
+        is_again = hasattr(self, "strides")
+        answer = ship(self)
+        return msgspec.structs.replace(answer, **next(answers)) if is_again else answer
+
+    monkeypatch.setattr(shipping._Shipped, "_ship", doctored)
+    torch.compiler.reset()
+    first, second, third = (
+        torch.compile(function) for function in (lambda x: x * 2, lambda x: x * 3, lambda x: x * 4)
+    )
+    rows = torch.arange(24.0).reshape(4, 6)
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        there = rows.to(compute.device("cpu"))
+        before = [first(there).cpu(), second(there).cpu()]
+        with monkeypatch.context() as patch:
+            # As if the sizes of its result did not follow from those of its input.
+            patch.setattr(shipping._Shipped, "_promised", lambda self, shape: None)
+            third(there).cpu()
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        there = rows.to(compute.device("cpu"))
+        with pytest.warns(UserWarning, match="the new worker of sky:.* lays out the results"):
+            result = first(there)
+        assert result.stride() == (6, 1)
+        with pytest.warns(UserWarning, match="operation by operation.*no compiler"):
+            again = [result.cpu(), second(there).cpu()]
+        for _ in range(2):
+            with pytest.raises(sky.DeviceError, match=r"in another way.*torch\.compiler\.reset"):
+                third(there)
+    assert all(map(torch.equal, again, before))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (3, 5, 8)])

@@ -25,7 +25,7 @@ from skyward.device.graphs.text import (
     Symbol,
     Writer,
 )
-from skyward.device.library import Core
+from skyward.device.library import Core, DeviceError
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -119,6 +119,7 @@ class _Shipped:
         self._number, self._is_backward = message.number, message.is_backward
         self._message = msgspec.msgpack.encode(message)
         answer = self._ship()
+        self._say_instead(answer)
         self.strides = answer.strides if not answer.instead else None
         self._promises = self._promised(shape)
         if self._promises is not None and not self._numbers:
@@ -137,11 +138,6 @@ class _Shipped:
         self._dropping = weakref.finalize(self, _drop, self._token, self._number)
         self._dropping.atexit = False
         answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Compiled)
-        if answer.instead:
-            _say(
-                f"torch.compile: the worker of {self._device} runs a graph operation by operation, "
-                f"since it cannot compile it: {answer.instead}"
-            )
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
             self._number,
@@ -152,6 +148,36 @@ class _Shipped:
             ", from its cache" if answer.was_cached else "",
         )
         return answer
+
+    def _say_instead(self, answer: Compiled) -> None:
+        if answer.instead:
+            _say(
+                f"torch.compile: the worker of {self._device} runs a graph operation by operation, "
+                f"since it cannot compile it: {answer.instead}"
+            )
+
+    def _ship_again(self) -> None:
+        """Give the graph to the new worker of a device that was opened again."""
+        answer = self._ship()
+        self._say_instead(answer)
+        if self._promises is not None:
+            self._promises.begin_again()
+        if self.strides is None or answer.instead or answer.strides == self.strides:
+            return
+        # Graphs that take the results were compiled for the strides that the first worker told.
+        what = (
+            f"the new worker of {self._device} lays out the results of a compiled graph in another "
+            "way than the worker that it was compiled for"
+        )
+        if self._promises is None:
+            self._opening = -1  # the next call finds the same
+            raise DeviceError(
+                f"{what}; call torch.compiler.reset(), and compile the function again"
+            )
+        _say(
+            f"torch.compile: {what}, and copies them to that layout in every call; "
+            "torch.compiler.reset() has functions compiled anew"
+        )
 
     def _promised(self, shape: _Shape) -> Promises | None:
         """What calls will return; None where the worker has to be asked."""
@@ -165,9 +191,7 @@ class _Shipped:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._core.openings[self._device.index] != self._opening:
-            self._ship()  # the device was opened again, and its new worker does not know the graph
-            if self._promises is not None:
-                self._promises.begin_again()
+            self._ship_again()
         numbers = [inputs[i] for i in self._numbers]
         if numbers and self._promises is not None:
             self._promises.make(numbers)
