@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import skyward as sky
-from skyward.device import remembered
+from skyward.device import build, remembered
 from skyward.device.core import core
 from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
 
@@ -437,6 +437,10 @@ def test_an_answer_that_is_not_right_is_an_error_once_and_then_the_worker_is_ask
             assert torch.equal(odd(device).cpu(), right)
         assert asked(device) == questions
     assert not file.exists()
+
+
+def test_the_tests_keep_their_answers_apart_from_the_users() -> None:
+    assert not remembered.folder().is_relative_to(build.cache())
 
 
 def test_answers_are_kept_apart_by_what_decides_which_kernels_run() -> None:
