@@ -147,7 +147,7 @@ def test_sizes_that_change_are_compiled_once(
 
 def test_thirty_lengths_of_a_compiled_model_ask_the_worker_nothing(device: torch.device) -> None:
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = nn.Sequential(nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(device)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="sky", dynamic=True)
 
