@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from measure import Sample, interleave
@@ -23,15 +23,11 @@ from training import QUIET
 
 import skyward as sky
 from skyward.providers import Provider
-from skyward.wire.link.outgoing import Outgoing
-from skyward.wire.link.records import RECORD
 
 WORDS, WIDTH, HEADS, LAYERS = 1024, 256, 4, 4
 BATCH, LENGTH = 4, 128
 READ_EVERY = 20
 LENGTHS = 200
-TLS_OVERHEAD = 22
-"""What a record of TLS 1.3 adds: a head of 5 bytes, the kind, and a tag of 16."""
 
 
 class Block(nn.Module):
@@ -100,23 +96,6 @@ def reading(step: Callable[[torch.Tensor], torch.Tensor], words: torch.Tensor) -
     loss.item()
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """What the client's links send, with their records and TLS's."""
-    sent: list[int] = []
-    filled = Outgoing.filled
-
-    def count(self: Outgoing, size: int) -> None:
-        sent.append(size + RECORD.size + TLS_OVERHEAD)
-        filled(self, size)
-
-    Outgoing.filled = count  # type: ignore[method-assign]
-    try:
-        yield sent
-    finally:
-        Outgoing.filled = filled  # type: ignore[method-assign]
-
-
 def first_step(provider: Provider) -> float:
     """Seconds of the first step of a new device, from its call to its loss."""
     with sky.Compute(provider, image=one_thread(), options=QUIET) as compute:
@@ -137,17 +116,18 @@ def rates(far: Provider, rounds: int) -> Mapping[str, Sequence[float]]:
     """Seconds a step at both places, and bytes a step over the link."""
     places = {"far": far, "near": sky.Local(transport="tcp")}
     with ExitStack() as pools:
-        contenders = {}
+        contenders, devices = {}, {}
         for place, provider in places.items():
             compute = pools.enter_context(sky.Compute(provider, image=one_thread(), options=QUIET))
-            device = compute.device("cpu")
+            device = devices[place] = compute.device("cpu")
             contenders[place] = _timed(step_of(device), batch(device))
         samples = interleave(contenders, rounds=rounds)
         sizes = []
         for _ in range(rounds):
-            with counted() as sent:
-                contenders["far"]()
-            sizes.append(sum(sent) / READ_EVERY)
+            before = sky.device_stats(devices["far"]).bytes_on_wire
+            contenders["far"]()
+            sent = sky.device_stats(devices["far"]).bytes_on_wire - before
+            sizes.append(sent / READ_EVERY)
     return {**{name: sample.values for name, sample in samples.items()}, "bytes": sizes}
 
 

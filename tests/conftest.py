@@ -96,13 +96,16 @@ def _of_shared_pools() -> set[int]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _marked() -> Iterator[None]:
-    """Mark this run's workers, and give them a folder of their own to leave things in."""
+    """Mark this run's workers, and give them folders of their own to leave things in."""
     folder = tempfile.mkdtemp(prefix="skyt-", dir="/tmp")
+    shapes = tempfile.mkdtemp(prefix="skyt-shapes-", dir="/tmp")
     before = dict(os.environ)
-    os.environ.update({MARK: RUN, "XDG_RUNTIME_DIR": folder})
+    # What workers answer here is nothing for the user's own sessions, nor the other way around.
+    os.environ.update({MARK: RUN, "XDG_RUNTIME_DIR": folder, "SKYWARD_SHAPES": shapes})
     yield
     os.environ.clear()
     os.environ.update(before)
+    shutil.rmtree(shapes, ignore_errors=True)
     left = os.listdir(folder)
     shutil.rmtree(folder, ignore_errors=True)
     assert not left, f"folders were left behind: {left}"

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import skyward as sky
+from skyward.device.graphs import shipping
+from skyward.device.graphs.text import Compiled
 
 from ..conftest import only_in_all
 
@@ -142,6 +145,68 @@ def test_sizes_that_change_are_compiled_once(
     assert sum("bytes" in record.message for record in caplog.records) == 1
 
 
+def test_thirty_lengths_of_a_compiled_model_ask_the_worker_nothing(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(device)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="sky", dynamic=True)
+
+    def step(length: int) -> list[torch.Tensor]:
+        tokens = torch.arange(2 * length, device=device).view(2, length) % 11
+        return _loss_and_gradients(model, compiled, tokens)
+
+    step(4)
+    before, lengths = sky.device_stats(device).asked, range(5, 35)
+    results = {length: step(length) for length in lengths}
+    assert sky.device_stats(device).asked == before
+    for length in lengths[::10]:
+        tokens = torch.arange(2 * length, device=device).view(2, length) % 11
+        torch.testing.assert_close(results[length], _loss_and_gradients(model, model, tokens))
+
+
+@pytest.fixture
+def told_strides(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Strides that the client is told instead of those that the worker's code has."""
+    instead: list[list[str]] = []
+    ship = shipping._Shipped._ship
+
+    def doctored(self: shipping._Shipped) -> Compiled:
+        answer = ship(self)
+        return msgspec.structs.replace(answer, strides=list(instead)) if instead else answer
+
+    monkeypatch.setattr(shipping._Shipped, "_ship", doctored)
+    return instead
+
+
+def test_a_result_has_the_layout_that_was_told_though_code_for_other_sizes_chose_another(
+    device: torch.device, told_strides: list[list[str]]
+) -> None:
+    told_strides.append(["1", "4"])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * 2, backend="sky")
+    rows = torch.arange(24.0).reshape(4, 6)
+    result = compiled(rows.to(device))
+    assert result.stride() == (1, 4)
+    assert torch.equal(result.cpu(), rows * 2)
+    assert torch.equal((result + 1).cpu(), rows * 2 + 1)
+
+
+def test_a_layout_that_cannot_be_kept_is_an_error_and_the_next_call_asks(
+    told_strides: list[list[str]],
+) -> None:
+    told_strides.append(["0", "1"])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * 2)
+    rows = torch.arange(24.0).reshape(4, 6)
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        there = rows.to(compute.device("cpu"))
+        with pytest.raises(sky.DeviceError, match="cannot be laid out as the client expects"):
+            compiled(there).cpu()
+        result = compiled(there)
+        assert result.stride() == (6, 1)
+        assert torch.equal(result.cpu(), rows * 2)
+
+
 def test_random_numbers_follow_the_seed_of_the_device(device: torch.device) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: functional.dropout(x, 0.5), backend="sky")
@@ -243,6 +308,51 @@ def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_th
     shipped = [record.message for record in caplog.records if "bytes" in record.message]
     assert devices[0] == devices[1]
     assert ["from its cache" in message for message in shipped] == [False, True]
+
+
+def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What the new worker answers for each function, in their order.
+    answers = iter(
+        [
+            {"strides": [["1", "4"]]},
+            {"strides": [], "instead": "RuntimeError: no compiler"},
+            {"strides": [["1", "4"]]},
+            {"strides": [["1", "4"]]},
+        ]
+    )
+    ship = shipping._Shipped._ship
+
+    def doctored(self: shipping._Shipped) -> Compiled:
+        is_again = hasattr(self, "strides")
+        answer = ship(self)
+        return msgspec.structs.replace(answer, **next(answers)) if is_again else answer
+
+    monkeypatch.setattr(shipping._Shipped, "_ship", doctored)
+    torch.compiler.reset()
+    first, second, third = (
+        torch.compile(function) for function in (lambda x: x * 2, lambda x: x * 3, lambda x: x * 4)
+    )
+    rows = torch.arange(24.0).reshape(4, 6)
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        there = rows.to(compute.device("cpu"))
+        before = [first(there).cpu(), second(there).cpu()]
+        with monkeypatch.context() as patch:
+            # As if the sizes of its result did not follow from those of its input.
+            patch.setattr(shipping._Shipped, "_promised", lambda self, shape: None)
+            third(there).cpu()
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        there = rows.to(compute.device("cpu"))
+        with pytest.warns(UserWarning, match="the new worker of sky:.* lays out the results"):
+            result = first(there)
+        assert result.stride() == (6, 1)
+        with pytest.warns(UserWarning, match="operation by operation.*no compiler"):
+            again = [result.cpu(), second(there).cpu()]
+        for _ in range(2):
+            with pytest.raises(sky.DeviceError, match=r"in another way.*torch\.compiler\.reset"):
+                third(there)
+    assert all(map(torch.equal, again, before))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (3, 5, 8)])

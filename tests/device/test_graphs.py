@@ -8,13 +8,15 @@ import msgspec
 import pytest
 import torch
 
-from skyward.device.graphs import operations, running
+from skyward.device.graphs import operations, recent, running, sizes
 from skyward.device.graphs.text import (
     CannotShipError,
     Compiled,
     GraphNode,
     NodeValue,
+    NumberInput,
     ShippedGraph,
+    Symbol,
     TensorInput,
     TupleValue,
     Writer,
@@ -69,15 +71,19 @@ def test_a_worker_runs_a_graph_until_it_is_dropped(programs: running.Programs) -
         programs.run(token, 1, 0, [torch.ones(3)], [], [])
 
 
-def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(
-    programs: running.Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor refuses every graph."""
     from torch._inductor import compile_fx
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler\nand more about it")
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(programs: running.Programs) -> None:
     token = programs.ship(
         _bytes(_message(GraphNode("call", "y", "aten::neg.default", [NodeValue("x")])))
     )
@@ -103,6 +109,64 @@ def test_a_compiler_that_tries_code_takes_no_random_numbers_of_the_user(
     programs.ship(_bytes(_message(GraphNode("call", "y", "aten::abs.default", [NodeValue("x")]))))
     assert len(tried) == 1
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_worker_keeps_nothing_of_graphs_that_are_dropped() -> None:
+    programs = running.Programs("cpu")
+    doubled = _message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 2]))
+    for pair in range(3):
+        forward, backward = (
+            msgspec.structs.replace(doubled, number=2 * pair + at, pair=pair) for at in (0, 1)
+        )
+        token = programs.ship(_bytes(forward))
+        programs.drop(programs.ship(_bytes(backward)), backward.number)
+        assert list(programs._pairs) == [pair]  # the forward graph may get another backward one
+        programs.drop(token, forward.number)
+    assert not programs._pairs
+    assert not programs._programs
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_very_many_sizes_of_a_graph_do_not_fill_the_memory_of_the_worker() -> None:
+    programs = running.Programs("cpu")
+    inputs = [
+        GraphNode("input", "n", content=NumberInput("s0")),
+        GraphNode("input", "x", content=TensorInput("float32", ["s0"], [1], False)),
+    ]
+    doubled = _message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 2]))
+    message = msgspec.structs.replace(
+        doubled,
+        nodes=[*inputs, *doubled.nodes[1:]],
+        symbols=[Symbol("s0", 5, 0, None)],
+        inputs=[1, 0],
+    )
+    token = programs.ship(_bytes(message))
+    for size in range(2 * sizes.KNOWN_MAX):
+        (result,) = programs.run(token, 1, 0, [torch.ones(size)], [], [size])
+        assert result.sum() == 2 * size
+    assert len(programs._programs[1]._known) == sizes.KNOWN_MAX
+
+
+def test_numbers_that_follow_from_sizes_are_kept_for_the_last_ones_only() -> None:
+    import sympy
+
+    n = sympy.Symbol("n", integer=True, positive=True)
+    following = sizes.Following([n])
+    assert following.add(3 * n + 1) == following.add(3 * n + 1) == 0
+    assert following.add(sympy.Symbol("other")) is None
+    for size in range(1, 2 * sizes.KNOWN_MAX):
+        assert following([size]) == [3 * size + 1]
+    assert len(following._known) == sizes.KNOWN_MAX
+
+
+def test_what_was_used_last_is_kept() -> None:
+    kept = recent.Recent[str, int](2)
+    kept.keep("a", 1)
+    kept.keep("b", 2)
+    assert kept.find("a") == 1
+    kept.keep("c", 3)
+    assert (kept.find("a"), kept.find("b"), kept.find("c")) == (1, None, 3)
 
 
 def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Programs) -> None:
@@ -140,7 +204,7 @@ def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
     import sympy
 
     with pytest.raises(ValueError, match="a size cannot be"):
-        running._parsed(text, {"s0": sympy.Symbol("s0")})
+        sizes.parsed(text, {"s0": sympy.Symbol("s0")})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +214,7 @@ def test_sizes_are_computed_as_they_are_written(text: str, value: int) -> None:
     import sympy
 
     symbol = sympy.Symbol("s0", integer=True, positive=True)
-    assert running._parsed(text, {"s0": symbol}).subs({symbol: 7}) == value
+    assert sizes.parsed(text, {"s0": symbol}).subs({symbol: 7}) == value
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_gpu_is_described_by_all_that_torch_knows_of_it(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda kind: Found())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda kind: warnings.catch_warnings())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = properties.DeviceProperties(**properties.read("cuda:1"))
     assert (found.type, found.name, found.major, found.is_integrated) == (
         "cuda",
@@ -73,6 +74,12 @@ def test_a_gpu_is_described_by_all_that_torch_knows_of_it(
         0,
     )
     assert found.uuid == str(Found.uuid)
+    assert (found.cuda_version, found.is_bf16_supported) == ("13.0", True)
+
+
+def test_a_cpu_is_described_by_its_instructions(device: torch.device) -> None:
+    told = torch.sky.get_device_properties(device).instructions
+    assert told == torch.backends.cpu.get_cpu_capability()
 
 
 def test_the_processor_is_named_by_the_kernel(

@@ -18,17 +18,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import skyward as sky
-from skyward.device import remembered
+from skyward.device import build, remembered
 from skyward.device.core import core
-from skyward.wire.link.outgoing import Outgoing
-from skyward.wire.link.records import RECORD
+from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
 
 from .comparison import moved
 from .test_defects import device_processes
 
 WORDS = 50
-TLS_OVERHEAD = 22
-"""What a record of TLS 1.3 adds: a head of 5 bytes, the kind, and a tag of 16."""
 
 
 class Block(nn.Module):
@@ -311,17 +308,11 @@ def far(sharing) -> Iterator[tuple[sky.Compute, torch.device]]:
 
 
 def test_a_repeating_step_costs_at_most_150_bytes_on_the_wire(
-    far: tuple[sky.Compute, torch.device], monkeypatch: pytest.MonkeyPatch
+    far: tuple[sky.Compute, torch.device],
 ) -> None:
     _, device = far
     step = trainer(device)
     words = torch.randint(0, WORDS, (2, 16)).to(device)
-    sent: list[int] = []
-    filled = Outgoing.filled
-
-    def counted(self: Outgoing, count: int) -> None:
-        sent.append(count + RECORD.size + TLS_OVERHEAD)
-        filled(self, count)
 
     def twenty() -> None:
         for _ in range(20):
@@ -330,13 +321,25 @@ def test_a_repeating_step_costs_at_most_150_bytes_on_the_wire(
 
     twenty()
     twenty()
-    monkeypatch.setattr(Outgoing, "filled", counted)
     before = sky.device_stats(device)
     twenty()
     after = sky.device_stats(device)
     assert after.bytes_sent - before.bytes_sent > 20 * 3000
     assert after.bytes_coded - before.bytes_coded < 20 * 50
-    assert sum(sent) <= 20 * 150
+    sent = after.bytes_on_wire - before.bytes_on_wire
+    assert after.bytes_coded - before.bytes_coded < sent <= 20 * 150
+
+
+def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_around_them(
+    far: tuple[sky.Compute, torch.device], device: torch.device
+) -> None:
+    _, there = far
+    before, size = sky.device_stats(there), 1 << 20
+    torch.zeros(size, dtype=torch.uint8).to(there)
+    torch.sky.synchronize(there)
+    sent = sky.device_stats(there).bytes_on_wire - before.bytes_on_wire
+    assert size * (1 + TLS_OVERHEAD / TLS_RECORD) < sent < size * 1.01
+    assert sky.device_stats(device).bytes_on_wire == 0
 
 
 def test_the_client_runs_ahead_of_the_worker_only_so_far(
@@ -400,18 +403,21 @@ def test_a_second_session_over_a_network_asks_nothing_that_the_first_has_asked(
     assert torch.equal(*results)
 
 
-def test_an_answer_that_is_not_right_is_noticed_and_forgotten(answers: Path) -> None:
-    def once() -> int:
-        remote = sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False))
-        with remote as compute:
-            device = compute.device("cpu")
-            try:
-                odd(device).cpu()
-            finally:
-                count = asked(device)
-        return count
+@contextlib.contextmanager
+def far_device() -> Iterator[torch.device]:
+    """A new session over a network."""
+    remote = sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False))
+    with remote as compute:
+        yield compute.device("cpu")
 
-    assert once() >= 1
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_answer_that_is_not_right_is_an_error_once_and_then_the_worker_is_asked(
+    answers: Path, later: bool
+) -> None:
+    with far_device() as device:
+        right = odd(device).cpu()
+        questions = asked(device)
     (file,) = answers.iterdir()
     three, two = (number.to_bytes(8, "little") for number in (3, 2))
     lies = b"".join(
@@ -419,10 +425,34 @@ def test_an_answer_that_is_not_right_is_noticed_and_forgotten(answers: Path) -> 
         for key, written in remembered._entries(remembered.read(file))
     )
     file.write_bytes(remembered._sealed(lies))
-    with pytest.raises(sky.DeviceError, match=r"another size than it had before.*run the"):
-        once()
+    with far_device() as device:
+        with pytest.raises(sky.DeviceError, match="another size than it had before") as caught:
+            wrong = odd(device)
+            if later:  # the error comes with the bytes
+                wrong = wrong.to("cpu", non_blocking=True)
+                torch.sky.synchronize(device)
+            wrong.cpu()
+        assert "asks the worker from now on: make the tensor again" in str(caught.value)
+        for _ in range(2):
+            assert torch.equal(odd(device).cpu(), right)
+        assert asked(device) == questions
     assert not file.exists()
-    assert once() >= 1
+
+
+def test_the_tests_keep_their_answers_apart_from_the_users() -> None:
+    assert not remembered.folder().is_relative_to(build.cache())
+
+
+def test_answers_are_kept_apart_by_what_decides_which_kernels_run() -> None:
+    usual = {"type": "cpu", "name": "one", "torch_version": "2.13"}
+    others = (
+        {"cuda_version": "13.0"},
+        {"cudnn_version": 91000},
+        {"instructions": "AVX512"},
+        {"torch_version": "2.12"},
+    )
+    files = {remembered.file_for({**usual, **other}) for other in ({}, *others)}
+    assert len(files) == 1 + len(others)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", remembered.MAGIC + bytes(100)])

@@ -14,9 +14,10 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from skyward.device.pump import BEAT_SECONDS, TLS_RECORD, Pump
+from skyward.device.pump import BEAT_SECONDS, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.link.outgoing import LINK_WINDOW
+from skyward.wire.link.records import TLS_RECORD
 
 PIECE = struct.Struct("=QQ")
 """What the core asks for: an address, and how many bytes to send from there or receive there."""

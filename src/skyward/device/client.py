@@ -39,6 +39,7 @@ class Device:
     ) -> None:
         self._where = f"{kind} of node {node}"
         self._ends: list[socket.socket] = []
+        pumps: list[Pump] = []
         with ExitStack() as opened:
             shares_memory = False
             for role, window in BACKLOGS.items():
@@ -52,6 +53,7 @@ class Device:
                 else:
                     pump = Pump(channel, window, lost)
                     opened.callback(pump.close)
+                    pumps.append(pump)
                     end = pump.near
                 self._ends.append(end)
             on_cpu = kind.startswith("cpu")
@@ -70,6 +72,7 @@ class Device:
                     again, process, kept, {life.slot: text for life, text in texts.items()}
                 )
                 recoveries.opened_again(again, frozenset(texts))
+            core().count_on_wire(self.index, lambda: sum(pump.sent for pump in pumps))
             self._remembered = None if shares_memory else remembered.file_for(properties)
             if self._remembered is not None:
                 core().remember(self.index, remembered.read(self._remembered))

@@ -127,6 +127,9 @@ class DeviceStats:
     bytes_coded: int
     """Bytes of the operation stream as they went to the worker. Over a network, records that went
     before go as a reference."""
+    bytes_on_wire: int
+    """Bytes of all kinds that have gone to the worker over a network, with what links and TLS add
+    to them, but for the signs of life; 0 on one host."""
 
 
 class Core:
@@ -162,6 +165,7 @@ class Core:
         self.openings = [0] * DEVICES_MAX
         """How often each index was opened: a worker knows nothing of what an earlier one knew."""
         self._whereabouts: dict[int, Whereabouts] = {}
+        self._on_wire: dict[int, Callable[[], int]] = {}
         self.chosen: int | None = None
         """The device that the user has made the current one, if it is still open."""
         self._lock = threading.Lock()
@@ -204,6 +208,7 @@ class Core:
         """End a device; later uses of it raise an error that says why."""
         # A device whose worker died has closed itself; this frees its index, too.
         self._library.sky_close(index, why.encode())
+        self._on_wire.pop(index, None)
         with self._lock:
             if self.chosen == index:
                 self.chosen = None
@@ -220,7 +225,13 @@ class Core:
         """The numbers of the device so far."""
         numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
         self._call("sky_stats", index, numbers)
+        if (on_wire := self._on_wire.get(index)) is not None:
+            numbers[-1] = on_wire()
         return DeviceStats(*numbers)
+
+    def count_on_wire(self, index: int, count: Callable[[], int]) -> None:
+        """Have `stats` tell how many bytes have gone over the network."""
+        self._on_wire[index] = count
 
     def remember(self, index: int, answers: bytes) -> None:
         """Take what workers like this one have answered before (`learned`)."""

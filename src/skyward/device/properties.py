@@ -27,7 +27,11 @@ class DeviceProperties(types.SimpleNamespace):
     multi_processor_count: int
     is_bf16_supported: bool
     torch_version: str
-    """The version of PyTorch on the node."""
+    """The version of PyTorch on the node.
+
+    A GPU also has `cuda_version`, that of the CUDA or ROCm which this PyTorch was built with, and a
+    CPU has `instructions`, the newest of its vector instructions that PyTorch uses.
+    """
 
 
 def read(kind: str) -> dict[str, Any]:
@@ -49,10 +53,13 @@ def _of_gpu(kind: str) -> dict[str, Any]:
     if (cudnn := torch.backends.cudnn.version()) is not None:  # type: ignore[no-untyped-call]
         plain["cudnn_version"] = cudnn
     with torch.cuda.device(kind):
-        return {**plain, "is_bf16_supported": torch.cuda.is_bf16_supported()}
+        plain["is_bf16_supported"] = torch.cuda.is_bf16_supported()
+    return {**plain, "cuda_version": str(torch.version.cuda or torch.version.hip)}
 
 
 def _of_host(kind: str) -> dict[str, Any]:
+    import torch
+
     return {
         "name": _processor() if kind == "cpu" else f"{kind.partition(':')[0]} of {_processor()}",
         "total_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -60,6 +67,7 @@ def _of_host(kind: str) -> dict[str, Any]:
         "minor": 0,
         "multi_processor_count": os.cpu_count() or 1,
         "is_bf16_supported": True,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
     }
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from skyward.wire.channel import Channel
 from skyward.wire.link.incoming import NotConnected
-from skyward.wire.link.records import RECORD
+from skyward.wire.link.records import RECORD, TLS_RECORD
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
@@ -36,8 +36,6 @@ Bulk bytes go over several: one thread encrypts about as much as one connection'
 """
 ON_ONE_HOST = ("device-ops", "device-bulk")
 """The connections of a device whose process is on the client's host."""
-TLS_RECORD = 16 << 10
-"""How many bytes a record of TLS holds at most; after a full record, another probably follows."""
 BATCH = 8
 """How many records of TLS the core gets at most in one write."""
 
@@ -76,6 +74,11 @@ class Pump:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def sent(self) -> int:
+        """How many bytes have gone over the network from here, with what the link and TLS add."""
+        return self._link.outgoing.sent
 
     def close(self) -> None:
         """End the link and both streams of the core, without a call of `lost`."""
@@ -156,6 +159,7 @@ class Pump:
         try:
             for at in range(0, len(buffer), TLS_RECORD):
                 parts.append(incoming.receive(buffer[at : at + TLS_RECORD]))
+                # After a full record, another probably follows.
                 if len(parts[-1]) < TLS_RECORD - RECORD.size:
                     break
         except BlockingIOError:

@@ -2,7 +2,8 @@
 
 Over a network a question costs a round trip. There is one file for each kind of worker: the same
 device with the same torch, and the same cores here, answer alike. A file that cannot be read counts
-as empty. Workers check every result, so a wrong answer is noticed, and its file is removed.
+as empty. Workers check every result, so a wrong answer is noticed: the session forgets all of the
+file and asks, and the file is removed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ BYTES_MAX = 8 << 20
 """The size of a file; the oldest answers make room for new ones."""
 FILES_MAX = 32
 """How many files stay, for as many kinds of workers."""
-IDENTITY = ("type", "name", "major", "minor", "torch_version", "cudnn_version")
-"""The properties of a device that its answers depend on."""
+IDENTITY = (
+    "type",
+    "name",
+    "major",
+    "minor",
+    "torch_version",
+    "cuda_version",
+    "cudnn_version",
+    "instructions",
+)
+"""The properties of a device that its answers depend on: they decide which kernels it runs."""
 
 
 def folder() -> Path:

@@ -18,6 +18,9 @@ SCHEMAS = (
     "run(Tensor token, int graph, Scalar generation, Tensor[] read, Tensor(a!)[] written, "
     "int[] numbers) -> Tensor[]",
     "drop(Tensor token, int graph) -> ()",
+    # Only on the client: tells its core what `run` will return for these numbers, so that nobody
+    # asks the worker. `results` have no memory; without them, the graph is gone.
+    "promise(Tensor[]? results, int graph, int[] numbers) -> ()",
 )
 
 

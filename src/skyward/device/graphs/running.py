@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import operator
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ import msgspec
 import platformdirs
 
 from skyward.device.graphs import operations
+from skyward.device.graphs.recent import Recent
+from skyward.device.graphs.sizes import KNOWN_MAX, parsed
 from skyward.device.graphs.text import Compiled, GraphReader, NumberInput, ShippedGraph, TensorInput
 
 UNBOUNDED = 1 << 62
-FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
-"""What sizes are computed with, besides the signs of arithmetic."""
 
 
 def install(device: str) -> Programs:
@@ -68,8 +66,10 @@ class Programs:
         return self._programs[number](generation, [*read, *written, *numbers])
 
     def drop(self, token: Any, number: int) -> None:
-        """Forget a graph."""
-        self._programs.pop(number, None)
+        """Forget a graph, and what it shared with its counterpart if that is gone as well."""
+        program = self._programs.pop(number, None)
+        if program and all(other.pair != program.pair for other in self._programs.values()):
+            self._pairs.pop(program.pair, None)
 
 
 def _load_compiler() -> None:
@@ -92,11 +92,12 @@ class Program:
 
         self._calls = GenerationTracker
         self._message, self._device, self._pairs = message, device, pairs
+        self.pair = message.pair
         self._order = message.inputs
         self._outputs: list[int] = []
         self._variants: list[tuple[Callable[[list[int]], bool], Callable[[list[Any]], Any]]] = []
         self._compiled: list[Any] = []
-        self._known: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
+        self._known: Recent[tuple[int, ...], Callable[[list[Any]], Any]] = Recent(KNOWN_MAX)
         self._numbers = [
             at for at, node in enumerate(self._inputs()) if isinstance(node, NumberInput)
         ]
@@ -104,9 +105,9 @@ class Program:
     def __call__(self, generation: int, sent: list[Any]) -> list[Any]:
         inputs = [sent[at] for at in self._order]
         sizes = tuple(inputs[at] for at in self._numbers)
-        run = self._known.get(sizes)
+        run = self._known.find(sizes)
         if run is None:
-            run = self._known[sizes] = self._variant(sizes)
+            run = self._known.keep(sizes, self._variant(sizes))
         if generation:
             self._calls.generation = generation
         results = run(inputs)
@@ -231,37 +232,6 @@ def _choose_cache_folder() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / "graphs")
 
 
-def _parsed(text: str, symbols: Mapping[str, Any]) -> Any:
-    """An expression of sizes as sympy has it. Not by `sympify`, which would run any code."""
-    import sympy  # type: ignore[import-untyped]
-    from torch.utils._sympy import functions
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int(number)):
-                return sympy.Integer(number)
-            case ast.Name(id=name) if name in symbols:
-                return symbols[name]
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
-                return binary[type(op)](value(left), value(right))
-            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
-                made = getattr(functions, name, None) or getattr(sympy, name)
-                return made(*map(value, given))
-        raise ValueError(f"a size cannot be {text!r}")
-
-    binary: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Pow: operator.pow,
-        ast.FloorDiv: functions.FloorDiv,
-        ast.Mod: functions.PythonMod,
-    }
-    return value(ast.parse(text, mode="eval").body)
-
-
 class _Example:
     """Inputs without memory to compile a graph with: sizes are numbers, or symbols."""
 
@@ -332,9 +302,9 @@ class _Example:
     def _size(self, expression: int | str) -> Any:
         if isinstance(expression, int):
             return expression
-        parsed = _parsed(expression, self._symbols)
-        value = parsed.subs({s: self._hints[n] for n, s in self._symbols.items()})
-        return self._environment.create_symintnode(parsed, hint=int(value))
+        size = parsed(expression, self._symbols)
+        value = size.subs({s: self._hints[n] for n, s in self._symbols.items()})
+        return self._environment.create_symintnode(size, hint=int(value))
 
     def _input(self, node: TensorInput | NumberInput) -> Any:
         import torch
@@ -368,7 +338,7 @@ class _Example:
 
     def strides(self, written: Any) -> list[list[str] | None]:
         """The strides of results, in the client's symbols."""
-        import sympy
+        import sympy  # type: ignore[import-untyped]
 
         if written is None:
             return []
@@ -378,6 +348,6 @@ class _Example:
         def told(stride: str) -> str:
             if stride.isdigit():
                 return stride
-            return str(_parsed(stride, ours).xreplace(theirs))
+            return str(parsed(stride, ours).xreplace(theirs))
 
         return [None if one is None else [told(stride) for stride in one] for one in written]

@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
-from skyward.device.graphs import operations
+from skyward.device.graphs import operations, promises
+from skyward.device.graphs.promises import Promises, UnknownError
+from skyward.device.graphs.sizes import Following, expression_of
 from skyward.device.graphs.text import (
     CannotShipError,
     Compiled,
@@ -23,7 +25,7 @@ from skyward.device.graphs.text import (
     Symbol,
     Writer,
 )
-from skyward.device.library import Core
+from skyward.device.library import Core, DeviceError
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -117,12 +119,11 @@ class _Shipped:
         self._number, self._is_backward = message.number, message.is_backward
         self._message = msgspec.msgpack.encode(message)
         answer = self._ship()
+        self._say_instead(answer)
         self.strides = answer.strides if not answer.instead else None
-        if answer.instead:
-            _say(
-                f"torch.compile: the worker of {self._device} runs a graph operation by operation, "
-                f"since it cannot compile it: {answer.instead}"
-            )
+        self._promises = self._promised(shape)
+        if self._promises is not None and not self._numbers:
+            self._promises.make(())
 
     def _ship(self) -> Compiled:
         import torch
@@ -148,10 +149,52 @@ class _Shipped:
         )
         return answer
 
+    def _say_instead(self, answer: Compiled) -> None:
+        if answer.instead:
+            _say(
+                f"torch.compile: the worker of {self._device} runs a graph operation by operation, "
+                f"since it cannot compile it: {answer.instead}"
+            )
+
+    def _ship_again(self) -> None:
+        """Give the graph to the new worker of a device that was opened again."""
+        answer = self._ship()
+        self._say_instead(answer)
+        if self._promises is not None:
+            self._promises.begin_again()
+        if self.strides is None or answer.instead or answer.strides == self.strides:
+            return
+        # Graphs that take the results were compiled for the strides that the first worker told.
+        what = (
+            f"the new worker of {self._device} lays out the results of a compiled graph in another "
+            "way than the worker that it was compiled for"
+        )
+        if self._promises is None:
+            self._opening = -1  # the next call finds the same
+            raise DeviceError(
+                f"{what}; call torch.compiler.reset(), and compile the function again"
+            )
+        _say(
+            f"torch.compile: {what}, and copies them to that layout in every call; "
+            "torch.compiler.reset() has functions compiled anew"
+        )
+
+    def _promised(self, shape: _Shape) -> Promises | None:
+        """What calls will return; None where the worker has to be asked."""
+        if self.strides is None or len(self.strides) < len(shape.made):
+            return None
+        strides = [self.strides[at] for at in shape.made]
+        try:
+            return Promises(self._number, shape.given, shape.results, strides)
+        except UnknownError:
+            return None
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._core.openings[self._device.index] != self._opening:
-            self._ship()  # the device was opened again, and its new worker does not know the graph
+            self._ship_again()
         numbers = [inputs[i] for i in self._numbers]
+        if numbers and self._promises is not None:
+            self._promises.make(numbers)
         made = self._run(
             self._token,
             self._number,
@@ -170,6 +213,7 @@ def _drop(token: Any, number: int) -> None:
 
     # A device that is gone has taken its worker's graphs along.
     with contextlib.suppress(RuntimeError):
+        promises.forget(number)
         torch.ops.skyward.drop.default(token, number)
 
 
@@ -199,7 +243,8 @@ class _Shape:
             self.inputs.append(GraphNode("input", place.name, content=content))
         sent = [*self.read, *self.written, *self.numbers]
         self.order = [sent.index(at) for at in range(len(places))]
-        self.sizes = _Sizes([inputs[at] for at in self.numbers])
+        self.given = [inputs[at] for at in self.numbers]
+        self.sizes = Following(self.given)
         self._results(writer, graph, places)
 
     def _results(self, writer: Writer, graph: Any, inputs: list[Any]) -> None:
@@ -211,7 +256,11 @@ class _Shape:
         self.visible = output.meta.get("user_visible_output_idxs", ())
         self.output = GraphNode("output", "output", args=writer.value(tuple(results)))
         tensors = [node for node in results if _is_tensor(node) and node not in inputs]
-        self.outputs = list(dict.fromkeys(node.name for node in tensors))
+        distinct = {node.name: node for node in tensors}
+        self.outputs = list(distinct)
+        self.results = [node.meta["val"] for node in distinct.values()]
+        self.made = [results.index(node) for node in distinct.values()]
+        """Where the tensors that come back are among all results."""
         self.places: list[int | None] = []
         """For each result, where it is among the tensors that come back, the inputs, the sizes."""
         for result in results:
@@ -222,45 +271,13 @@ class _Shape:
             elif _is_tensor(result):
                 self.places.append(self.outputs.index(result.name))
             else:
-                size = self.sizes.add(getattr(result, "meta", {}).get("val", result))
+                wanted = expression_of(getattr(result, "meta", {}).get("val", result))
+                size = self.sizes.add(wanted)
+                if size is None:
+                    raise CannotShipError(
+                        f"the result {wanted}, which does not follow from its sizes"
+                    )
                 self.places.append(len(self.outputs) + len(inputs) + size)
-
-
-class _Sizes:
-    """Numbers among a graph's results, which are computed here."""
-
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        self._symbols = [_expression(number) for number in inputs]
-        self._wanted: list[Any] = []
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def add(self, number: Any) -> int:
-        """Where this number will be among those that a call returns."""
-        import sympy  # type: ignore[import-untyped]
-
-        wanted = _expression(number)
-        if not isinstance(wanted, sympy.Expr) or not wanted.free_symbols <= set(self._symbols):
-            raise CannotShipError(f"the result {wanted}, which does not follow from its sizes")
-        self._wanted.append(wanted)
-        return len(self._wanted) - 1
-
-    def __call__(self, inputs: list[int]) -> list[int]:
-        if not self._wanted:
-            return []
-        key = tuple(inputs)
-        if key not in self._known:
-            values = dict(zip(self._symbols, inputs, strict=True))
-            self._known[key] = [int(wanted.subs(values)) for wanted in self._wanted]
-        return self._known[key]
-
-
-def _expression(number: Any) -> Any:
-    import sympy
-    import torch
-
-    if isinstance(number, torch.SymInt):
-        return number.node.expr
-    return sympy.Integer(number) if isinstance(number, int) else number
 
 
 def _is_tensor(node: Any) -> bool:

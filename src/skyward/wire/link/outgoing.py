@@ -18,7 +18,7 @@ from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.connections import Connections
 from skyward.wire.link.large import Cursor, Spread, may_be_striped
 from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import IS_COUNT, JOINED, RECORD
+from skyward.wire.link.records import IS_COUNT, JOINED, RECORD, size_on_wire
 
 LINK_WINDOW = 8 << 20
 """How many uncounted bytes are kept at most after a write has returned."""
@@ -49,6 +49,9 @@ class Outgoing:
         self._large: list[object] = []
         """One entry for each thread that holds the lock, or will, to wait for the network."""
         self._draining = False
+        self.sent = 0
+        """How many bytes the parts of the stream took so far, as `size_on_wire` has it. Counts are
+        not among them: they are sent once a second even if nothing happens."""
 
     def send(self, data: bytes) -> None:
         """Write a few bytes; they are sent now or later, in order."""
@@ -146,6 +149,7 @@ class Outgoing:
             pair.send(b"".join((RECORD.pack(len(data)), data)))
             self._gather()
             backlog.sent(len(data))
+            self.sent += size_on_wire(len(data))
             # The kernel is asked now, for the next write: the other end is busy meanwhile.
             pair.has_room = self.patient or pair.writable()
             if self._counted > self._acknowledged:
@@ -235,7 +239,9 @@ class Outgoing:
         spread = Spread(pair, striped=striped)
         while cursor.left:
             self._exchange_counts(pair)
+            before = cursor.position
             spread.send(cursor)
+            self.sent += size_on_wire(cursor.position - before)
         while self._goal - self._acknowledged > LINK_WINDOW:
             self._await_count(pair)
 
@@ -264,6 +270,7 @@ class Outgoing:
         while unsent := self._backlog.unsent():
             pair.write(unsent, RECORD.pack(len(unsent)))
             self._backlog.sent(len(unsent))
+            self.sent += size_on_wire(len(unsent))
 
     def _exchange_counts(self, pair: Pair) -> None:
         if self._count_due:

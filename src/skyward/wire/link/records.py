@@ -12,5 +12,15 @@ STRIPE_BIT = 32
 RECORD_MAX = 4 << 20
 STRIPED_MIN = 8 << 20
 """The shortest write that goes over several connections, between machines that are far apart."""
-JOINED = (16 << 10) - RECORD.size
-"""The most of a part that is sent in one write with the 8 bytes: TLS encrypts 16 KiB at a time."""
+TLS_RECORD = 16 << 10
+"""How many bytes TLS encrypts at a time."""
+TLS_OVERHEAD = 22
+"""What a record of TLS 1.3 adds: a head of 5 bytes, the kind, and a tag of 16."""
+JOINED = TLS_RECORD - RECORD.size
+"""The most of a part that is sent in one write with the 8 bytes."""
+
+
+def size_on_wire(length: int) -> int:
+    """How many bytes a part of the stream takes over TLS, with the first 8 of its record."""
+    written = length + RECORD.size
+    return written + -(-written // TLS_RECORD) * TLS_OVERHEAD

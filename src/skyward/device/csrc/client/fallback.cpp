@@ -267,7 +267,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         t = find(session, info, key, h);
         hold_guess(session, *made);
         if (!t && !made->known && may_remember(session, info, key))
-          made->known = recall(session, info, remembered_key(info, key), *made);
+          made->known = made->recalled = recall(session, info, remembered_key(info, key), *made);
         if (!t) t = define(session, std::move(made), key, args, h);
       }
       if (session.last) session.last->next = t;
@@ -289,6 +289,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       compare_guess(session, *t);
       // What warned may warn again, and is asked again, so that the warning has its own line.
       t->known = !session.warned;
+      t->told = true;
+      t->recalled = false;
       if (t->known && t->resized.empty() && may_remember(session, info, key))
         session.remembered->learn(remembered_key(info, key), answer);
     } else {

@@ -51,6 +51,13 @@ class Remembered {
     learned_.text(answer);
   }
 
+  // No answer of an earlier session is to be trusted. Those of this one are in the templates.
+  void forget() {
+    std::lock_guard lock(mutex_);
+    known_.clear();
+    is_wrong = true;
+  }
+
   // Those of this session.
   std::string learned() const {
     std::lock_guard lock(mutex_);

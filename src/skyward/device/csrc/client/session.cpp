@@ -274,12 +274,36 @@ std::string Session::reply() {
     }
   warnings_.raise();
   status &= ~(kWarned | kLinksLost);
-  if (C10_UNLIKELY(status == kSurprised)) {
-    if (remembered) remembered->is_wrong = true;
-    status = kFailed;
-  }
-  if (status != kOk) raise({static_cast<Status>(status), std::move(content)});
+  if (status != kOk) complain({static_cast<Status>(status), std::move(content)});
   return content;
+}
+
+void Session::complain(Complaint complaint) {
+  if (complaint.status == kSurprised) {
+    distrust();
+    complaint.text +=
+        "\nThe client believed to know what the operation returns, from an answer that it has kept since an earlier "
+        "session or by a rule of its own. It has forgotten all such answers, and asks the worker from now on: make the "
+        "tensor again, with what was computed from it";
+  }
+  raise(complaint);
+}
+
+// The worker has contradicted what the client believed to know. If answers of earlier sessions were in use, it was one
+// of them: the worker is asked for those again. If not, it is asked for all that it has not said itself.
+void Session::distrust() {
+  if (remembered) remembered->forget();
+  attention_choices.clear();
+  bool was_recalled =
+      std::any_of(templates.begin(), templates.end(), [](auto& entry) { return entry.second->recalled; });
+  if (!was_recalled) {
+    was_surprised = true;
+    std::erase_if(confirmations, [](auto& entry) { return entry.second > 0; });
+  }
+  for (auto& [hash, each] : templates) {
+    if (was_recalled ? !each->recalled : each->told || (each->outs.empty() && each->resized.empty())) continue;
+    each->known = each->recalled = false;
+  }
 }
 
 std::string Session::ask(const void* data, size_t size) {
@@ -313,7 +337,7 @@ void Session::raise_late() {
   Spent spent(bulk_.is_idle() ? nullptr : recording_.get(), kDownloading, 0);
   try {
     OutsidePython outside;
-    if (auto complaint = bulk_.drain()) raise(*complaint);
+    if (auto complaint = bulk_.drain()) complain(std::move(*complaint));
   } catch (const Disconnected& e) {
     broken(e.what());
   }

@@ -64,6 +64,8 @@ struct Template {
   const OpInfo* op = nullptr;
   std::vector<uint64_t> key;
   bool known = false;
+  bool recalled = false;  // it is known from an earlier session
+  bool told = false;      // it is known from the worker of this one
   uint32_t new_tensors = 0;
   std::vector<OutInfo> outs;
   std::vector<Resized> resized;
@@ -192,6 +194,7 @@ class Session {
   std::atomic<uint64_t> seedings{0};                          // of the device's own generator
   uint64_t settings = 0;                                      // as the worker knows them; 0: not told yet
   bool warned = false;                                        // with the last reply
+  std::atomic<bool> was_surprised{false};                     // a promise was not kept: none is made any more
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
@@ -207,6 +210,8 @@ class Session {
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
   std::string reply();
+  [[noreturn]] void complain(Complaint complaint);
+  void distrust();
   std::string located(const at::Tensor& source) const;  // its slot, layout and offset, as records have them
   void raise_late();
   std::string profile(ProfileAction action);

@@ -283,13 +283,17 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
     held.poison = note(t,
                        "its result has another size than it had before with the same arguments: " +
                            (got.defined() ? c10::str(got.sizes(), " of ", got.scalar_type()) : "none") + " and not " +
-                           c10::str(c10::IntArrayRef(promised.sizes), " of ", promised.dtype) +
-                           "; what the client knew of it is forgotten: run the program again",
+                           c10::str(c10::IntArrayRef(promised.sizes), " of ", promised.dtype),
                        kSurprised);
     return;
   }
-  if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits)
-    got = copy_as(promised, got);
+  if (got.strides() != c10::IntArrayRef(promised.strides) || bits_of(got) != promised.bits) try {
+      got = copy_as(promised, got);
+    } catch (const std::exception& e) {
+      // Elements that share their memory as promised cannot be written one by one.
+      held.poison = note(t, "its result cannot be laid out as the client expects it: " + text_of(e), kSurprised);
+      return;
+    }
   slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout, t.is_graph);
 }
 

@@ -1,0 +1,97 @@
+"""Sizes that are not the same in every call: as text, as expressions of symbols, and as numbers."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyward.device.graphs.recent import Recent
+
+FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
+"""What sizes are computed with, besides the signs of arithmetic."""
+KNOWN_MAX = 256
+"""For how many different sizes a graph keeps what follows from them."""
+
+
+def parsed(text: str, symbols: Mapping[str, Any]) -> Any:
+    """An expression of sizes as sympy has it. Not by `sympify`, which would run any code."""
+    import sympy  # type: ignore[import-untyped]
+    from torch.utils._sympy import functions
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int(number)):
+                return sympy.Integer(number)
+            case ast.Name(id=name) if name in symbols:
+                return symbols[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
+                return binary[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
+                made = getattr(functions, name, None) or getattr(sympy, name)
+                return made(*map(value, given))
+        raise ValueError(f"a size cannot be {text!r}")
+
+    binary: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Pow: operator.pow,
+        ast.FloorDiv: functions.FloorDiv,
+        ast.Mod: functions.PythonMod,
+    }
+    return value(ast.parse(text, mode="eval").body)
+
+
+def expression_of(number: Any) -> Any:
+    """A number, or a symbolic one, as sympy has it."""
+    import sympy
+    import torch
+
+    if isinstance(number, torch.SymInt):
+        return number.node.expr
+    return sympy.Integer(number) if isinstance(number, int) else number
+
+
+class Following:
+    """Numbers that follow from those that a graph gets, each of them once."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._given = [expression_of(number) for number in given]
+        self._symbols = {one for one in self._given if getattr(one, "is_Symbol", False)}
+        self._wanted: dict[Any, int] = {}
+        self._known: Recent[tuple[int, ...], list[int]] = Recent(KNOWN_MAX)
+
+    @property
+    def symbols(self) -> dict[str, Any]:
+        """The symbols among the numbers that the graph gets, by their names."""
+        return {str(symbol): symbol for symbol in self._symbols}
+
+    def add(self, expression: Any) -> int | None:
+        """Where this one will be among the numbers of a call; None if it does not follow."""
+        import sympy
+
+        if not isinstance(expression, sympy.Expr) or not expression.free_symbols <= self._symbols:
+            return None
+        return self._wanted.setdefault(expression, len(self._wanted))
+
+    def __call__(self, given: Sequence[int]) -> list[int]:
+        if not self._wanted:
+            return []
+        key = tuple(given)
+        found = self._known.find(key)
+        return self._known.keep(key, self.computed(key)) if found is None else found
+
+    def computed(self, given: Sequence[int]) -> list[int]:
+        """The numbers of a call, which are not kept."""
+        # A tenth of the time that `subs` takes.
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+        values = dict(zip(self._given, given, strict=True))
+        return [
+            int(sympy_interp(PythonReferenceAnalysis, values, wanted)) for wanted in self._wanted
+        ]
