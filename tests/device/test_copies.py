@@ -485,6 +485,7 @@ def test_content_that_a_function_writes_to_later_is_not_passed_on(
     filling = sky.function(fill_when_told)(x, begun, told) > three_nodes
     eventually(begun.exists)
     copied = x.to(second)
+    torch.sky.synchronize(second)
     told.touch()
     filling.result(60)
     assert torch.equal(x.to(third).cpu(), torch.full((MIB,), 5.0))
