@@ -368,3 +368,12 @@ def test_attention_on_tensors_without_memory_has_the_right_shape(
             still = scaled_dot_product_attention(query, query, query, **options)
     assert out.shape == gradient.shape == still.shape == shape
     assert out.device == still.device == torch.device(device)
+
+
+def test_a_graph_can_be_dropped_while_another_is_traced(device: torch.device) -> None:
+    torch.compile(torch.sin, backend="sky")(torch.ones(3, device=device))
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    before = sky.device_stats(device)
+    with FakeTensorMode():
+        shipping._drop(token, 1 << 40)
+    assert sky.device_stats(device).operations == before.operations + 1

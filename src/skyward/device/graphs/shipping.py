@@ -210,9 +210,11 @@ class _Shipped:
 
 def _drop(token: Any, number: int) -> None:
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    # A device that is gone has taken its worker's graphs along.
-    with contextlib.suppress(RuntimeError):
+    # The garbage may be collected while another graph is traced, whose tensors have no memory. A
+    # device that is gone has taken its worker's graphs along.
+    with _disable_current_modes(), contextlib.suppress(RuntimeError):
         promises.forget(number)
         torch.ops.skyward.drop.default(token, number)
 
