@@ -30,7 +30,7 @@ def alone(sharing) -> Iterator[tuple[sky.Compute, torch.device]]:
     """A pool of one node with two executors, and its device."""
     options = sky.Options(console=False)
     with sharing(sky.Compute(worker=sky.Worker(concurrency=2), options=options)) as compute:
-        yield compute, compute.device("cpu")
+        yield compute, compute.device()
 
 
 def moved(compute: sky.Compute, device: torch.device) -> list[int]:
