@@ -33,6 +33,18 @@ def alone(sharing) -> Iterator[tuple[sky.Compute, torch.device]]:
         yield compute, compute.device()
 
 
+@pytest.fixture
+def device(compute: sky.Compute) -> torch.device:
+    """The device of the first node that results stay on unless another is asked for."""
+    return compute.device()
+
+
+@pytest.fixture
+def other_device(compute: sky.Compute) -> torch.device:
+    """That of the second node."""
+    return compute.device(node=1)
+
+
 def moved(compute: sky.Compute, device: torch.device) -> list[int]:
     """The bytes of tensors that have come here or gone there."""
     stats = sky.device_stats(device)
