@@ -3,8 +3,9 @@
     make bench
     python bench/run.py [--only functions,objects,device] [--quick]
 
-A full run writes the page; a part of it, or a quick one, only prints. A missed bar is shown, and
-is not an error: the exit status says whether everything could be measured.
+The rows of each suite are kept in bench/recorded with their machine and date, and the page is made
+of all that is kept there; a quick run only prints. A missed bar is shown, and is not an error: the
+exit status says whether everything could be measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from measure import say
 from report import Row, load, markdown_table, text_table
@@ -38,22 +41,17 @@ SUITES = {
     "aws": "AWS, in a simulated account",
 }
 RECORDED = HERE / "recorded"
-"""Runs on machines that not everybody has, kept as they came."""
+"""The last run of each suite, and runs on machines that not everybody has, as they came."""
 
 TEMPLATE = """\
 # Benchmarks
 
 Written by `make bench`; do not edit. {verdict}
 
-| machine | |
-| --- | --- |
-{machine}
+Both ends of every measurement share one machine, so a transfer has the sender, the receiver and
+the rest of the system on its few cores. Compare ratios rather than figures.
 
-Both ends of every measurement share this machine, so a transfer has the sender, the receiver and
-the rest of the system on {cores} cores. Compare ratios rather than figures.
-
-{sections}
-{recorded}## How it is measured
+{sections}## How it is measured
 
 - Contenders are interleaved in one run: each measures itself once a round, in rotating order,
   after a warm-up. A figure is the median over the rounds, *p10 to p90* its spread (ours / theirs),
@@ -110,6 +108,7 @@ the rest of the system on {cores} cores. Compare ratios rather than figures.
 
     make setup
     make bench                                   # everything, and this page
+    .venv/bin/python bench/run.py --only device  # one section of this page
     .venv/bin/python bench/run.py --quick        # a smoke test: the figures mean little
     .venv/bin/python bench/objects.py --match tls
 
@@ -126,16 +125,19 @@ def main() -> int:
     if unknown := set(chosen) - set(SUITES):
         parser.error(f"no suite named {', '.join(unknown)}; there are {', '.join(SUITES)}")
 
-    load_before = os.getloadavg()[0]
-    results = {suite: run(suite, quick=options.quick) for suite in chosen}
-    rows = [row for suite in results.values() for row in suite]
+    rows: list[Row] = []
+    for suite in chosen:
+        load = f"load before the run {os.getloadavg()[0]:.2f}"
+        measured = run(suite, quick=options.quick)
+        rows += measured
+        if not options.quick:
+            record(suite, measured, load)
     print(text_table(rows))
     print(verdict(rows))
-    if options.quick or set(chosen) != set(SUITES):
-        print(f"{PAGE.relative_to(HERE.parent)} is left as it is: this was not a full run")
+    if options.quick:
+        print(f"{PAGE.relative_to(HERE.parent)} is left as it is: this was a quick run")
     else:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(results, load_before))
+        PAGE.write_text(page())
         print(f"written to {PAGE.relative_to(HERE.parent)}")
     return 1 if any(row.failed for row in rows) else 0
 
@@ -167,35 +169,55 @@ def verdict(rows: Sequence[Row]) -> str:
     return text
 
 
-def page(results: dict[str, list[Row]], load_before: float) -> str:
-    machine = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": f"{processor()}, {os.cpu_count()} cores, {platform.machine()}",
-        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
-        "kernel": f"{platform.system()} {platform.release()}",
-        "software": f"Python {platform.python_version()}, torch {version('torch')}, "
+def record(suite: str, rows: Sequence[Row], load: str) -> None:
+    """Keep a suite's rows, with where and when they were taken."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    machine = (
+        f"{processor()}, {os.cpu_count()} cores, {platform.machine()}",
+        f"{memory:.0f} GiB",
+        f"{platform.system()} {platform.release()}",
+        f"Python {platform.python_version()}",
+        f"torch {version('torch')}",
         f"skyward {version('skyward')}",
-        "load before the run": f"{load_before:.2f}",
+        load,
+    )
+    kept = {
+        "title": SUITES[suite],
+        "machine": ", ".join(machine),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": f"python bench/run.py --only {suite}",
+        "rows": [asdict(row) for row in rows],
     }
+    text = json.dumps(kept, indent=1, ensure_ascii=False)
+    _kept(suite).write_text(text + "\n")
+
+
+def page() -> str:
+    """The page with everything that is kept: the suites in their order, then runs elsewhere."""
+    suites = [path for path in map(_kept, SUITES) if path.exists()]
+    elsewhere = sorted(set(RECORDED.glob("*.json")) - set(suites))
+    judged = [row for path in suites for row in _rows(json.loads(path.read_text()))]
     return TEMPLATE.format(
-        verdict=verdict([row for rows in results.values() for row in rows]),
-        machine="\n".join(f"| {name} | {value} |" for name, value in machine.items()),
-        cores=os.cpu_count(),
-        sections="\n".join(
-            f"## {SUITES[suite]}\n\n{markdown_table(rows)}\n" for suite, rows in results.items()
-        ),
-        recorded="".join(map(recorded, sorted(RECORDED.glob("*.json")))),
+        verdict=verdict(judged),
+        sections="".join(map(section, [*suites, *elsewhere])),
     )
 
 
-def recorded(path: Path) -> str:
-    """A section for a run made elsewhere."""
+def _kept(suite: str) -> Path:
+    return RECORDED / f"{suite}.json"
+
+
+def _rows(kept: dict[str, Any]) -> list[Row]:
+    return [Row(**row) for row in kept["rows"]]
+
+
+def section(path: Path) -> str:
+    """A section for one run that is kept."""
     kept = json.loads(path.read_text())
-    rows = [Row(**row) for row in kept["rows"]]
     return (
         f"## {kept['title']}\n\n"
         f"Recorded on {kept['date']} with `{kept['command']}`: {kept['machine']}.\n\n"
-        f"{markdown_table(rows)}\n\n"
+        f"{markdown_table(_rows(kept))}\n\n"
     )
 
 
