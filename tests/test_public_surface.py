@@ -35,6 +35,7 @@ PUBLIC = [
     "Kubernetes",
     "Local",
     "SSH",
+    "Slurm",
     "Image",
     "PipIndex",
     "Nodes",

@@ -26,6 +26,7 @@ from skyward.providers import (
     Provider,
     encrypted,
     equipment_of,
+    forwarding_address,
     forwards,
     is_here,
     listening_address,
@@ -34,7 +35,7 @@ from skyward.providers import (
     sells,
 )
 from skyward.wire.connecting import direct, host_and_port
-from skyward.worker.config import LOOPBACK, AgentConfig
+from skyward.worker.config import AgentConfig
 
 DIRECT_SECONDS = 1.5
 """How long the client tries a direct connection before it uses the machine's `dial`."""
@@ -242,7 +243,7 @@ class Host:
             return
         assert self._environment is not None
         config.direct = listening_address(machine) if machine.direct else ""
-        config.forwarded = forwards(machine)
+        config.forwarded = forwarding_address(machine)
         self._phase("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)
         self._is_direct = await asyncio.to_thread(self._can_connect, announced.endpoint)
@@ -296,7 +297,8 @@ class Host:
         if self._is_direct:
             return self._direct_endpoint(endpoints)
         if self._machine is not None and forwards(self._machine):
-            return next(each for each in endpoints.split() if f":{LOOPBACK}:" in each)
+            listens = f":{forwarding_address(self._machine)}:"
+            return next(each for each in endpoints.split() if listens in each)
         return next(each for each in endpoints.split() if each.startswith("unix:"))
 
     def for_peers(self, endpoints: str) -> tuple[str, ...]:

@@ -324,9 +324,20 @@ class Forwarder(Machine, Protocol):
         ...
 
 
+LOOPBACK = "127.0.0.1"
+
+
 def forwards(machine: Machine) -> TypeGuard[Forwarder]:
     """Whether a machine has a faster `dial` for ports of its loopback."""
     return hasattr(machine, "forward")
+
+
+def forwarding_address(machine: Machine) -> str:
+    """The machine's attribute `forwards_to`, or else its loopback; empty if it forwards nothing.
+
+    It is the address at which a process of the machine listens for forwarded connections.
+    """
+    return str(getattr(machine, "forwards_to", LOOPBACK)) if forwards(machine) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +365,7 @@ BUILT_IN = {
     "ssh": "skyward.providers.ssh:SSH",
     "kubernetes": "skyward.providers.kubernetes:Kubernetes",
     "aws": "skyward.providers.aws:AWS",
+    "slurm": "skyward.providers.slurm:Slurm",
 }
 """The class of each provider that is part of Skyward."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-LOOPBACK = "127.0.0.1"
-
 
 class AgentConfig(msgspec.Struct):
     """Everything a node needs to know, sent to the agent on its standard input."""
@@ -39,9 +37,9 @@ class AgentConfig(msgspec.Struct):
     that the executors have the environment that these hooks set."""
     direct: str = ""
     """An address on which a node listens with TLS, in addition to its Unix sockets."""
-    forwarded: bool = False
-    """Whether a node also listens on its loopback, with TLS, for connections that a provider
-    forwards."""
+    forwarded: str = ""
+    """An address on which a node also listens, with TLS, for connections that a provider
+    forwards: mostly its loopback."""
     ttl: float | None = None
     """After how many seconds the node ends, whatever runs on it."""
     notice: str = ""
@@ -58,7 +56,7 @@ class AgentConfig(msgspec.Struct):
             return f"tcp:{self.address}:0" + (f" unix:{self.folder}/{name}" if for_peers else "")
         addresses = [self.direct, self.private if for_peers else ""] if self.credentials else []
         if self.forwarded and self.credentials:
-            addresses.append(LOOPBACK)
+            addresses.append(self.forwarded)
         places = [f"tcp:{address}:0" for address in dict.fromkeys(addresses) if address]
         return " ".join([*places, f"unix:{self.folder}/{name}"])
 

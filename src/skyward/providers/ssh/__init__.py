@@ -193,6 +193,10 @@ class SSH:
         reachable = self.direct is True or (self.direct == "auto" and not jumps)
         return SSHMachine(pool, node, destination, address, name if reachable else None)
 
+    def destination(self, node: int) -> Destination:
+        """The host of a node, with all that decides how to connect to it."""
+        return self._destination(self.hosts[node])
+
     def _destination(self, host: str) -> Destination:
         given = HostAddress.of(host)
         address = HostAddress(given.name, given.user or self.user, given.port or self.port)

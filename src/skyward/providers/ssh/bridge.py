@@ -35,11 +35,17 @@ class Bridge(asyncio.Protocol):
         endpoint: str,
         ended: Callable[[Bridge], None],
     ) -> tuple[Bridge, socket.socket]:
-        """Open a channel to an endpoint, and return the socket that leads to it."""
+        """Open a channel to an endpoint, and return the socket that leads to it.
+
+        The endpoint "exec:COMMAND" is the standard input and output of a command on the host.
+        """
         bridge = cls(ended)
         family, _, place = endpoint.partition(":")
         if family == "unix":
             await opened(connection.create_unix_connection(bridge._session, place, window=WINDOW))
+        elif family == "exec":
+            start = connection.create_session(bridge._session, place, encoding=None, window=WINDOW)
+            await opened(start)
         else:
             host, _, port = place.rpartition(":")
             at = host.strip("[]"), int(port)
@@ -117,7 +123,11 @@ class Bridge(asyncio.Protocol):
             self._ended(self)
 
 
-class _BridgeChannel(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[bytes]):
+class _BridgeChannel(
+    asyncssh.SSHTCPSession[bytes],
+    asyncssh.SSHUNIXSession[bytes],
+    asyncssh.SSHClientSession[bytes],
+):
     """The side of a bridge that is the SSH channel."""
 
     def __init__(self, bridge: Bridge) -> None:
@@ -147,9 +157,10 @@ class _BridgeChannel(asyncssh.SSHTCPSession[bytes], asyncssh.SSHUNIXSession[byte
             self._end_near()
 
     def data_received(self, data: bytes, datatype: int | None = None) -> None:
-        """Write what the host sent to the socket."""
+        """Write what the host sent to the socket, but not what a command says of its failure."""
         assert self._near is not None
-        self._near.write(data)
+        if datatype is None:
+            self._near.write(data)
 
     def eof_received(self) -> bool:
         """Pass on that the host will send no more; this is called on paused channels, too."""

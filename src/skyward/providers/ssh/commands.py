@@ -62,8 +62,15 @@ LIST_FOLDERS = 'cd "${XDG_CACHE_HOME:-$HOME/.cache}/skyward/machines" 2>/dev/nul
 class CommandSession(asyncssh.SSHClientSession[bytes]):
     """The channel of one command."""
 
-    def __init__(self, output: Callable[[bytes], None] | None, *, announced: bool) -> None:
-        self._output = output
+    def __init__(
+        self,
+        output: Callable[[bytes], None] | None,
+        *,
+        announced: bool,
+        errors: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Without `errors`, `output` gets the bytes of both streams."""
+        self._output, self._errors = output, errors
         self._header: bytearray | None = bytearray() if announced else None
         self._channel: Any = None
         self._room = asyncio.Event()
@@ -106,9 +113,10 @@ class CommandSession(asyncssh.SSHClientSession[bytes]):
             self.gone = match[1] == b"gone"
             self.leader = None if self.gone else match[1].decode()
             self.started.set()
-        if data and self._output is not None and self.failure is None:
+        take = self._errors if datatype is not None and self._errors else self._output
+        if data and take is not None and self.failure is None:
             try:
-                self._output(data)
+                take(data)
             except BaseException as error:
                 # Raised here, it would end the connection and the commands of all others on it.
                 self.failure = error

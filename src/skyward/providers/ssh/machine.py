@@ -229,6 +229,11 @@ class SSHMachine:
         async with self._connections() as host:
             return await self._execute(host, CommandSession(output, announced=False), line, b"")
 
+    async def execute(self, session: CommandSession, line: str, input: bytes = b"") -> int:
+        """Run a command line outside of the folder, which need not exist; gives its status."""
+        async with self._connections() as host:
+            return await self._execute(host, session, line, input)
+
     async def _execute(
         self, host: HostConnections, session: CommandSession, line: str, input: bytes
     ) -> int:

@@ -1,0 +1,211 @@
+"""Slurm's command line: the commands that this provider calls, and how their answers read.
+
+Formats are asked for explicitly, so that the answers are the same in all versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skyward.errors import PoolError, UnreachableError
+from skyward.providers.slurm.login import Answer, Login
+
+_FORMAT = "%i|%T|%r|%P|%L|%S|%N|%k"
+_MARK = re.compile(r"skyward:([\d,-]+)")
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+_OUT_OF_REACH = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "slurm_load_jobs error: Zero Bytes",
+    "Communication connection failure",
+    "Unexpected message received",
+)
+_UNKNOWN_JOB = ("Invalid job id", "Invalid job id specified", "Unable to look up job")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as `squeue` shows it."""
+
+    id: str
+    state: str
+    reason: str
+    partition: str
+    left: float | None
+    """How many seconds of its time limit are left; None if it has none."""
+    start: str
+    """When it started or, if Slurm knows, will start: "2026-11-17T02:31:27", or "N/A"."""
+    hosts: str
+    """The names of its nodes, as Slurm shortens them: "n[1-2]"."""
+    comment: str = field(default="", compare=False)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes of the pool that it is for, in the order of its tasks."""
+        marked = _MARK.search(self.comment)
+        return numbers(marked[1]) if marked else ()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state in WAITING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has nodes."""
+        return self.state in RUNNING
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or is ending."""
+        return not (self.is_waiting or self.is_running)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers and ranges: "0-3,7"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def shortened(nodes: Sequence[int]) -> str:
+    """Numbers in their order, neighbours as ranges: the opposite of `numbers`."""
+    ranges: list[list[int]] = []
+    for node in nodes:
+        if ranges and ranges[-1][1] + 1 == node:
+            ranges[-1][1] = node
+        else:
+            ranges.append([node, node])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def seconds(text: str) -> float | None:
+    """A time as Slurm writes it, "1-02:03:04" or "2:03"; None for a word."""
+    days, _, clock = text.strip().rpartition("-")
+    try:
+        total = 0.0
+        for part in clock.split(":"):
+            total = total * 60 + int(part)
+        return total + 86400 * int(days or 0)
+    except ValueError:
+        return None
+
+
+def read_jobs(output: str) -> list[Job]:
+    """The jobs in an answer of `squeue`."""
+    found = []
+    for line in output.splitlines():
+        parts = [part.strip() for part in line.split("|", 7)]
+        if len(parts) == 8:
+            id, state, reason, partition, left, start, hosts, comment = parts
+            found.append(Job(id, state, reason, partition, seconds(left), start, hosts, comment))
+    return found
+
+
+def first_words(answer: Answer) -> str:
+    """What a command said about its failure, in one line."""
+    text = answer.words.strip() or answer.output.strip()
+    lines = [
+        re.sub(r"^(sbatch|srun|squeue|scontrol|scancel|sinfo): ", "", line.strip())
+        for line in text.splitlines()
+    ]
+    return "; ".join(dict.fromkeys(line.removeprefix("error: ") for line in lines if line))
+
+
+def check(answer: Answer, what: str, login: Login) -> Answer:
+    """The answer, unless the command failed; raises `UnreachableError` if nobody answered it."""
+    if answer.status == 0:
+        return answer
+    said = first_words(answer) or f"exit status {answer.status}"
+    if any(words in answer.words for words in _OUT_OF_REACH):
+        raise UnreachableError(
+            f"Slurm's controller does not answer on {login.name}: {said}; see `scontrol ping`"
+        )
+    raise PoolError(f"{what}: Slurm on {login.name} said: {said}")
+
+
+class Cluster:
+    """The commands of one cluster."""
+
+    def __init__(self, login: Login) -> None:
+        self.login = login
+        self._version: tuple[int, int] | None = None
+        self._has_pyxis: bool | None = None
+
+    async def version(self) -> tuple[int, int]:
+        """The version of Slurm, such as (22, 5)."""
+        if self._version is None:
+            answer = check(
+                await self.login.call(["sinfo", "--version"]), "asking for its version", self.login
+            )
+            found = _VERSION.search(answer.output)
+            self._version = (int(found[1]), int(found[2])) if found else (99, 0)
+        return self._version
+
+    async def has_pyxis(self) -> bool:
+        """Whether `srun` starts containers itself, by the plugin pyxis."""
+        if self._has_pyxis is None:
+            answer = await self.login.call(["srun", "--help"])
+            self._has_pyxis = "--container-image" in answer.output + answer.words
+        return self._has_pyxis
+
+    async def overlap(self) -> list[str]:
+        """The option with which a step uses what other steps of the job use as well."""
+        # Before 20.11 all steps did.
+        return ["--overlap"] if await self.version() >= (20, 11) else []
+
+    async def jobs_called(self, name: str) -> list[Job]:
+        """The jobs with a name that have not ended."""
+        command = ["squeue", "--noheader", f"--name={name}", f"--format={_FORMAT}"]
+        answer = check(await self.login.call(command), "looking for jobs", self.login)
+        return [job for job in read_jobs(answer.output) if not job.has_ended]
+
+    async def job(self, id: str) -> Job | None:
+        """A job, also one that has ended; None if Slurm has forgotten it."""
+        command = ["squeue", "--noheader", f"--jobs={id}", "--states=all", f"--format={_FORMAT}"]
+        answer = await self.login.call(command)
+        if answer.status and any(words in answer.words for words in _UNKNOWN_JOB):
+            return None
+        check(answer, f"asking for job {id}", self.login)
+        return next(iter(read_jobs(answer.output)), None)
+
+    async def place_in_line(self, job: Job) -> tuple[int, int] | None:
+        """The place of a job among those that wait in its partition, and how many there are."""
+        command = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}"]
+        answer = await self.login.call([*command, "--sort=-p,i", "--format=%i"])
+        waiting = answer.output.split()
+        if answer.status or job.id not in waiting:
+            return None
+        return waiting.index(job.id) + 1, len(waiting)
+
+    async def hostnames(self, hosts: str) -> list[str]:
+        """The names of nodes, one by one: "n[1-2]" is n1 and n2."""
+        if not re.search(r"[\[,]", hosts):
+            return [hosts] if hosts else []
+        command = ["scontrol", "show", "hostnames", hosts]
+        return check(await self.login.call(command), "reading names", self.login).output.split()
+
+    async def is_down(self, host: str) -> bool:
+        """Whether Slurm has given a node up."""
+        command = ["sinfo", "--noheader", f"--nodes={host}", "--format=%T"]
+        answer = check(await self.login.call(command), f"asking for node {host}", self.login)
+        states = answer.output.split()
+        return bool(states) and all(state.startswith(("down", "powered_down")) for state in states)
+
+    async def cancel(self, id: str) -> None:
+        """End a job."""
+        answer = await self.login.call(["scancel", id])
+        if answer.status and not any(words in answer.words for words in _UNKNOWN_JOB):
+            check(answer, f"cancelling job {id}", self.login)
+
+    async def shrink(self, id: str, hosts: Sequence[str], comment: str) -> bool:
+        """Give back all nodes of a job but these; whether Slurm did that."""
+        command = ["scontrol", "update", f"JobId={id}", f"NodeList={','.join(hosts)}"]
+        return (await self.login.call([*command, f"Comment={comment}"])).status == 0

@@ -1,0 +1,433 @@
+"""The jobs of a pool: nodes that are ordered together share one, and each has a keeper there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyward.errors import PoolError, PoolStartError, UnavailableError
+from skyward.providers import Order
+from skyward.providers.slurm import pending, steps
+from skyward.providers.slurm.commands import Cluster, Job, shortened
+from skyward.providers.slurm.login import Login
+from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
+from skyward.providers.slurm.steps import Greeting
+from skyward.providers.slurm.submission import Submission
+
+GATHER_SECONDS = 0.05
+"""How long the client waits for the orders, or the ends, of other nodes of the pool."""
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.2, 2.0
+"""How often the client asks for a job that waits: at first, and after some time."""
+PLACE_SECONDS = 15.0
+"""How often the client asks for the place of a job in the queue."""
+GREETING_SECONDS = 60.0
+"""How long a job that runs may take to start its keepers."""
+REORDER_SECONDS = 10.0
+"""How long a job that Slurm has put back into the queue waits for its nodes to be ordered again."""
+GONE_SECONDS = 20.0
+"""How long the client waits for the end of a job that it cancelled; an epilog may take more."""
+STATE_SECONDS = 0.5
+"""For how long an answer about a job's state is used again."""
+
+_stopped: dict[str, str] = {}
+"""The jobs that somebody else cancelled, by pool: such a pool asks for no new ones."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One job: the nodes of the pool that it is for, and those that still wait for theirs."""
+
+    nodes: list[int] = field(default_factory=list)
+    orders: dict[int, Order] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[SlurmMachine]] = field(default_factory=dict)
+    id: str = ""
+    is_closed: bool = False
+    """Whether it takes no more nodes."""
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is known whether there is a job."""
+    released: set[int] = field(default_factory=set)
+    hosts: dict[int, str] = field(default_factory=dict)
+    has_run: bool = False
+    following: asyncio.Task[None] | None = None
+    settling: asyncio.Task[None] | None = None
+    """The task that gives nodes back, unless it has begun."""
+
+    def add(self, order: Order) -> asyncio.Future[SlurmMachine]:
+        self.orders[order.node] = order
+        self.released.discard(order.node)
+        if order.node not in self.nodes:
+            self.nodes.append(order.node)
+        found = self.waiting.get(order.node)
+        if found is None or found.done():
+            found = self.waiting[order.node] = asyncio.get_running_loop().create_future()
+        return found
+
+    def fail(self, problem: BaseException) -> None:
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(problem)
+                future.exception()  # Nobody may be waiting for it any more.
+
+
+class Jobs:
+    """The jobs of one pool, as one event loop sees them."""
+
+    def __init__(
+        self, login: Login, submission: Submission, pool: str, forget: Callable[[Jobs], None]
+    ) -> None:
+        """`forget` is called when the pool has no jobs any more."""
+        self.login, self.pool = login, pool
+        self.cluster = Cluster(login)
+        self._submission, self._forget = submission, forget
+        self._asked: list[_Asked] = []
+        self._states: dict[str, tuple[float, asyncio.Task[Job | None]]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._told_home = False
+        self.closed = False
+
+    # Nodes.
+
+    async def get(self, order: Order, seconds: float | None) -> SlurmMachine:
+        """A node of a job, submitted if necessary; raises with Slurm's reason if there is none."""
+        self.login.open()
+        asked = await self._asked_for(order.node)
+        future = asked.add(order)
+        if asked.following is None or asked.following.done():
+            asked.following = self._start(self._follow(asked))
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            await self._give_up(asked)
+            raise PoolStartError(
+                f"node {order.node}: job {asked.id} did not run within {seconds:.0f} s; give a "
+                "longer timeout=, or ask for less"
+            ) from None
+        except asyncio.CancelledError:
+            await self._settle(asked, order.node)
+            raise
+
+    async def _asked_for(self, node: int) -> _Asked:
+        """The job that is to have a node: one that Slurm starts again, or a new one."""
+        for asked in self._asked:
+            if not asked.is_closed:
+                return asked
+            if node in asked.nodes and asked.has_run and node not in asked.waiting:
+                job = await self._state(asked.id, fresh=True)
+                if job is not None and job.is_waiting:
+                    return asked
+                if job is not None and job.state.startswith("CANCELLED") and not asked.released:
+                    _stopped[self.pool] = asked.id
+        if self.pool in _stopped:
+            stopped = UnavailableError(
+                f"job {_stopped[self.pool]} was cancelled, and not by this pool: no new one is "
+                "submitted; enter a new Compute to start again"
+            )
+            stopped.passing = False
+            raise stopped
+        # Another order may have been as quick.
+        if self._asked and not self._asked[-1].is_closed:
+            return self._asked[-1]
+        self._asked.append(_Asked())
+        return self._asked[-1]
+
+    async def _settle(self, asked: _Asked, node: int) -> None:
+        """After a cancelled `get`, have the job include the node, or know nothing of it."""
+        if not asked.is_closed:
+            asked.nodes.remove(node)
+            asked.waiting.pop(node).cancel()
+            asked.orders.pop(node)
+            return
+        await asked.submitted.wait()
+
+    async def _give_up(self, asked: _Asked) -> None:
+        """Leave nothing of a job that does not run; what fails now has failed before."""
+        if asked.following is not None:
+            asked.following.cancel()
+            await asyncio.wait({asked.following})
+        with contextlib.suppress(PoolError):
+            await self._cancel(asked)
+
+    # From the request to the keepers.
+
+    async def _follow(self, asked: _Asked) -> None:
+        try:
+            if not asked.id:
+                await asyncio.sleep(GATHER_SECONDS)
+                asked.is_closed = True
+                if not asked.nodes:
+                    self._remove(asked)
+                    return
+                asked.nodes.sort()
+                order = asked.orders[asked.nodes[0]]
+                self._tell(asked, "submitting a job")
+                asked.id = await self._submission.submit(
+                    self.cluster, self.pool, asked.nodes, order
+                )
+                asked.submitted.set()
+            job = await self._until_running(asked)
+            await self._greet(asked, job)
+        except asyncio.CancelledError:
+            asked.fail(PoolStartError(f"job {asked.id} was given up"))
+            raise
+        except Exception as problem:
+            if asked.id:
+                with contextlib.suppress(PoolError):
+                    await self._cancel(asked)
+            else:
+                self._remove(asked)
+            asked.fail(problem)
+        finally:
+            asked.submitted.set()
+
+    def _tell(self, asked: _Asked, what: str) -> None:
+        for node, future in asked.waiting.items():
+            if not future.done():
+                asked.orders[node].tell(what)
+
+    async def _until_running(self, asked: _Asked) -> Job:
+        began = time.monotonic()
+        told, place, placed = "", None, 0.0
+        while True:
+            job = await self._state(asked.id, fresh=True)
+            if job is None or job.has_ended:
+                raise PoolStartError(_ended(asked.id, job))
+            if job.is_running and job.state != "CONFIGURING":
+                return job
+            if why := pending.hopeless(job):
+                raise PoolStartError(f"job {job.id} will not run: {why}")
+            waited = time.monotonic() - began
+            if job.is_waiting and waited > 1 and time.monotonic() - placed > PLACE_SECONDS:
+                place, placed = await self.cluster.place_in_line(job), time.monotonic()
+            words = pending.told(job, place) if job.is_waiting else "its nodes are being made ready"
+            if words != told:
+                told = words
+                self._tell(asked, words)
+            await asyncio.sleep(min(max(POLL_SECONDS, waited / 20), LONGEST_POLL_SECONDS))
+
+    async def _greet(self, asked: _Asked, job: Job) -> None:
+        """Find the keepers of a job that runs, and give its nodes out."""
+        self._tell(asked, "starting on the nodes")
+        deadline = time.monotonic() + GREETING_SECONDS
+        while True:
+            hosts = await self.cluster.hostnames(job.hosts)
+            greetings, words = await steps.greet(self.cluster, job.id, hosts)
+            if len(greetings) == len(hosts):
+                break
+            found = await self._state(job.id, fresh=True)
+            if found is None or not found.is_running:
+                raise PoolStartError(_ended(job.id, found))
+            job = found
+            if time.monotonic() > deadline:
+                raise PoolStartError(
+                    f"job {job.id} runs on {job.hosts}, but no command can be run there: "
+                    f"{words or 'Slurm did not say why'}"
+                )
+        asked.has_run = True
+        asked.hosts = {each.node: each.host for each in greetings}
+        await self._compare_homes(asked, greetings)
+        by_node = {each.node: each for each in greetings}
+        for node, future in list(asked.waiting.items()):
+            if not future.done():
+                future.set_result(self.machine(job.id, node, by_node.get(node)))
+        asked.waiting.clear()
+
+    def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
+        """A node of a job; without a greeting, one that is known by its number alone."""
+        kind = SlurmMachine if self._submission.is_direct else ForwardedMachine
+        return kind(
+            self,
+            job,
+            node,
+            greeting.host if greeting else "",
+            greeting.address if greeting else "",
+            greeting.token if greeting else "",
+            python=self._submission.python,
+            direct=self._submission.is_direct,
+        )
+
+    async def _compare_homes(self, asked: _Asked, greetings: list[Greeting]) -> None:
+        """Say it if the nodes do not have the home folder of the login node."""
+        if self._told_home:
+            return
+        self._told_home = True
+        with contextlib.suppress(PoolError, OSError):
+            here = await self.login.home()
+            apart = [each.host for each in greetings if each.home != here]
+            if here and apart:
+                alike = len({json.dumps(each.home, sort_keys=True) for each in greetings}) == 1
+                where = "once, in theirs" if alike and greetings[0].home else "on each node's disk"
+                asked.orders[asked.nodes[0]].note(
+                    f"the home folder of {self.login.name} is not that of {', '.join(apart)}: "
+                    f"files that you put there are not here; environments are built {where}"
+                )
+
+    async def find(self) -> list[SlurmMachine]:
+        """The nodes of the pool's jobs, also of those that another process submitted."""
+        found: dict[int, SlurmMachine] = {}
+        jobs = await self.cluster.jobs_called(self._submission.job_name(self.pool))
+        for job in sorted(jobs, key=lambda job: int(job.id)):
+            asked = self._known(job)
+            greetings: list[Greeting] = []
+            if job.is_running and job.state != "CONFIGURING":
+                with contextlib.suppress(PoolError):
+                    hosts = await self.cluster.hostnames(job.hosts)
+                    greetings, _ = await steps.greet(self.cluster, job.id, hosts)
+            by_node = {each.node: each for each in greetings}
+            asked.hosts |= {each.node: each.host for each in greetings}
+            for node in asked.nodes:
+                # A node that was lost has a job of its own since.
+                if node not in asked.released:
+                    found[node] = self.machine(job.id, node, by_node.get(node))
+        if not found:
+            self._close_if_unused()
+        return [found[node] for node in sorted(found)]
+
+    def _known(self, job: Job) -> _Asked:
+        for asked in self._asked:
+            if asked.id == job.id:
+                return asked
+        asked = _Asked(nodes=list(job.nodes), id=job.id, is_closed=True)
+        asked.submitted.set()
+        self._asked.append(asked)
+        return asked
+
+    # What runs on a node.
+
+    async def pipe(self, job: str, host: str, target: str) -> socket.socket:
+        """A socket whose other end is one on a node."""
+        return await self.login.pipe(await steps.relaying(self.cluster, job, host, target))
+
+    async def connect(self, address: str, port: int) -> socket.socket:
+        """Connect to a port of a node from the login node."""
+        return await self.login.connect(address, port)
+
+    async def has(self, job: str, host: str, token: str) -> bool:
+        """Whether a job has a node, and the keeper there is the one with this token."""
+        found = await self._state(job)
+        if found is None or not found.is_running:
+            return False
+        if host not in await self.cluster.hostnames(found.hosts):
+            return False
+        if await self.cluster.is_down(host):
+            return False
+        keeper = await steps.greet_one(self.cluster, job, host)
+        return keeper is not None and token in ("", keeper.token)
+
+    async def how_it_is(self, job: str, host: str) -> str:
+        """What Slurm says of a job and a node of it."""
+        found = await self._state(job, fresh=True)
+        if found is None or not found.is_running:
+            waits = found is not None and found.is_waiting
+            return "Slurm has put it back into the queue" if waits else _ended(job, found)
+        return f"Slurm has given {host} up" if await self.cluster.is_down(host) else "it still runs"
+
+    async def _state(self, id: str, *, fresh: bool = False) -> Job | None:
+        """A job's state; nodes that ask at the same time share the answer."""
+        asked = self._states.get(id)
+        usable = asked is not None and (
+            not asked[1].done() if fresh else time.monotonic() - asked[0] < STATE_SECONDS
+        )
+        if asked is None or not usable:
+            asked = self._states[id] = time.monotonic(), self._start(self.cluster.job(id))
+        return await asyncio.shield(asked[1])
+
+    # The end of nodes and jobs.
+
+    async def release(self, job: str, node: int, host: str, token: str) -> None:
+        """Give a node back; with the last node of a job, cancel it and wait for its end."""
+        asked = next((each for each in self._asked if each.id == job), None)
+        if asked is None:
+            return  # Its job has ended.
+        asked.released.add(node)
+        if asked.settling is None or asked.settling.done():
+            asked.settling = self._start(self._give_back(asked))
+        await asyncio.shield(asked.settling)
+
+    async def _give_back(self, asked: _Asked) -> None:
+        await asyncio.sleep(GATHER_SECONDS)
+        asked.settling = None
+        job = await self._state(asked.id, fresh=True)
+        kept = [node for node in asked.nodes if node not in asked.released]
+        if job is not None and job.is_waiting and asked.has_run and not asked.waiting:
+            # Slurm has put it back into the queue. Its nodes are ordered again, or nobody wants it.
+            self._start(self._cancel_later(asked))
+        elif job is None or job.has_ended or not kept:
+            if job is not None and job.state.startswith("CANCELLED") and asked.has_run:
+                _stopped[self.pool] = asked.id
+            await self._cancel(asked, job)
+        elif job.is_running:
+            await self._shrink(asked, job, kept)
+
+    async def _shrink(self, asked: _Asked, job: Job, kept: list[int]) -> None:
+        """Keep only some nodes of a job; if Slurm refuses, end what runs on the others."""
+        gone = [asked.hosts[node] for node in asked.released if node in asked.hosts]
+        there = await self.cluster.hostnames(job.hosts)
+        hosts = [host for host in there if host not in gone]
+        comment = f"skyward:{shortened(kept)}"
+        if hosts == there or await self.cluster.shrink(job.id, hosts, comment):
+            return
+        for host in set(gone) & set(there):
+            with contextlib.suppress(PoolError):
+                await steps.end(self.cluster, job.id, host)
+
+    async def _cancel_later(self, asked: _Asked) -> None:
+        await asyncio.sleep(REORDER_SECONDS)
+        if not asked.waiting:
+            with contextlib.suppress(PoolError):
+                await self._cancel(asked)
+
+    async def _cancel(self, asked: _Asked, job: Job | None = None) -> None:
+        """Cancel a job unless it has ended, and wait until nothing of it runs."""
+        if asked.following is not None and asked.following is not asyncio.current_task():
+            asked.following.cancel()
+            await asyncio.wait({asked.following})
+        asked.released.update(asked.nodes)
+        deadline = time.monotonic() + GONE_SECONDS
+        if job is None or not job.has_ended:
+            await self.cluster.cancel(asked.id)
+        pause = 0.05
+        while (job := await self._state(asked.id, fresh=True)) is not None:
+            if job.has_ended and (job.state != "COMPLETING" or time.monotonic() > deadline):
+                break
+            if time.monotonic() > deadline:
+                raise PoolError(f"job {asked.id} does not end: it is {job.state}; see `squeue`")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        self._remove(asked)
+
+    def _remove(self, asked: _Asked) -> None:
+        if asked in self._asked:
+            self._asked.remove(asked)
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if not self._asked and not self.closed:
+            self.closed = True
+            self._forget(self)
+            self._start(self.login.close())
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Who waits for the task has it.
+
+
+def _ended(id: str, job: Job | None) -> str:
+    """How a job has ended, for people."""
+    if job is None:
+        return f"job {id} is gone; see `sacct --jobs={id}`"
+    said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
+    return f"job {id} ended before it could be used: {job.state}{said}"

@@ -1,0 +1,171 @@
+"""A node of a Slurm job as a machine: commands run below its keeper, and relays reach sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from skyward.errors import UnreachableError
+from skyward.wire.connecting import host_and_port
+
+if TYPE_CHECKING:
+    from skyward.providers.slurm.jobs import Jobs
+
+CHUNK = 256 << 10
+NOTICE = "skyward.providers.slurm.notice"
+
+
+class SlurmMachine:
+    """One node of a job, for one node of the pool."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        job: str,
+        node: int,
+        host: str,
+        address: str,
+        token: str,
+        *,
+        python: str | None,
+        direct: bool,
+    ) -> None:
+        """`host` is empty while the job waits."""
+        self._jobs, self.job, self.host, self.token = jobs, job, host, token
+        self.id = f"{job}.{node}"
+        self.node, self.python = node, python
+        self.address = address or host or "pending"
+        self.direct = address if direct and address else None
+        self.notice = NOTICE
+        self._destroyed = False
+
+    def __repr__(self) -> str:
+        return f"SlurmMachine({self.id!r})"
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Have the keeper run a command."""
+        self._check()
+        connection = await self._jobs.pipe(self.job, self.host, "keeper")
+        work = asyncio.create_task(
+            asyncio.to_thread(_run, connection, list(command), input, output)
+        )
+        try:
+            status = await asyncio.shield(work)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                # This wakes the thread, and the keeper kills the command.
+                connection.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()
+            raise
+        finally:
+            connection.close()
+        if status is None:
+            raise UnreachableError(
+                f"job {self.job}: a command on {self.host} ended with its connection; "
+                f"{await self._jobs.how_it_is(self.job, self.host)}"
+            )
+        return status
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect through a step of the job on that node."""
+        self._check()
+        return await self._jobs.pipe(self.job, self.host, endpoint)
+
+    async def alive(self) -> bool:
+        """Whether the job has this node, and its keeper runs."""
+        if self._destroyed or not self.host:
+            return False
+        return await self._jobs.has(self.job, self.host, self.token)
+
+    async def destroy(self) -> None:
+        """Give the node back, and with the last node of the job the job."""
+        if not self._destroyed:
+            await self._jobs.release(self.job, self.node, self.host, self.token)
+            self._destroyed = True
+
+    def _check(self) -> None:
+        if self._destroyed or not self.host:
+            state = "is gone" if self._destroyed else "waits in the queue"
+            raise UnreachableError(f"node {self.node}: job {self.job} {state}")
+
+
+class ForwardedMachine(SlurmMachine):
+    """The same for a client that reaches the nodes through the login node alone."""
+
+    @property
+    def forwards_to(self) -> str:
+        """The address to which the login node forwards."""
+        return self.address
+
+    async def forward(self, endpoint: str) -> socket.socket:
+        """Connect through the login node; if that forwards nothing, through a step."""
+        self._check()
+        host, port = host_and_port(endpoint)
+        try:
+            return await self._jobs.connect(host, port)
+        except UnreachableError:
+            return await self.dial(endpoint)
+
+
+def _run(
+    connection: socket.socket,
+    command: Sequence[str],
+    input: bytes,
+    output: Callable[[bytes], None] | None,
+) -> int | None:
+    """Speak with the keeper; None if the connection ends before the command."""
+    # The command may write much before it reads.
+    sending = threading.Thread(
+        target=_send, args=(connection, command, input), name="skyward-slurm-input", daemon=True
+    )
+    sending.start()
+    try:
+        while True:
+            head = _read(connection, 5)
+            kind, (size,) = head[:1], struct.unpack("!I", head[1:])
+            data = _read(connection, size)
+            if kind == b"x":
+                return int(struct.unpack("!i", data)[0])
+            if output is not None:
+                output(data)
+    except (OSError, EOFError):
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        sending.join()
+
+
+def _send(connection: socket.socket, command: Sequence[str], input: bytes) -> None:
+    asked = json.dumps({"ask": "run", "command": list(command)})
+    view = memoryview(input)
+    with contextlib.suppress(OSError):
+        connection.sendall(asked.encode() + b"\n")
+        for start in range(0, len(view), CHUNK):
+            piece = view[start : start + CHUNK]
+            connection.sendall(struct.pack("!I", len(piece)) + piece)
+        connection.sendall(struct.pack("!I", 0))
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(CHUNK, size - len(data)))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)

@@ -1,0 +1,137 @@
+"""The relay: a step on a node whose standard streams lead to a socket there.
+
+Run as `relay.py TARGET [QUESTION]`. The target is "keeper", "keeper-now" for one that must be there
+already, or an endpoint such as "unix:PATH". A question is sent to the keeper, whose answer is
+printed; without one, bytes are copied both ways.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+PLACES = ("/tmp", "/var/tmp")
+CHUNK = 256 << 10
+KEEPER_SECONDS = 20.0
+"""How long the relay waits for the keeper, which Slurm starts at the same time."""
+NO_KEEPER, REFUSED = 69, 111
+
+
+def keeper_socket():
+    # type: () -> str
+    """The path of the keeper's socket; empty if there is none that belongs to this user."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    for place in PLACES:
+        folder = os.path.join(place, "sky.slurm.%s.%s" % (os.environ["SLURM_JOB_ID"], node))
+        path = os.path.join(folder, "s")
+        try:
+            if os.lstat(folder).st_uid == os.getuid() and os.path.exists(path):
+                return path
+        except OSError:
+            continue
+    return ""
+
+
+def connect(target, seconds):
+    # type: (str, float) -> socket.socket
+    """Connect to the target; ends the program, with a word, if nobody listens there."""
+    deadline = time.time() + seconds
+    while target.startswith("keeper"):
+        path = keeper_socket()
+        if path:
+            target = "unix:" + path
+        elif target == "keeper-now" or time.time() > deadline:
+            sys.stderr.write("skyward: no keeper runs on this node\n")
+            sys.exit(NO_KEEPER)
+        else:
+            time.sleep(0.02)
+    family, place = target.split(":", 1)
+    try:
+        if family == "unix":
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(place)
+            return connection
+        host, port = place.rsplit(":", 1)
+        return socket.create_connection((host.strip("[]"), int(port)))
+    except OSError as problem:
+        sys.stderr.write("skyward: %s: %s\n" % (target, problem))
+        sys.exit(REFUSED)
+
+
+def address():
+    # type: () -> str
+    """The address of this node on the network from which the step was started."""
+    login = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or ""
+    try:
+        probe = socket.socket(
+            socket.AF_INET6 if ":" in login else socket.AF_INET, socket.SOCK_DGRAM
+        )
+        with probe:
+            # Nothing is sent: the kernel only chooses the way.
+            probe.connect((login, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def ask(target, question):
+    # type: (str, str) -> None
+    """Send a question to the keeper and print its answer."""
+    with connect(target, KEEPER_SECONDS) as connection:
+        connection.sendall(question.encode() + b"\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = bytearray()
+        while True:
+            piece = connection.recv(CHUNK)
+            if not piece:
+                break
+            answer += piece
+    if answer:
+        told = json.loads(answer.decode())
+        told["address"] = address()
+        sys.stdout.write("skyward %s\n" % json.dumps(told))
+
+
+def copy(target):
+    # type: (str) -> None
+    """Copy bytes between the standard streams and the target until both directions have ended."""
+    if os.isatty(1):
+        # Slurm gives a step without buffers a terminal, which must leave the bytes as they are.
+        import tty
+
+        tty.setraw(1)
+    connection = connect(target, KEEPER_SECONDS if target == "keeper" else 0.0)
+    threading.Thread(target=send_input, args=(connection,), daemon=True).start()
+    while True:
+        try:
+            data = connection.recv(CHUNK)
+        except OSError:
+            break
+        if not data:
+            break
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def send_input(connection):
+    # type: (socket.socket) -> None
+    while True:
+        data = os.read(0, CHUNK)
+        if not data:
+            break
+        try:
+            connection.sendall(data)
+        except OSError:
+            return
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        ask(sys.argv[1], sys.argv[2])
+    else:
+        copy(sys.argv[1])

@@ -1,0 +1,86 @@
+"""The script of a pool's job: it starts a keeper on every node, and passes on Slurm's warning."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+
+WARNING_SECONDS = 120
+"""How long before the end of the time limit the warning comes; Slurm may send it 60 s earlier."""
+SIGNAL = f"--signal=B:USR1@{WARNING_SECONDS}"
+"""To the script alone: a signal to the steps would end the user's processes."""
+NO_PYTHON = 78
+_START = """\
+for python in python3 /usr/libexec/platform-python python3.13 python3.12 python3.11 python3.10 \\
+    python3.9 python3.8 python3.7 python3.6
+do
+    if command -v "$python" >/dev/null 2>&1; then exec "$python" -I -c "$@"; fi
+done
+printf 'skyward: there is no Python 3 on %s\\n' "$(uname -n)" >&2
+exit 78
+"""
+_SCRIPT = """\
+#!/bin/sh
+start={start}
+relay={relay}
+keeper={keeper}
+
+# Slurm says that it will soon end the job: tell every keeper how much time is left.
+warn() {{
+    left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%L 2>/dev/null)
+    nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
+    told="{{\\"ask\\": \\"notice\\", \\"left\\": \\"$left\\", \\"reason\\": \\"{reason}\\"}}"
+    for node in $(scontrol show hostnames "$nodes"); do
+        srun {step} --nodes=1 --ntasks=1 --nodelist="$node" \\
+            sh -c "$start" sh "$relay" keeper "$told" &
+    done
+}}
+
+trap warn USR1
+# The keepers get this signal, too, and need a moment.
+trap : TERM
+words=$(mktemp)
+srun {launch} sh -c "$start" sh "$keeper" {config} 2>"$words" &
+keepers=$!
+status=0
+while :; do
+    wait "$keepers"
+    status=$?
+    kill -0 "$keepers" 2>/dev/null || break
+done
+if [ "$status" != 0 ] && [ -s "$words" ]; then
+    # The client reads why, where it cannot read a file of this node.
+    scontrol update JobId="$SLURM_JOB_ID" Comment="$(tail -c 400 "$words" | tr '\\n|' '  ')"
+fi
+rm -f "$words"
+exit "$status"
+"""
+
+
+@cache
+def source(program: str) -> str:
+    """The text of a program for a node: "keeper" or "relay"."""
+    folder = resources.files("skyward.providers.slurm.on_node")
+    return (folder / f"{program}.py").read_text("utf-8")
+
+
+def batch_script(config: dict[str, object], launch: Sequence[str], step: Sequence[str]) -> bytes:
+    """The script; `launch` has the options of the keepers' step, `step` those of later ones."""
+    text = _SCRIPT.format(
+        start=shlex.quote(_START),
+        relay=shlex.quote(source("relay")),
+        keeper=shlex.quote(source("keeper")),
+        reason="Slurm ends the job: its time limit, or a preemption",
+        launch=shlex.join(launch),
+        step=shlex.join(step),
+        config=shlex.quote(json.dumps(config)),
+    )
+    return text.encode()
+
+
+def relay_command(*arguments: str) -> list[str]:
+    """The command of a step that is a relay."""
+    return ["sh", "-c", _START, "sh", source("relay"), *arguments]

@@ -1,0 +1,150 @@
+"""The submission: the call of `sbatch` that asks for the nodes of a pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
+from skyward.providers import Order, Request
+from skyward.providers.slurm import resources, steps
+from skyward.providers.slurm.commands import Cluster, check, first_words, shortened
+from skyward.providers.slurm.script import SIGNAL, batch_script
+
+_FOR_A_WHILE = ("MaxSubmit", "Resource temporarily unavailable", "try again", "Slurm is in")
+"""Refusals that other jobs' ends may mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What the user said about the jobs of a pool."""
+
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    time: str | None
+    container: str | None
+    extra: tuple[str, ...]
+    python: str | None
+    is_direct: bool
+    """Whether this process can connect to the nodes."""
+
+    def job_name(self, pool: str) -> str:
+        """The name of a pool's jobs."""
+        return f"sky-{pool}"
+
+    async def submit(self, cluster: Cluster, pool: str, nodes: Sequence[int], order: Order) -> str:
+        """Submit a job for some nodes, and give its number; raises with Slurm's own words."""
+        request = order.request
+        there = await self._nodes(cluster, request)
+        asked = resources.options(request, there)
+        command = ["sbatch", *self._options(pool, nodes, request), *asked, *self.extra]
+        script = await self._script(cluster, pool, nodes, request, asked)
+        # A job that can never run is accepted by `sbatch`, but not by its test.
+        for test in (True, False):
+            line = [*command, "--test-only"] if test else [*command, "--parsable"]
+            answer = await cluster.login.call(line, script)
+            if answer.status:
+                with_gpus = request.accelerator is not None
+                self._refuse(cluster, first_words(answer), there if with_gpus else ())
+                check(answer, "submitting a job", cluster.login)
+        id = answer.output.strip().splitlines()[-1].partition(";")[0] if answer.output else ""
+        if not id.isdigit():
+            raise PoolStartError(f"`sbatch` gave no number of a job, but {answer.output!r}")
+        return id
+
+    def _refuse(self, cluster: Cluster, said: str, there: Sequence[resources.NodeKind]) -> None:
+        if any(words in said for words in _FOR_A_WHILE):
+            raise UnavailableError(f"Slurm on {cluster.login.name} said: {said}")
+        if "Unable to contact" in said or "Socket timed out" in said:
+            return
+        has = f"; the GPUs there: {resources.described(there)}" if there else ""
+        raise ConfigurationError(
+            f"Slurm on {cluster.login.name} refuses the job: {said}{has}; see `sinfo` for what "
+            "there is, and change the request"
+        )
+
+    async def _nodes(self, cluster: Cluster, request: Request) -> list[resources.NodeKind]:
+        """The nodes that the job may get, if the request is for GPUs."""
+        if request.accelerator is None:
+            return []
+        command = ["sinfo", "--noheader", "--Node", f"--format={resources.FORMAT}"]
+        if self.partition is not None:
+            command.append(f"--partition={self.partition}")
+        try:
+            answer = check(await cluster.login.call(command), "asking for nodes", cluster.login)
+        except PoolError:
+            return []  # What is wrong, `sbatch` will say.
+        return resources.read_nodes(answer.output)
+
+    def _options(self, pool: str, nodes: Sequence[int], request: Request) -> list[str]:
+        given = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "time": self.time or _minutes(request.ttl),
+        }
+        return [
+            f"--job-name={self.job_name(pool)}",
+            f"--comment=skyward:{shortened(nodes)}",
+            f"--nodes={len(nodes)}",
+            "--ntasks-per-node=1",
+            # A node that is lost does not take the others with it; a preempted job comes back.
+            *("--no-kill", "--requeue", SIGNAL),
+            *("--output=/dev/null", "--error=/dev/null", "--chdir=/"),
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        ]
+
+    async def _script(
+        self,
+        cluster: Cluster,
+        pool: str,
+        nodes: Sequence[int],
+        request: Request,
+        asked: Sequence[str],
+    ) -> bytes:
+        config: dict[str, object] = {
+            "pool": pool,
+            "nodes": list(nodes),
+            "idle": request.idle_timeout,
+        }
+        launch = [
+            *("--ntasks-per-node=1", "--no-kill", "--wait=0", "--kill-on-bad-exit=0"),
+            *("--mpi=none", "--cpu-bind=none"),
+            # From 22.05 on, the step does not get all processors of the job by itself.
+            *(each for each in asked if each.startswith("--cpus-per-task=")),
+        ]
+        if self.container is not None:
+            mounts = [
+                f"{each.source}:{each.target}{':ro' if each.read_only else ''}"
+                for each in request.volumes
+            ]
+            if await cluster.has_pyxis():
+                # The sockets of the node's processes are in /tmp, its environments below the home.
+                launch += [
+                    f"--container-image={self.container.removeprefix('docker://')}",
+                    f"--container-mounts={','.join(['/tmp:/tmp', *mounts])}",
+                    "--container-mount-home",
+                ]
+            else:
+                config["container"] = _apptainer_image(self.container)
+                config["container_options"] = [
+                    *(["--nv"] if request.accelerator is not None else []),
+                    *(f"--bind={each}" for each in mounts),
+                ]
+        return batch_script(config, launch, await steps.options(cluster))
+
+
+def _minutes(seconds: float | None) -> str | None:
+    """A time to live as a time limit, which Slurm counts in minutes."""
+    return None if seconds is None else str(math.ceil(seconds / 60) + 1)
+
+
+def _apptainer_image(image: str) -> str:
+    """A file, or an address; a bare name is one of Docker's."""
+    if "://" in image or image.startswith(("/", "./", "~")) or image.endswith(".sif"):
+        return image
+    return f"docker://{image}"
