@@ -17,7 +17,7 @@ from skyward.nodes.journal import Journal
 from skyward.providers import Order
 
 from . import ec2 as testbed_ec2
-from . import kube, podman, ssh_hosts
+from . import kube, podman, slurm_testbed, ssh_hosts
 from .ssh_hosts import Sshd, free_port
 
 if TYPE_CHECKING:
@@ -49,6 +49,20 @@ def cluster() -> Iterator[str]:
         kube.stop()
 
 
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[str]:
+    """The configuration of a Slurm cluster with two nodes, at `SLURM_CONF`."""
+    slurm_testbed.skip_if_absent()
+    before = os.environ.get("SLURM_CONF")
+    try:
+        os.environ["SLURM_CONF"] = slurm_testbed.start()
+        yield os.environ["SLURM_CONF"]
+    finally:
+        if before is None:
+            os.environ.pop("SLURM_CONF", None)
+        slurm_testbed.stop()
+
+
 WAITING_SECONDS = 900
 """What a test of machines may take, with the wait for another file's tests or for apt."""
 
@@ -56,7 +70,7 @@ WAITING_SECONDS = 900
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        waits = {"engine", "cluster", "ec2"} & set(fixtures)
+        waits = {"engine", "cluster", "ec2", "slurm"} & set(fixtures)
         if waits and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(WAITING_SECONDS))
 
