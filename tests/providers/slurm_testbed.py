@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,3 +85,20 @@ def jobs() -> list[str]:
     """The numbers and states of the pools' jobs that have not ended."""
     told = says("squeue", "--noheader", "--format=%i %T %j").splitlines()
     return [line for line in told if " sky-" in line and "COMPLETING" not in line]
+
+
+def lose(daemon: str) -> None:
+    """Kill one of the cluster's daemons: "slurmctld", or "slurmd2" with all that runs on node 2."""
+    process = int((STATE / "pids" / daemon).read_text().split()[0])
+    os.kill(process, signal.SIGKILL)
+    if daemon.startswith("slurmd"):
+        node = f"sky-n{daemon.removeprefix('slurmd')}"
+        for pid in says("ip", "netns", "pids", node).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def bring_back() -> None:
+    """Start the daemons again that were killed."""
+    done = subprocess.run([str(TESTBED / "slurm-up")], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
 import pytest
 
 import skyward as sky
-from skyward.providers import Request
+from skyward.nodes.journal import Journal
+from skyward.providers import Order, Request
 from skyward.testing import ProviderSuite, plain_request
 
+from ..conftest import ALL, only_in_all, wait_until
 from . import slurm_testbed
+from .leftovers import Script, on_this_host, show_and_remove_after_a_kill
+from .slurm_testbed import jobs, says
+from .ssh_hosts import Sshd, free_port, skip_if_absent
+
+QUIET = sky.Options(console=False)
+LINE = "from tests.providers import slurm_testbed"
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_queue(slurm: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a job, except the suite, whose tests share a machine."""
+    shares = "provider" in request.fixturenames
+    before = set(map(_number, jobs()))
+    yield
+    if not shares:
+        wait_until(lambda: set(map(_number, jobs())) <= before, 20, f"the end of {jobs()}")
+
+
+def _number(job: str) -> str:
+    return job.split()[0]
 
 
 class TestSlurm(ProviderSuite):
@@ -17,6 +48,243 @@ class TestSlurm(ProviderSuite):
     @pytest.fixture
     def provider(self, slurm: str) -> sky.Slurm:
         return slurm_testbed.provider()
+
+    @pytest.fixture
+    def machine_request(self) -> Request:
+        return plain_request()
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[bool]:
+        """Slurm's controller has ended; its commands take 18 s to notice."""
+        if not ALL:
+            yield False
+            return
+        slurm_testbed.lose("slurmctld")
+        try:
+            yield True
+        finally:
+            slurm_testbed.bring_back()
+
+
+# What happens to jobs.
+
+
+@sky.function
+def variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_an_impossible_request_is_refused_at_once_in_slurms_own_words() -> None:
+    with pytest.raises(
+        sky.ConfigurationError, match="Requested node configuration is not available"
+    ):
+        with sky.Compute(slurm_testbed.provider(), nodes=5, options=QUIET):
+            pass
+    with pytest.raises(sky.ConfigurationError, match="invalid partition specified: nope"):
+        with sky.Compute(slurm_testbed.provider(partition="nope"), options=QUIET):
+            pass
+    with pytest.raises(
+        sky.ConfigurationError, match=r"not available.*the GPUs there: h100:2 on 2 nodes"
+    ):
+        gpu = sky.accelerators.A100(count=2)
+        with sky.Compute(slurm_testbed.provider(), accelerator=gpu, options=QUIET):
+            pass
+
+
+def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        notes: list[str] = []
+        provider = slurm_testbed.provider(extra=(f"--export=ALL,HOME={tmp_path}",))
+        order = Order("t-home", 0, plain_request(), note=notes.append)
+        machine = await provider.create(order)
+        await machine.destroy()
+        return notes
+
+    (note,) = asyncio.run(scenario())
+    assert "the home folder of this machine is not that of n" in note
+
+
+def test_a_job_that_is_cancelled_from_outside_is_not_submitted_again(
+    eventually: Callable[..., None],
+) -> None:
+    with sky.Compute(slurm_testbed.provider(), options=QUIET) as compute:
+        (job,) = map(_number, jobs())
+        assert (variables() >> compute)["SLURM_JOB_ID"] == job
+        says("scancel", job)
+        eventually(lambda: compute.nodes[0].state != "ready", 30, "the loss of the node")
+
+        with pytest.raises(sky.SkywardError, match=f"job {job} was cancelled, and not by this"):
+            variables() >> compute
+
+        assert jobs() == []
+
+
+@pytest.fixture
+def blocked() -> Iterator[str]:
+    """All nodes belong to somebody else's job, whose number this is."""
+    command = ["sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    job = says(*command, "--chdir=/", "--wrap=exec sleep 300")
+    wait_until(lambda: says("squeue", "-h", "-j", job, "-o", "%T") == "RUNNING", 30, "that job")
+    yield job
+    says("scancel", job)
+
+
+def test_a_waiting_job_says_why_and_starts_when_there_is_room(blocked: str) -> None:
+    told: list[str] = []
+
+    async def scenario() -> None:
+        order = Order("t-waiting", 0, plain_request(), tell=told.append)
+        creating = asyncio.create_task(slurm_testbed.provider().create(order))
+        while not any("waits: " in each for each in told):
+            assert not creating.done()
+            await asyncio.sleep(0.05)
+        says("scancel", blocked)
+        machine = await creating
+        await machine.destroy()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert any(re.match(r"job \d+ waits: (Resources|Priority)", each) for each in told), told
+
+
+# The client's end.
+
+
+def test_a_client_killed_while_its_job_waits(blocked: str, state: Journal) -> None:
+    script = Script("slurm_testbed.provider()", LINE)
+
+    pool = show_and_remove_after_a_kill(script, "waits: ", state)
+
+    assert jobs() == []
+    assert on_this_host(pool) == []
+
+
+KILLED = [
+    pytest.param(phase, marks=() if phase == "ready" else only_in_all)
+    for phase in ("submitting a job", "starting on", "looking at", "starting the agent", "ready")
+]
+
+
+@pytest.mark.parametrize("phase", KILLED)
+def test_what_a_killed_client_leaves_is_removed(phase: str, state: Journal) -> None:
+    pool = show_and_remove_after_a_kill(Script("slurm_testbed.provider()", LINE), phase, state)
+
+    wait_until(lambda: jobs() == [], 20, "the end of the job")
+    wait_until(lambda: on_this_host(pool) == [], 20, f"the removal of {on_this_host(pool)}")
+
+
+@only_in_all
+@pytest.mark.parametrize("phase", ["waits: ", "starting on", "ready"])
+def test_the_job_of_a_vanished_client_ends_itself(
+    phase: str, state: Journal, request: pytest.FixtureRequest
+) -> None:
+    """Also one that starts only when the client has gone."""
+    options = "idle_timeout=2, orphan_timeout=2"
+    blocker = request.getfixturevalue("blocked") if phase == "waits: " else ""
+    with Script("slurm_testbed.provider()", LINE, options).reaching(phase) as process:
+        (pool,) = [each.id for each in state.pools()]
+        process.kill()
+        process.wait()
+    if blocker:
+        says("scancel", blocker)
+
+    wait_until(lambda: jobs() == [], 60, "the end of the job")
+    wait_until(lambda: on_this_host(pool) == [], 20, f"the removal of {on_this_host(pool)}")
+
+
+# Losses.
+
+
+@sky.function(retries=2)
+def once(folder: str) -> str:
+    """Wait for long, the first time that it runs anywhere; says where it ended."""
+    import socket
+    import time
+
+    with contextlib.suppress(FileExistsError):
+        Path(folder, "began").touch(exist_ok=False)
+        time.sleep(200)
+    return socket.gethostname()
+
+
+@only_in_all
+def test_a_lost_node_is_replaced_and_its_task_repeated(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """Slurm takes 25 s to give a node up."""
+    with sky.Compute(slurm_testbed.provider(), nodes=2, options=QUIET) as compute:
+        (first,) = map(_number, jobs())
+        future = compute.submit(once(str(tmp_path)), on=1)
+        eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+        slurm_testbed.lose("slurmd2")
+        try:
+            assert future.result(90) == "n1"
+            eventually(lambda: len(jobs()) == 2, 60, "a job for the lost node")
+            assert first in map(_number, jobs())
+        finally:
+            slurm_testbed.bring_back()
+
+
+@only_in_all
+def test_a_job_that_slurm_puts_back_into_the_queue_goes_on(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """As after a preemption; Slurm waits two minutes, unless it is told not to."""
+    with sky.Compute(slurm_testbed.provider(), nodes=2, options=QUIET) as compute:
+        (job,) = map(_number, jobs())
+        future = once(str(tmp_path)) > compute
+        eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+
+        says("scontrol", "requeue", job)
+        eventually(lambda: any("PENDING" in each for each in jobs()), 60, "a job that waits")
+        time.sleep(1)  # Slurm takes no new time in the second in which it requeues.
+        says("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+        assert future.result(90) in ("n1", "n2")
+        eventually(lambda: all(n.state == "ready" for n in compute.nodes), 60, "both nodes")
+        assert list(map(_number, jobs())) == [job]
+
+
+# From elsewhere.
+
+
+@pytest.fixture(scope="module")
+def login(slurm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sky.SSH]:
+    """A login node that is reached over SSH."""
+    skip_if_absent()
+    sshd = Sshd(tmp_path_factory.mktemp("login"), free_port(), ("127.0.0.1",))
+    sshd.make()
+    settings = sshd.folder / "sshd1.conf"
+    changed = settings.read_text().replace("SHLVL=1", f"SHLVL=1 SLURM_CONF={slurm}")
+    settings.write_text(changed)
+    sshd.up()
+    try:
+        yield sshd.provider()
+    finally:
+        sshd.down()
+
+
+def test_a_client_elsewhere_reaches_the_nodes_through_the_login_node(
+    login: sky.SSH, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/nowhere")
+    provider = slurm_testbed.provider(login=login)
+
+    with sky.Compute(provider, options=QUIET) as compute:
+        assert (variables() >> compute)["SLURM_JOB_ID"]
+        assert compute.nodes[0].address == "10.212.0.11"
+        connections = psutil.Process().net_connections("tcp")
+        assert "10.212.0.11" not in {each.raddr.ip for each in connections if each.raddr}
+    monkeypatch.undo()
+    wait_until(lambda: jobs() == [], 20, "the end of the job")
+
+
+@only_in_all
+class TestSlurmOverSSH(ProviderSuite):
+    """What every provider must do, also through a login node."""
+
+    @pytest.fixture
+    def provider(self, login: sky.SSH) -> sky.Slurm:
+        return slurm_testbed.provider(login=login)
 
     @pytest.fixture
     def machine_request(self) -> Request:

@@ -32,6 +32,8 @@ REORDER_SECONDS = 10.0
 """How long a job that Slurm has put back into the queue waits for its nodes to be ordered again."""
 GONE_SECONDS = 20.0
 """How long the client waits for the end of a job that it cancelled; an epilog may take more."""
+ENDING_SECONDS = 45.0
+"""How long a job may be ending: by default, Slurm kills its processes after 30 s."""
 STATE_SECONDS = 0.5
 """For how long an answer about a job's state is used again."""
 
@@ -54,6 +56,10 @@ class _Asked:
     released: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
     has_run: bool = False
+    is_given_up: bool = False
+    """Whether nobody will order its nodes again."""
+    is_cancelled: bool = False
+    """Whether the pool itself has cancelled it."""
     following: asyncio.Task[None] | None = None
     settling: asyncio.Task[None] | None = None
     """The task that gives nodes back, unless it has begun."""
@@ -104,11 +110,13 @@ class Jobs:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(future)
         except TimeoutError:
+            problem = PoolStartError(
+                f"job {asked.id} did not run within {seconds:.0f} s; give a longer timeout=, or "
+                "ask for less"
+            )
+            asked.fail(problem)
             await self._give_up(asked)
-            raise PoolStartError(
-                f"node {order.node}: job {asked.id} did not run within {seconds:.0f} s; give a "
-                "longer timeout=, or ask for less"
-            ) from None
+            raise problem from None
         except asyncio.CancelledError:
             await self._settle(asked, order.node)
             raise
@@ -118,12 +126,12 @@ class Jobs:
         for asked in self._asked:
             if not asked.is_closed:
                 return asked
-            if node in asked.nodes and asked.has_run and node not in asked.waiting:
-                job = await self._state(asked.id, fresh=True)
-                if job is not None and job.is_waiting:
+            if node in asked.nodes and asked.id:
+                job = await self._settled(asked.id)
+                is_followed = asked.following is not None and not asked.following.done()
+                if job is not None and (job.is_waiting or (job.is_running and is_followed)):
                     return asked
-                if job is not None and job.state.startswith("CANCELLED") and not asked.released:
-                    _stopped[self.pool] = asked.id
+                self._note_cancellation(asked, job)
         if self.pool in _stopped:
             stopped = UnavailableError(
                 f"job {_stopped[self.pool]} was cancelled, and not by this pool: no new one is "
@@ -136,6 +144,23 @@ class Jobs:
             return self._asked[-1]
         self._asked.append(_Asked())
         return self._asked[-1]
+
+    def _note_cancellation(self, asked: _Asked, job: Job | None) -> None:
+        was_cancelled = job is not None and job.state.startswith("CANCELLED")
+        if was_cancelled and asked.has_run and not asked.is_cancelled:
+            _stopped[self.pool] = asked.id
+
+    async def _settled(self, id: str) -> Job | None:
+        """A job that is not ending: what it was for Slurm while its processes ended says little.
+
+        A preempted job goes back into the queue, and one that has failed is over.
+        """
+        deadline = time.monotonic() + ENDING_SECONDS
+        while True:
+            job = await self._state(id, fresh=True)
+            if job is None or job.state != "COMPLETING" or time.monotonic() > deadline:
+                return job
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _settle(self, asked: _Asked, node: int) -> None:
         """After a cancelled `get`, have the job include the node, or know nothing of it."""
@@ -237,6 +262,9 @@ class Jobs:
             if not future.done():
                 future.set_result(self.machine(job.id, node, by_node.get(node)))
         asked.waiting.clear()
+        if asked.released:
+            kept = [node for node in asked.nodes if node not in asked.released]
+            await self._shrink(asked, job, kept)
 
     def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
         """A node of a job; without a greeting, one that is known by its number alone."""
@@ -345,6 +373,10 @@ class Jobs:
         asked = next((each for each in self._asked if each.id == job), None)
         if asked is None:
             return  # Its job has ended.
+        if host and node in asked.waiting:
+            return  # This was a node of its job's earlier run, and the next run is waited for.
+        if not host and asked.has_run:
+            asked.is_given_up = True
         asked.released.add(node)
         if asked.settling is None or asked.settling.done():
             asked.settling = self._start(self._give_back(asked))
@@ -353,14 +385,14 @@ class Jobs:
     async def _give_back(self, asked: _Asked) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         asked.settling = None
-        job = await self._state(asked.id, fresh=True)
+        job = await self._settled(asked.id)
         kept = [node for node in asked.nodes if node not in asked.released]
-        if job is not None and job.is_waiting and asked.has_run and not asked.waiting:
+        was_requeued = job is not None and job.is_waiting and asked.has_run
+        if was_requeued and not asked.is_given_up:
             # Slurm has put it back into the queue. Its nodes are ordered again, or nobody wants it.
             self._start(self._cancel_later(asked))
         elif job is None or job.has_ended or not kept:
-            if job is not None and job.state.startswith("CANCELLED") and asked.has_run:
-                _stopped[self.pool] = asked.id
+            self._note_cancellation(asked, job)
             await self._cancel(asked, job)
         elif job.is_running:
             await self._shrink(asked, job, kept)
@@ -379,7 +411,7 @@ class Jobs:
 
     async def _cancel_later(self, asked: _Asked) -> None:
         await asyncio.sleep(REORDER_SECONDS)
-        if not asked.waiting:
+        if not asked.waiting and asked in self._asked:
             with contextlib.suppress(PoolError):
                 await self._cancel(asked)
 
@@ -389,6 +421,7 @@ class Jobs:
             asked.following.cancel()
             await asyncio.wait({asked.following})
         asked.released.update(asked.nodes)
+        asked.is_cancelled = True
         deadline = time.monotonic() + GONE_SECONDS
         if job is None or not job.has_ended:
             await self.cluster.cancel(asked.id)

@@ -1,0 +1,150 @@
+"""A pool on a real Slurm cluster, which several tests share."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import skyward as sky
+
+from ..conftest import Sharing
+from . import slurm_testbed
+from .slurm_testbed import jobs, says
+
+
+def _numbers() -> list[str]:
+    return [job.split()[0] for job in jobs()]
+
+
+@pytest.fixture(scope="module")
+def pool(
+    slurm: str, sharing: Sharing, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[sky.Compute]:
+    """Two nodes with one GPU each, which is not really there."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("SKYWARD_STATE", str(tmp_path_factory.mktemp("state")))
+        changed.setenv("SKYWARD_DEVICE", "cpu")
+        changed.setenv("SLURM_NTASKS", "7")  # As where this process itself runs in a job.
+        compute = sky.Compute(
+            slurm_testbed.provider(partition="main", time="1:00:00"),
+            nodes=2,
+            accelerator=sky.accelerators.H100(),
+            plugins=[sky.plugins.torch()],
+            options=sky.Options(console=False, retries=2),
+        )
+        with sharing(compute):
+            yield compute
+
+
+@sky.function
+def synchronised() -> tuple[str, tuple[str, ...], list[float]]:
+    """Train on data of its own, with gradients averaged over all nodes."""
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.full((8, 4), dist.get_rank() + 1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    weights = [value for each in model.parameters() for value in each.flatten().tolist()]
+    return socket.gethostname(), tuple(p.address for p in sky.instance_info().peers), weights
+
+
+def test_ddp_over_two_nodes(pool: sky.Compute) -> None:
+    first, second = synchronised() @ pool
+
+    assert [first[0], second[0]] == ["n1", "n2"]
+    assert first[1] == second[1] == ("10.212.0.11", "10.212.0.12")
+    assert first[2] == second[2]
+
+
+@sky.function
+def variables() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_the_job_has_the_share_of_its_gpus_and_no_launch_of_its_own(pool: sky.Compute) -> None:
+    """Frameworks would take the variables of a step for a launch of theirs."""
+    found = variables() >> pool
+    shown = says("scontrol", "show", "job", found["SLURM_JOB_ID"])
+
+    assert found["CUDA_VISIBLE_DEVICES"] == "0"
+    assert [name for name in found if name.startswith(("SLURM_PROCID", "SLURM_NTASKS"))] == []
+    assert "TresPerNode=gres:gpu:h100:1" in shown
+    assert "CPUs/Task=1" in shown
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (booked,) = re.findall(r"MinMemoryNode=(\d+)M", shown)
+    assert int(booked) < 0.5 * memory / 2**20
+    assert "Requeue=1" in shown
+
+
+def test_the_client_connects_to_the_nodes_themselves(pool: sky.Compute) -> None:
+    ends = {each.raddr.ip for each in psutil.Process().net_connections("tcp") if each.raddr}
+
+    assert {"10.212.0.11", "10.212.0.12"} <= ends
+
+
+@sky.function
+def slowly(began: str) -> str:
+    import socket
+    import time
+
+    Path(began).touch()
+    time.sleep(1.5)
+    return socket.gethostname()
+
+
+def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
+    pool: sky.Compute, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """As before the end of the time limit: Slurm sends the signal to the job's script."""
+    (before,) = _numbers()
+    future = slowly(str(tmp_path / "began")) > pool
+    eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+
+    says("scancel", "--batch", "--signal=USR1", before)
+
+    assert future.result(30) in ("n1", "n2")
+    eventually(lambda: before not in _numbers(), 30, "the end of the first job")
+    eventually(lambda: all(node.state == "ready" for node in pool.nodes), 60, "two new nodes")
+    assert len(synchronised() @ pool) == 2
+
+
+def test_device_training_on_a_node(pool: sky.Compute) -> None:
+    import torch
+
+    def train(device: Any) -> list[float]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(16, 3).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        x, y = torch.randn(64, 16).to(device), (torch.arange(64) % 3).to(device)
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    assert train(pool.device("cpu", node=1)) == train("cpu")
+
+
+def test_a_job_gives_back_the_nodes_that_leave(
+    pool: sky.Compute, eventually: Callable[..., None]
+) -> None:
+    pool.resize(1)
+
+    eventually(lambda: says("squeue", "-h", "-o", "%D") == "1", 30, "one job with one node")
