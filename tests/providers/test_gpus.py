@@ -16,6 +16,7 @@ from skyward.bootstrap.preparation import Environment, check_accelerators
 from skyward.providers import Order, Request
 from skyward.providers.local import cards
 from skyward.spec import Image
+from skyward.worker.supervision import nth_card
 
 from .docker_service import DOCKER, Service, podman, serving
 from .ssh_hosts import Sshd
@@ -183,13 +184,13 @@ class Driver:
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
 
-    def told(self) -> list[str]:
+    def told(self, **variables: str) -> list[str]:
         """What the script tells of the cards."""
         text = (SCRIPTS / "cards.sh").read_text()
         text = text.replace("/proc/driver/nvidia/gpus", f"{self._folder}/gpus")
         text = text.replace("/dev/nvidia", f"{self._folder}/dev/nvidia")
         words = 'tell() { echo "$*"; }\nhave() { command -v "$1" >/dev/null 2>&1; }\nset -u\n'
-        environment = {"PATH": f"{self._folder}/bin:/usr/bin:/bin"}
+        environment = {"PATH": f"{self._folder}/bin:/usr/bin:/bin", **variables}
         done = subprocess.run(
             ["sh", "-s"], input=words + text, env=environment, capture_output=True, text=True
         )
@@ -234,6 +235,25 @@ def test_a_container_tells_of_the_cards_whose_devices_it_has(driver: Driver) -> 
     driver.add(1, "NVIDIA A100-SXM4-40GB")
     driver.program("exit 1")
     assert driver.told() == ["card ?, NVIDIA A100-SXM4-40GB"]
+
+
+def test_a_node_tells_of_as_many_cards_as_its_scheduler_gave_it(driver: Driver) -> None:
+    driver.add(0, "NVIDIA A100-SXM4-40GB")
+    driver.add(1, "NVIDIA A100-SXM4-40GB")
+    driver.add(2, "NVIDIA A100-SXM4-40GB")
+    driver.program("exit 1")
+    assert len(driver.told(CUDA_VISIBLE_DEVICES="1,2")) == 2
+    assert len(driver.told(CUDA_VISIBLE_DEVICES="GPU-5a5b")) == 1
+    assert len(driver.told(CUDA_VISIBLE_DEVICES="")) == 3
+
+
+def test_a_worker_gets_one_of_the_cards_that_the_scheduler_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5a5b")
+    assert [nth_card("0"), nth_card("1")] == ["4", "GPU-5a5b"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert nth_card("1") == "1"
 
 
 def test_this_machine_is_asked_for_its_own_cards(

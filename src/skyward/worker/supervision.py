@@ -83,7 +83,7 @@ class ExecutorProcesses:
         output = (pipes["stdout"][0], pipes["stderr"][0])
         environment = {**os.environ, context.VARIABLE: self.compute_pool[worker]}
         if config.visible[worker]:
-            environment["CUDA_VISIBLE_DEVICES"] = config.visible[worker]
+            environment["CUDA_VISIBLE_DEVICES"] = nth_card(config.visible[worker])
         where = config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}", for_peers=True)
         try:
             child = ChildProcess(
@@ -232,6 +232,15 @@ class ExecutorProcesses:
     def _all(self) -> list[ExecutorProcess]:
         with self._lock:
             return list(self._running.values())
+
+
+def nth_card(number: str) -> str:
+    """The name of a node's card for CUDA, by its number among those that the node was given.
+
+    A scheduler may give it some of the machine's cards, and name them by number or by UUID.
+    """
+    given = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    return given[int(number)].strip() if int(number) < len(given) else number
 
 
 def _let_leave(executors: list[ExecutorProcess]) -> None:

@@ -29,6 +29,14 @@ if [ -n "$unmeasured" ] && have nvidia-smi &&
     measured=$(nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits 2>/dev/null); then
     cards=$measured
 fi
+# Where a scheduler gave the node some of the machine's cards, the others are somebody else's.
+room=-1
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    room=$(IFS=,; set -- $CUDA_VISIBLE_DEVICES; printf '%s' "$#")
+fi
 printf '%s\n' "$cards" | while read -r card; do
-    if [ -n "$card" ]; then tell card "$card"; fi
+    if [ -n "$card" ] && [ "$room" != 0 ]; then
+        room=$((room - 1))
+        tell card "$card"
+    fi
 done

@@ -135,6 +135,7 @@ class Keeper:
         signal.set_wakeup_fd(wake)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.on_signal)
+        self.remove_node_folders()
         listener = self.listen()
         while not self.ending:
             ready = select.select([listener.fileno(), waking], [], [], 1.0)[0]
@@ -319,13 +320,23 @@ class Keeper:
         while processes_below(os.getpid()) and time.time() < deadline + END_SECONDS:
             send_signal(processes_below(os.getpid()), signal.SIGKILL)
             self.look_away()
-        for place in PLACES:
-            node_folder = os.path.join(place, "sky.%s.%d" % (self.pool, self.node))
-            if os.path.isdir(node_folder) and os.stat(node_folder).st_uid == os.getuid():
-                shutil.rmtree(node_folder, ignore_errors=True)
+        self.remove_node_folders()
         shutil.rmtree(self.folder, ignore_errors=True)
         # The threads of connections need not be waited for.
         os._exit(0)
+
+    def remove_node_folders(self):
+        # type: () -> None
+        """Remove what agents left: also one of an earlier job, if this node was lost with it."""
+        for place in PLACES:
+            folder = os.path.join(place, "sky.%s.%d" % (self.pool, self.node))
+            if not os.path.isdir(folder) or os.stat(folder).st_uid != os.getuid():
+                continue
+            try:
+                with open(os.path.join(folder, "agent.pid")) as file:
+                    os.kill(int(file.read().split()[0]), 0)
+            except (OSError, ValueError, IndexError):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def look_away(self):
         # type: () -> None
