@@ -58,21 +58,22 @@ def _key(name: str) -> str:
 
 def _is_called(wanted: Accelerator, name: str) -> bool:
     """Whether a site's name, such as "nvidia_h100_80gb_hbm3", means an accelerator."""
-    key, model = _key(name), _key(wanted.name)
-    # "l4" is in "l40s", and "a10" in "a100".
-    return re.search(rf"{re.escape(model)}(?![0-9])(?!s\b)", key) is not None
+    words = re.findall(r"[a-z]*[0-9]*", wanted.name.lower())
+    model = r"[^a-z0-9]*".join(word for word in words if word)
+    # "l4" is no "l40s", and "a10" no "a100".
+    return re.search(rf"(?<![a-z0-9]){model}(?![a-z0-9])", name.lower()) is not None
 
 
 def gpu_type(wanted: Accelerator, nodes: Sequence[NodeKind]) -> str | None:
     """The site's type for an accelerator: empty if its GPUs have no types, None if it has none."""
     types = {name for node in nodes for name, _ in node.gpus}
     fitting = sorted(name for name in types if name and _is_called(wanted, name))
-    if fitting:
-        size = f"{wanted.memory_gb}gb"
-        sized = [name for name in fitting if re.search(r"\d+gb", _key(name))]
-        exact = [name for name in sized if size in _key(name)]
-        plain = [name for name in fitting if name not in sized]
-        return (exact or plain or fitting)[0]
+    sized = [name for name in fitting if re.search(r"\d+gb", name.lower())]
+    exact = [name for name in sized if re.search(rf"(?<!\d){wanted.memory_gb}gb", name.lower())]
+    plain = [name for name in fitting if name not in sized]
+    # One of another size is not what was asked for, and may be a slice of a card.
+    if found := exact or plain:
+        return found[0]
     return "" if "" in types else None
 
 

@@ -1,0 +1,495 @@
+"""What this provider asks Slurm for, and how it reads the answers: with recorded ones."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import datetime
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.errors import PoolError, UnreachableError
+from skyward.providers import Order, Request
+from skyward.providers.slurm import pending, resources, script
+from skyward.providers.slurm.commands import Cluster, Job, numbers, read_jobs, seconds, shortened
+from skyward.providers.slurm.login import Here, here_environment
+from skyward.providers.slurm.on_node import keeper
+from skyward.spec import Image, Volume
+
+WAITING = "42|PENDING|Priority|gpu|2:00:00|N/A||skyward:0-1\n"
+RUNNING = "42|RUNNING|None|gpu|1-01:59:59|2026-11-17T02:31:27|n[1-2]|skyward:0-1\n"
+
+
+def request(**changed: Any) -> Request:
+    """A request for a machine, as a pool makes it."""
+    given: dict[str, Any] = {
+        "accelerator": None,
+        "vcpus": None,
+        "memory_gb": None,
+        "image": Image(),
+        "volumes": (),
+    }
+    return Request(**{**given, **changed})
+
+
+class Site:
+    """Executables with the names of Slurm's, which write down how they were called."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._calls = folder / "calls"
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        self.answers("sinfo", "slurm 23.11.4")
+        self.answers("sbatch", "42")
+        self.answers("squeue", RUNNING.strip())
+        for name in ("srun", "scontrol", "scancel"):
+            self.answers(name, "")
+
+    def answers(self, name: str, output: str, *, error: str = "", status: int = 0) -> None:
+        """Have an executable say this."""
+        program = self._folder / name
+        lines = [
+            "#!/bin/sh",
+            f'cat >"{self._folder}/{name}.input"' if name == "sbatch" else "",
+            f'(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done; echo) '
+            f'| tr "\\n" " " >>"{self._calls}"; echo >>"{self._calls}"',
+            f"printf '%s\\n' {shlex.quote(output)}",
+            f"printf '%s\\n' {shlex.quote(error)} >&2" if error else "",
+            f"exit {status}",
+        ]
+        program.write_text("\n".join(lines) + "\n")
+        program.chmod(0o755)
+
+    def calls(self, name: str) -> list[list[str]]:
+        """How an executable was called: the arguments of each time."""
+        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
+        found = [line.strip().split("\t") for line in lines]
+        return [each[1:] for each in found if each[0] == name]
+
+    def script(self) -> str:
+        """The script that `sbatch` got."""
+        return (self._folder / "sbatch.input").read_text()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(tmp_path, monkeypatch)
+
+
+def submit(provider: sky.Slurm, given: Request, nodes: Sequence[int] = (0, 1)) -> str:
+    """Submit a job, and give its number."""
+
+    async def scenario() -> str:
+        submission = provider._submission
+        return await submission.submit(Cluster(Here()), "p", nodes, Order("p", 0, given))
+
+    return asyncio.run(scenario())
+
+
+# Answers.
+
+
+def test_jobs_are_read_from_squeue() -> None:
+    waiting, running = read_jobs(WAITING + RUNNING)
+
+    assert (waiting.is_waiting, waiting.reason, waiting.nodes) == (True, "Priority", (0, 1))
+    assert (running.is_running, running.hosts, running.left) == (True, "n[1-2]", 93599.0)
+
+
+def test_a_comment_that_the_site_added_to_is_still_read() -> None:
+    (job,) = read_jobs("7|PENDING|None|gpu|1:00|N/A||site: x | skyward:3,5-6; more\n")
+
+    assert job.nodes == (3, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        ("PENDING", "is_waiting"),
+        ("REQUEUED", "is_waiting"),
+        ("RUNNING", "is_running"),
+        ("SUSPENDED", "is_running"),
+        ("COMPLETING", "has_ended"),
+        ("CANCELLED", "has_ended"),
+        ("PREEMPTED", "has_ended"),
+        ("NODE_FAIL", "has_ended"),
+        ("A_STATE_OF_A_LATER_VERSION", "has_ended"),
+    ],
+)
+def test_the_states_of_a_job(state: str, kind: str) -> None:
+    job = Job("1", state, "None", "gpu", None, "N/A", "")
+
+    assert [name for name in ("is_waiting", "is_running", "has_ended") if getattr(job, name)] == [
+        kind
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("0:58", 58), ("2:03:04", 7384), ("1-00:00:01", 86401), ("UNLIMITED", None), ("", None)],
+)
+def test_times_as_slurm_writes_them(text: str, meant: float | None) -> None:
+    assert seconds(text) == meant
+    assert keeper.seconds_of(text) == (keeper.UNKNOWN_LEFT if meant is None else meant)
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1, 2), (0, 2, 3, 7), (5, 1)])
+def test_the_nodes_of_a_job_travel_in_its_comment(nodes: tuple[int, ...]) -> None:
+    assert numbers(shortened(nodes)) == nodes
+
+
+def test_a_controller_that_does_not_answer_is_out_of_reach_and_no_refusal(site: Site) -> None:
+    said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    site.answers("squeue", "", error=said, status=1)
+
+    with pytest.raises(UnreachableError, match=r"does not answer on this machine: .*ping"):
+        asyncio.run(Cluster(Here()).job("42"))
+
+    site.answers("squeue", "", error="squeue: error: strange", status=1)
+    with pytest.raises(PoolError, match="asking for job 42: Slurm on this machine said: strange"):
+        asyncio.run(Cluster(Here()).job("42"))
+
+
+def test_a_job_that_slurm_has_forgotten_is_gone(site: Site) -> None:
+    said = "slurm_load_jobs error: Invalid job id specified"
+    site.answers("squeue", "", error=said, status=1)
+
+    assert asyncio.run(Cluster(Here()).job("42")) is None
+
+
+def test_without_slurm_the_error_says_where_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(sky.ConfigurationError, match=r"no `squeue` .*Slurm\(login="):
+        asyncio.run(Cluster(Here()).job("42"))
+
+
+@pytest.mark.parametrize(
+    ("version", "option"), [("slurm 19.05.5", []), ("slurm-wlm 22.05.8", ["--overlap"])]
+)
+def test_old_versions_get_no_options_that_they_do_not_know(
+    site: Site, version: str, option: list[str]
+) -> None:
+    site.answers("sinfo", version)
+
+    assert asyncio.run(Cluster(Here()).overlap()) == option
+
+
+# Why a job waits.
+
+
+@pytest.mark.parametrize(
+    ("reason", "start", "place", "told"),
+    [
+        ("None", "N/A", None, "job 42 is submitted"),
+        ("Priority", "N/A", (3, 12), "job 42 waits: Priority (3rd of 12 in gpu)"),
+        ("Resources", "N/A", (1, 1), "job 42 waits: Resources"),
+        (
+            "Resources",
+            "2031-01-02T03:04:05",
+            (11, 12),
+            "job 42 waits: Resources (11th of 12 in gpu, expected to start at 2031-01-02 03:04)",
+        ),
+        (
+            "QOSMaxGRESPerUser",
+            "N/A",
+            None,
+            "job 42 waits: QOSMaxGRESPerUser (a limit of your account: it runs when your other "
+            "jobs have ended)",
+        ),
+    ],
+)
+def test_a_waiting_job_says_why(
+    reason: str, start: str, place: tuple[int, int] | None, told: str
+) -> None:
+    job = Job("42", "PENDING", reason, "gpu", None, start, "")
+
+    assert pending.told(job, place) == told
+
+
+def test_a_reason_that_no_waiting_mends_is_told_with_the_next_step() -> None:
+    job = Job("42", "PENDING", "PartitionTimeLimit", "gpu", None, "N/A", "")
+
+    assert pending.hopeless(job) == (
+        "PartitionTimeLimit; the partition allows less time: give a shorter time="
+    )
+    assert pending.hopeless(Job("42", "PENDING", "Priority", "gpu", None, "N/A", "")) == ""
+
+
+# What is asked for.
+
+NODES = """\
+g1|64|512000|gpu:a100_80gb:8(S:0-1)|amd,ib
+g1|64|512000|gpu:a100_80gb:8(S:0-1)|amd,ib
+g2|32|257000|gpu:nvidia_a100_40gb:4(IDX:0-3),shard:8|amd
+g3|128+|1|gpu:l40s:4|(null)
+c1|48|190000|(null)|intel
+"""
+
+
+def test_the_nodes_of_a_cluster_are_read_from_sinfo() -> None:
+    nodes = resources.read_nodes(NODES)
+
+    assert [node.name for node in nodes] == ["g1", "g2", "g3", "c1"]
+    assert nodes[0].gpus == (("a100_80gb", 8),)
+    assert nodes[0].features == ("amd", "ib")
+    assert nodes[2].cpus == 128
+    assert nodes[3].gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        (
+            sky.accelerators.A100(count=2),
+            ["--gres=gpu:a100_80gb:2", "--cpus-per-task=16", "--mem=121600M"],
+        ),
+        (
+            sky.accelerators.A100(memory="40GB"),
+            ["--gres=gpu:nvidia_a100_40gb:1", "--cpus-per-task=8", "--mem=61037M"],
+        ),
+        (sky.accelerators.L40S(count=4), ["--gres=gpu:l40s:4", "--cpus-per-task=128"]),
+        (sky.accelerators.L4(), ["--gres=gpu:l4:1"]),
+    ],
+)
+def test_gpus_bring_their_share_of_the_node(wanted: Any, options: list[str]) -> None:
+    found = resources.options(request(accelerator=wanted), resources.read_nodes(NODES))
+
+    assert found == options
+
+
+def test_gpus_without_a_type_are_asked_for_by_number() -> None:
+    nodes = resources.read_nodes("g1|16|64000|gpu:4|x\n")
+
+    asked = request(accelerator=sky.accelerators.H100(count=2), vcpus=3, memory_gb=10)
+    assert resources.options(asked, nodes) == [
+        *("--gres=gpu:2", "--cpus-per-task=3", "--mem=10240M")
+    ]
+
+
+def test_without_gpus_only_what_was_asked_for_is() -> None:
+    assert resources.options(request(), []) == []
+    assert resources.options(request(vcpus=1.5, disk_gb=20), []) == [
+        "--cpus-per-task=2",
+        "--tmp=20G",
+    ]
+
+
+def test_a_job_is_tested_and_then_submitted_with_the_options_of_the_user(site: Site) -> None:
+    provider = sky.Slurm(
+        partition="gpu",
+        account="lab",
+        qos="high",
+        constraint="ib&amd",
+        time=datetime.timedelta(hours=2),
+        extra=("--nodelist=n1", "--reservation=tuesday"),
+    )
+
+    assert submit(provider, request(vcpus=4), (0, 1, 2)) == "42"
+
+    test, real = site.calls("sbatch")
+    assert test[:-1] == real[:-1]
+    assert (test[-1], real[-1]) == ("--test-only", "--parsable")
+    assert {
+        *("--partition=gpu", "--account=lab", "--qos=high", "--constraint=ib&amd"),
+        *("--time=120:00", "--nodes=3", "--ntasks-per-node=1", "--comment=skyward:0-2"),
+        *("--job-name=sky-p", "--requeue", "--no-kill", "--cpus-per-task=4"),
+        "--signal=B:USR1@120",
+    } <= set(real)
+    assert real[-3:-1] == ["--nodelist=n1", "--reservation=tuesday"]
+    subprocess.run(["sh", "-n"], input=site.script(), text=True, check=True)
+
+
+def test_a_time_to_live_is_a_time_limit_unless_there_is_one(site: Site) -> None:
+    submit(sky.Slurm(), request(ttl=600.0))
+    submit(sky.Slurm(time="5"), request(ttl=600.0))
+
+    limits = [each for call in site.calls("sbatch") for each in call if each.startswith("--time")]
+    assert limits == ["--time=11", "--time=11", "--time=5", "--time=5"]
+
+
+def test_a_refusal_comes_in_slurms_own_words(site: Site) -> None:
+    said = "sbatch: error: Batch job submission failed: Invalid account or account/partition"
+    site.answers("sbatch", "", error=said, status=1)
+
+    with pytest.raises(
+        sky.ConfigurationError,
+        match="refuses the job: Batch job submission failed: Invalid account or account/partition",
+    ):
+        submit(sky.Slurm(), request())
+    assert len(site.calls("sbatch")) == 1
+
+    site.answers("sbatch", "", error="sbatch: error: QOSMaxSubmitJobPerUserLimit", status=1)
+    with pytest.raises(sky.UnavailableError, match="QOSMaxSubmitJobPerUserLimit"):
+        submit(sky.Slurm(), request())
+
+
+def test_a_site_with_pyxis_starts_the_keepers_in_the_container(site: Site) -> None:
+    site.answers("srun", "Usage: srun ...\n      --container-image=[USER@][REGISTRY#]IMAGE")
+    data = Volume("/scratch", "/data", read_only=True)
+
+    submit(sky.Slurm(container="docker://pytorch/pytorch:2"), request(volumes=(data,)))
+
+    text = site.script()
+    assert "--container-image=pytorch/pytorch:2" in text
+    assert "--container-mounts=/tmp:/tmp,/scratch:/data:ro" in text
+    assert '"container":' not in text
+
+
+def test_a_site_without_pyxis_runs_commands_with_apptainer(site: Site) -> None:
+    asked = request(accelerator=sky.accelerators.H100(), volumes=(Volume("/scratch", "/data"),))
+
+    submit(sky.Slurm(container="pytorch/pytorch:2"), asked)
+
+    config = json.loads(re.findall(r"'(\{\"pool\".*?\})'", site.script())[0])
+    assert config["container"] == "docker://pytorch/pytorch:2"
+    assert config["container_options"] == ["--nv", "--bind=/scratch:/data"]
+
+
+def test_the_keeper_runs_commands_in_the_container(site: Site, tmp_path: Path) -> None:
+    config = {"container": "docker://x", "container_options": ["--nv"]}
+    with pytest.raises(SystemExit) as ended:
+        keeper.inside(config)
+    assert ended.value.code == keeper.NO_CONTAINERS
+
+    site.answers("singularity", "")
+    assert keeper.inside(config) == [
+        *(str(tmp_path / "singularity"), "--quiet", "exec", "--nv", "docker://x")
+    ]
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"time": 60}, "write the time as Slurm does, 'hours:minutes:seconds'"),
+        ({"time": datetime.timedelta(0)}, "a time limit is above 0"),
+        ({"extra": ["--nodes=4"]}, "leave --nodes out: the pool's nodes= says how many"),
+        ({"extra": ["-N4"]}, "leave -N out"),
+        ({"extra": ["nodelist=n1"]}, "'nodelist=n1' is no option of sbatch"),
+        ({"login": ["a"]}, "login"),
+        ({"login": sky.SSH(["a", "b"])}, "name one login node"),
+        ({"partition": ""}, "partition"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=match):
+        sky.Slurm(**given)
+
+
+def test_a_login_node_is_named_as_for_ssh() -> None:
+    provider = sky.Slurm(login="me@cluster")
+
+    again = sky.Slurm(**json.loads(json.dumps(provider.describe())))
+    assert again == provider
+    assert provider._ssh == sky.SSH(["me@cluster"])
+
+
+def test_a_volume_is_elsewhere_only_in_a_container() -> None:
+    asked = request(volumes=(Volume("/scratch", "/data"),))
+
+    sky.Slurm(container="x").check(asked)
+    with pytest.raises(sky.ConfigurationError, match="or give container="):
+        sky.Slurm().check(asked)
+
+
+def test_the_variables_of_a_job_of_ones_own_are_not_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would be options of `srun`; and some name what only this machine has."""
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "VIRTUAL_ENV", "MINE"):
+        monkeypatch.setenv(name, "x")
+
+    found = here_environment()
+
+    assert {"SLURM_CONF", "MINE"} <= set(found)
+    assert not {"SLURM_JOB_ID", "SLURM_NTASKS", "VIRTUAL_ENV"} & set(found)
+
+
+# Programs for the nodes.
+
+
+@pytest.mark.parametrize("program", ["keeper", "relay"])
+def test_the_programs_for_nodes_are_read_by_an_old_python(program: str) -> None:
+    """And import nothing but the standard library of Python 3.6."""
+    tree = ast.parse(script.source(program), feature_version=(3, 6))
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+
+    assert imported <= set(sys.stdlib_module_names)
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [each for each in ast.walk(tree) if isinstance(each, ast.AnnAssign)]
+
+
+def test_frameworks_see_the_job_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID", "PMI_RANK", "HOME"):
+        monkeypatch.setenv(name, "1")
+
+    found = keeper.environment()
+
+    assert {"SLURM_JOB_ID", "HOME"} <= set(found)
+    assert not {"SLURM_PROCID", "SLURM_STEP_ID", "PMI_RANK"} & set(found)
+
+
+def test_a_relay_without_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "nothing-like-a-job")
+    done = subprocess.run(
+        [sys.executable, "-c", script.source("relay"), "keeper-now", "{}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+    assert (done.returncode, done.stderr) == (69, "skyward: no keeper runs on this node\n")
+
+
+def test_the_version_of_a_cluster_is_asked_for_once(site: Site) -> None:
+    async def scenario() -> None:
+        cluster = Cluster(Here())
+        assert await cluster.version() == (23, 11)
+        assert await cluster.version() == (23, 11)
+
+    asyncio.run(scenario())
+    assert site.calls("sinfo") == [["--version"]]
+
+
+def test_every_executable_is_called_by_itself(site: Site) -> None:
+    """Sites have lists of what may be called on a login node: no shell is among them."""
+    called: list[str] = []
+    login = Here()
+    start = login._start
+
+    def noted(command: Sequence[str], *given: Any) -> Any:
+        called.append(command[0])
+        return start(command, *given)
+
+    login._start = noted  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        cluster = Cluster(login)
+        await sky.Slurm()._submission.submit(cluster, "p", [0], Order("p", 0, request()))
+        await cluster.jobs_called("sky-p")
+        await cluster.hostnames("n[1-2]")
+        await cluster.shrink("42", ["n1"], "skyward:0")
+        await cluster.cancel("42")
+
+    asyncio.run(scenario())
+    assert set(called) <= {"sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"}
