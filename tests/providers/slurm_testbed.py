@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import skyward as sky
@@ -89,9 +90,12 @@ def jobs() -> list[str]:
 
 def lose(daemon: str) -> None:
     """Kill one of the cluster's daemons: "slurmctld", or "slurmd2" with all that runs on node 2."""
-    process = int((STATE / "pids" / daemon).read_text().split()[0])
-    os.kill(process, signal.SIGKILL)
-    if daemon.startswith("slurmd"):
+    process = psutil.Process(int((STATE / "pids" / daemon).read_text().split()[0]))
+    # Killed at once, the controller would forget the jobs of its last seconds.
+    process.send_signal(signal.SIGTERM if daemon == "slurmctld" else signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.wait(20)
+    if daemon != "slurmctld":
         node = f"sky-n{daemon.removeprefix('slurmd')}"
         for pid in says("ip", "netns", "pids", node).split():
             with contextlib.suppress(ProcessLookupError):

@@ -69,6 +69,13 @@ class Site:
         program.write_text("\n".join(lines) + "\n")
         program.chmod(0o755)
 
+    def refuses_tests(self, error: str) -> None:
+        """Have `sbatch` refuse what is only a test."""
+        program = self._folder / "sbatch"
+        refusal = f"*--test-only*) echo {shlex.quote(error)} >&2; exit 1 ;;"
+        first, rest = program.read_text().split("\n", 1)
+        program.write_text(f'{first}\ncase "$*" in {refusal} esac\n{rest}')
+
     def calls(self, name: str) -> list[list[str]]:
         """How an executable was called: the arguments of each time."""
         lines = self._calls.read_text().splitlines() if self._calls.exists() else []
@@ -333,6 +340,19 @@ def test_a_refusal_comes_in_slurms_own_words(site: Site) -> None:
     site.answers("sbatch", "", error="sbatch: error: QOSMaxSubmitJobPerUserLimit", status=1)
     with pytest.raises(sky.UnavailableError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(sky.Slurm(), request())
+
+
+def test_a_job_may_wait_for_nodes_that_are_down(site: Site) -> None:
+    """The test of `sbatch` refuses it, but nobody knows what they have."""
+    said = "allocation failure: Requested node configuration is not available"
+    site.refuses_tests(said)
+    site.answers("sinfo", "idle\ndown*")
+
+    assert submit(sky.Slurm(partition="gpu"), request()) == "42"
+
+    site.answers("sinfo", "idle\nmixed")
+    with pytest.raises(sky.ConfigurationError, match=f"refuses the job: {said}"):
+        submit(sky.Slurm(partition="gpu"), request())
 
 
 def test_a_site_with_pyxis_starts_the_keepers_in_the_container(site: Site) -> None:

@@ -12,6 +12,7 @@ from skyward.providers.slurm import resources, steps
 from skyward.providers.slurm.commands import Cluster, check, first_words, shortened
 from skyward.providers.slurm.script import SIGNAL, batch_script
 
+_NOT_THERE = "Requested node configuration is not available"
 _FOR_A_WHILE = ("MaxSubmit", "Resource temporarily unavailable", "try again", "Slurm is in")
 """Refusals that other jobs' ends may mend."""
 
@@ -47,13 +48,33 @@ class Submission:
             line = [*command, "--test-only"] if test else [*command, "--parsable"]
             answer = await cluster.login.call(line, script)
             if answer.status:
+                said = first_words(answer)
+                if test and _NOT_THERE in said and await self._some_are_away(cluster):
+                    order.tell("waiting for nodes that are down")
+                    continue
                 with_gpus = request.accelerator is not None
-                self._refuse(cluster, first_words(answer), there if with_gpus else ())
+                self._refuse(cluster, said, there if with_gpus else ())
                 check(answer, "submitting a job", cluster.login)
         id = answer.output.strip().splitlines()[-1].partition(";")[0] if answer.output else ""
         if not id.isdigit():
             raise PoolStartError(f"`sbatch` gave no number of a job, but {answer.output!r}")
         return id
+
+    async def _some_are_away(self, cluster: Cluster) -> bool:
+        """Whether nodes that are down at the moment might have what is asked for.
+
+        The test of `sbatch` knows only nodes that are up; a job may wait for the others.
+        """
+        answer = await cluster.login.call(self._sinfo("%T"))
+        words = ("down", "drain", "fail", "maint", "unk", "inval", "power", "boot", "plan")
+        return any(
+            state.endswith("*") or any(word in state for word in words)
+            for state in answer.output.lower().split()
+        )
+
+    def _sinfo(self, format: str) -> list[str]:
+        where = [] if self.partition is None else [f"--partition={self.partition}"]
+        return ["sinfo", "--noheader", "--Node", f"--format={format}", *where]
 
     def _refuse(self, cluster: Cluster, said: str, there: Sequence[resources.NodeKind]) -> None:
         if any(words in said for words in _FOR_A_WHILE):
@@ -70,9 +91,7 @@ class Submission:
         """The nodes that the job may get, if the request is for GPUs."""
         if request.accelerator is None:
             return []
-        command = ["sinfo", "--noheader", "--Node", f"--format={resources.FORMAT}"]
-        if self.partition is not None:
-            command.append(f"--partition={self.partition}")
+        command = self._sinfo(resources.FORMAT)
         try:
             answer = check(await cluster.login.call(command), "asking for nodes", cluster.login)
         except PoolError:
