@@ -151,7 +151,14 @@ TELLING = {
 }
 
 # These need other machines: tests/providers has them.
-ELSEWHERE = {"aws_ddp", "aws_training", "container_roundtrip", "kubernetes_ddp", "ssh_ddp"}
+ELSEWHERE = {
+    "aws_ddp",
+    "aws_training",
+    "container_roundtrip",
+    "kubernetes_ddp",
+    "slurm_ddp",
+    "ssh_ddp",
+}
 
 # What an example needs that is not everywhere; without it the test is skipped, and says so.
 NEEDS = {
