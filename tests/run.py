@@ -1,9 +1,9 @@
 """Run as a script: the whole suite, in as many pytest processes as the machine is good for.
 
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
-longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, instances or SSH hosts
-wait for those more than they compute, so two further processes begin with them, and then help the
-others.
+longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
+hosts wait for those more than they compute, so two further processes begin with them, and then help
+the others.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ LANES = {
     "containers": re.compile(r"\bengine\b"),
     "hosts": re.compile(r"\bsshd\b|\blinked\b"),
     "pods": re.compile(r"\bkube\b"),
+    "jobs": re.compile(r"\bslurm_testbed\b"),
     "instances": re.compile(r"\bec2: |\(\"ec2\"\)"),
 }
-"""What files have in them that need the one Podman, SSH hosts, the Kubernetes cluster, or EC2."""
-ORDER = (("instances", "containers"), ("hosts", "pods"))
+"""What files have in them that need the one Podman, SSH hosts, Kubernetes, Slurm, or EC2."""
+ORDER = (("instances", "containers"), ("hosts", "pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
-TOGETHER = ("pods", "instances")
+TOGETHER = ("pods", "jobs", "instances")
 """What takes so long to start that one process runs all files that need it."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +105,28 @@ def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
 
     (note,) = asyncio.run(scenario())
     assert "the home folder of this machine is not that of n" in note
+
+
+def test_without_pyxis_commands_run_in_apptainers_container(tmp_path: Path) -> None:
+    """A stand-in notes how it is called, and runs the command where it is."""
+    program = tmp_path / "apptainer"
+    program.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/called\nshift 4\nexec "$@"\n')
+    program.chmod(0o755)
+
+    async def scenario() -> None:
+        path = f"--export=ALL,PATH={tmp_path}:{os.environ['PATH']}"
+        provider = slurm_testbed.provider(container="pytorch:2", extra=(path,))
+        volume = sky.Volume("/usr", "/data")
+        request = dataclasses.replace(plain_request(), volumes=(volume,))
+        machine = await provider.create(Order("t-apptainer", 0, request))
+        try:
+            assert await machine.run(["sh", "-c", "exit 3"]) == 3
+        finally:
+            await machine.destroy()
+
+    asyncio.run(scenario())
+    called = (tmp_path / "called").read_text()
+    assert called == "--quiet exec --bind=/usr:/data docker://pytorch:2 sh -c exit 3\n"
 
 
 def test_a_job_that_is_cancelled_from_outside_is_not_submitted_again(
@@ -289,3 +314,20 @@ class TestSlurmOverSSH(ProviderSuite):
     @pytest.fixture
     def machine_request(self) -> Request:
         return plain_request()
+
+
+@only_in_all
+def test_a_model_is_trained_on_two_nodes_as_the_example_does() -> None:
+    """With an environment that is there: what an image installs, other tests show."""
+    example = Path(__file__).parents[2] / "examples" / "slurm_ddp.py"
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        env=os.environ | {"SKYWARD_SLURM_PYTHON": sys.executable, "SKYWARD_EXAMPLE_QUICK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 on 10.212.0.11: 2000 digits an epoch\nrank 1 on 10.212.0.12" in done.stdout
+    assert re.search(r"Held-out accuracy: \d+\.\d%, the same weights on both nodes", done.stdout)
