@@ -38,6 +38,7 @@ SUITES = {
     "store": "The model store",
     "machines": "Containers and SSH hosts",
     "kubernetes": "Kubernetes",
+    "slurm": "Slurm",
     "aws": "AWS, in a simulated account",
 }
 RECORDED = HERE / "recorded"

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,9 @@ def lose(daemon: str) -> None:
         for pid in says("ip", "netns", "pids", node).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
+        # On the disk of a machine of its own, its keepers' folders would be lost as well.
+        for folder in Path("/tmp").glob(f"sky.slurm.*.{node.removeprefix('sky-')}"):
+            shutil.rmtree(folder)
 
 
 def bring_back() -> None:

@@ -20,7 +20,14 @@ import skyward as sky
 from skyward.errors import PoolError, UnreachableError
 from skyward.providers import Order, Request
 from skyward.providers.slurm import pending, resources, script
-from skyward.providers.slurm.commands import Cluster, Job, numbers, read_jobs, seconds, shortened
+from skyward.providers.slurm.commands import (
+    SlurmCluster,
+    SlurmJob,
+    numbers,
+    read_jobs,
+    seconds,
+    shortened,
+)
 from skyward.providers.slurm.login import Here, here_environment
 from skyward.providers.slurm.on_node import keeper
 from skyward.spec import Image, Volume
@@ -97,7 +104,7 @@ def submit(provider: sky.Slurm, given: Request, nodes: Sequence[int] = (0, 1)) -
 
     async def scenario() -> str:
         submission = provider._submission
-        return await submission.submit(Cluster(Here()), "p", nodes, Order("p", 0, given))
+        return await submission.submit(SlurmCluster(Here()), "p", nodes, Order("p", 0, given))
 
     return asyncio.run(scenario())
 
@@ -133,7 +140,7 @@ def test_a_comment_that_the_site_added_to_is_still_read() -> None:
     ],
 )
 def test_the_states_of_a_job(state: str, kind: str) -> None:
-    job = Job("1", state, "None", "gpu", None, "N/A", "")
+    job = SlurmJob("1", state, "None", "gpu", None, "N/A", "")
 
     assert [name for name in ("is_waiting", "is_running", "has_ended") if getattr(job, name)] == [
         kind
@@ -159,18 +166,18 @@ def test_a_controller_that_does_not_answer_is_out_of_reach_and_no_refusal(site: 
     site.answers("squeue", "", error=said, status=1)
 
     with pytest.raises(UnreachableError, match=r"does not answer on this machine: .*ping"):
-        asyncio.run(Cluster(Here()).job("42"))
+        asyncio.run(SlurmCluster(Here()).job("42"))
 
     site.answers("squeue", "", error="squeue: error: strange", status=1)
     with pytest.raises(PoolError, match="asking for job 42: Slurm on this machine said: strange"):
-        asyncio.run(Cluster(Here()).job("42"))
+        asyncio.run(SlurmCluster(Here()).job("42"))
 
 
 def test_a_job_that_slurm_has_forgotten_is_gone(site: Site) -> None:
     said = "slurm_load_jobs error: Invalid job id specified"
     site.answers("squeue", "", error=said, status=1)
 
-    assert asyncio.run(Cluster(Here()).job("42")) is None
+    assert asyncio.run(SlurmCluster(Here()).job("42")) is None
 
 
 def test_without_slurm_the_error_says_where_to_run(
@@ -179,7 +186,7 @@ def test_without_slurm_the_error_says_where_to_run(
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(sky.ConfigurationError, match=r"no `squeue` .*Slurm\(login="):
-        asyncio.run(Cluster(Here()).job("42"))
+        asyncio.run(SlurmCluster(Here()).job("42"))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,7 @@ def test_old_versions_get_no_options_that_they_do_not_know(
 ) -> None:
     site.answers("sinfo", version)
 
-    assert asyncio.run(Cluster(Here()).overlap()) == option
+    assert asyncio.run(SlurmCluster(Here()).overlap()) == option
 
 
 # Why a job waits.
@@ -220,18 +227,18 @@ def test_old_versions_get_no_options_that_they_do_not_know(
 def test_a_waiting_job_says_why(
     reason: str, start: str, place: tuple[int, int] | None, told: str
 ) -> None:
-    job = Job("42", "PENDING", reason, "gpu", None, start, "")
+    job = SlurmJob("42", "PENDING", reason, "gpu", None, start, "")
 
     assert pending.told(job, place) == told
 
 
 def test_a_reason_that_no_waiting_mends_is_told_with_the_next_step() -> None:
-    job = Job("42", "PENDING", "PartitionTimeLimit", "gpu", None, "N/A", "")
+    job = SlurmJob("42", "PENDING", "PartitionTimeLimit", "gpu", None, "N/A", "")
 
     assert pending.hopeless(job) == (
         "PartitionTimeLimit; the partition allows less time: give a shorter time="
     )
-    assert pending.hopeless(Job("42", "PENDING", "Priority", "gpu", None, "N/A", "")) == ""
+    assert pending.hopeless(SlurmJob("42", "PENDING", "Priority", "gpu", None, "N/A", "")) == ""
 
 
 # What is asked for.
@@ -483,7 +490,7 @@ def test_a_relay_without_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_version_of_a_cluster_is_asked_for_once(site: Site) -> None:
     async def scenario() -> None:
-        cluster = Cluster(Here())
+        cluster = SlurmCluster(Here())
         assert await cluster.version() == (23, 11)
         assert await cluster.version() == (23, 11)
 
@@ -504,7 +511,7 @@ def test_every_executable_is_called_by_itself(site: Site) -> None:
     login._start = noted  # type: ignore[method-assign]
 
     async def scenario() -> None:
-        cluster = Cluster(login)
+        cluster = SlurmCluster(login)
         await sky.Slurm()._submission.submit(cluster, "p", [0], Order("p", 0, request()))
         await cluster.jobs_called("sky-p")
         await cluster.hostnames("n[1-2]")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyward.errors import PoolError, UnreachableError
-from skyward.providers.slurm.login import Answer, Login
+from skyward.providers.slurm.login import CommandAnswer, Login
 
 _FORMAT = "%i|%T|%r|%P|%L|%S|%N|%k"
 _MARK = re.compile(r"skyward:([\d,-]+)")
@@ -29,7 +29,7 @@ _UNKNOWN_JOB = ("Invalid job id", "Invalid job id specified", "Unable to look up
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """A job as `squeue` shows it."""
 
     id: str
@@ -98,18 +98,20 @@ def seconds(text: str) -> float | None:
         return None
 
 
-def read_jobs(output: str) -> list[Job]:
+def read_jobs(output: str) -> list[SlurmJob]:
     """The jobs in an answer of `squeue`."""
     found = []
     for line in output.splitlines():
         parts = [part.strip() for part in line.split("|", 7)]
         if len(parts) == 8:
             id, state, reason, partition, left, start, hosts, comment = parts
-            found.append(Job(id, state, reason, partition, seconds(left), start, hosts, comment))
+            found.append(
+                SlurmJob(id, state, reason, partition, seconds(left), start, hosts, comment)
+            )
     return found
 
 
-def first_words(answer: Answer) -> str:
+def first_words(answer: CommandAnswer) -> str:
     """What a command said about its failure, in one line."""
     text = answer.words.strip() or answer.output.strip()
     lines = [
@@ -119,7 +121,7 @@ def first_words(answer: Answer) -> str:
     return "; ".join(dict.fromkeys(line.removeprefix("error: ") for line in lines if line))
 
 
-def check(answer: Answer, what: str, login: Login) -> Answer:
+def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
     """The answer, unless the command failed; raises `UnreachableError` if nobody answered it."""
     if answer.status == 0:
         return answer
@@ -131,7 +133,7 @@ def check(answer: Answer, what: str, login: Login) -> Answer:
     raise PoolError(f"{what}: Slurm on {login.name} said: {said}")
 
 
-class Cluster:
+class SlurmCluster:
     """The commands of one cluster."""
 
     def __init__(self, login: Login) -> None:
@@ -161,13 +163,13 @@ class Cluster:
         # Before 20.11 all steps did.
         return ["--overlap"] if await self.version() >= (20, 11) else []
 
-    async def jobs_called(self, name: str) -> list[Job]:
+    async def jobs_called(self, name: str) -> list[SlurmJob]:
         """The jobs with a name that have not ended."""
         command = ["squeue", "--noheader", f"--name={name}", f"--format={_FORMAT}"]
         answer = check(await self.login.call(command), "looking for jobs", self.login)
         return [job for job in read_jobs(answer.output) if not job.has_ended]
 
-    async def job(self, id: str) -> Job | None:
+    async def job(self, id: str) -> SlurmJob | None:
         """A job, also one that has ended; None if Slurm has forgotten it."""
         command = ["squeue", "--noheader", f"--jobs={id}", "--states=all", f"--format={_FORMAT}"]
         answer = await self.login.call(command)
@@ -176,7 +178,7 @@ class Cluster:
         check(answer, f"asking for job {id}", self.login)
         return next(iter(read_jobs(answer.output)), None)
 
-    async def place_in_line(self, job: Job) -> tuple[int, int] | None:
+    async def place_in_line(self, job: SlurmJob) -> tuple[int, int] | None:
         """The place of a job among those that wait in its partition, and how many there are."""
         command = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}"]
         answer = await self.login.call([*command, "--sort=-p,i", "--format=%i"])

@@ -8,13 +8,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from skyward.errors import PoolError, PoolStartError, UnavailableError
 from skyward.providers import Order
 from skyward.providers.slurm import pending, steps
-from skyward.providers.slurm.commands import Cluster, Job, shortened
+from skyward.providers.slurm.asked import AskedJob, how_it_ended
+from skyward.providers.slurm.commands import SlurmCluster, SlurmJob, shortened
 from skyward.providers.slurm.login import Login
 from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
 from skyward.providers.slurm.steps import Greeting
@@ -41,46 +41,6 @@ _stopped: dict[str, str] = {}
 """The jobs that somebody else cancelled, by pool: such a pool asks for no new ones."""
 
 
-@dataclass(eq=False)
-class _Asked:
-    """One job: the nodes of the pool that it is for, and those that still wait for theirs."""
-
-    nodes: list[int] = field(default_factory=list)
-    orders: dict[int, Order] = field(default_factory=dict)
-    waiting: dict[int, asyncio.Future[SlurmMachine]] = field(default_factory=dict)
-    id: str = ""
-    is_closed: bool = False
-    """Whether it takes no more nodes."""
-    submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is known whether there is a job."""
-    released: set[int] = field(default_factory=set)
-    hosts: dict[int, str] = field(default_factory=dict)
-    has_run: bool = False
-    is_given_up: bool = False
-    """Whether nobody will order its nodes again."""
-    is_cancelled: bool = False
-    """Whether the pool itself has cancelled it."""
-    following: asyncio.Task[None] | None = None
-    settling: asyncio.Task[None] | None = None
-    """The task that gives nodes back, unless it has begun."""
-
-    def add(self, order: Order) -> asyncio.Future[SlurmMachine]:
-        self.orders[order.node] = order
-        self.released.discard(order.node)
-        if order.node not in self.nodes:
-            self.nodes.append(order.node)
-        found = self.waiting.get(order.node)
-        if found is None or found.done():
-            found = self.waiting[order.node] = asyncio.get_running_loop().create_future()
-        return found
-
-    def fail(self, problem: BaseException) -> None:
-        for future in self.waiting.values():
-            if not future.done():
-                future.set_exception(problem)
-                future.exception()  # Nobody may be waiting for it any more.
-
-
 class Jobs:
     """The jobs of one pool, as one event loop sees them."""
 
@@ -89,10 +49,10 @@ class Jobs:
     ) -> None:
         """`forget` is called when the pool has no jobs any more."""
         self.login, self.pool = login, pool
-        self.cluster = Cluster(login)
+        self.cluster = SlurmCluster(login)
         self._submission, self._forget = submission, forget
-        self._asked: list[_Asked] = []
-        self._states: dict[str, tuple[float, asyncio.Task[Job | None]]] = {}
+        self._asked: list[AskedJob] = []
+        self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._told_home = False
         self.closed = False
@@ -121,7 +81,7 @@ class Jobs:
             await self._settle(asked, order.node)
             raise
 
-    async def _asked_for(self, node: int) -> _Asked:
+    async def _asked_for(self, node: int) -> AskedJob:
         """The job that is to have a node: one that Slurm starts again, or a new one."""
         for asked in self._asked:
             if not asked.is_closed:
@@ -142,15 +102,15 @@ class Jobs:
         # Another order may have been as quick.
         if self._asked and not self._asked[-1].is_closed:
             return self._asked[-1]
-        self._asked.append(_Asked())
+        self._asked.append(AskedJob())
         return self._asked[-1]
 
-    def _note_cancellation(self, asked: _Asked, job: Job | None) -> None:
+    def _note_cancellation(self, asked: AskedJob, job: SlurmJob | None) -> None:
         was_cancelled = job is not None and job.state.startswith("CANCELLED")
         if was_cancelled and asked.has_run and not asked.is_cancelled:
             _stopped[self.pool] = asked.id
 
-    async def _settled(self, id: str) -> Job | None:
+    async def _settled(self, id: str) -> SlurmJob | None:
         """A job that is not ending: what it was for Slurm while its processes ended says little.
 
         A preempted job goes back into the queue, and one that has failed is over.
@@ -162,7 +122,7 @@ class Jobs:
                 return job
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _settle(self, asked: _Asked, node: int) -> None:
+    async def _settle(self, asked: AskedJob, node: int) -> None:
         """After a cancelled `get`, have the job include the node, or know nothing of it."""
         if not asked.is_closed:
             asked.nodes.remove(node)
@@ -171,7 +131,7 @@ class Jobs:
             return
         await asked.submitted.wait()
 
-    async def _give_up(self, asked: _Asked) -> None:
+    async def _give_up(self, asked: AskedJob) -> None:
         """Leave nothing of a job that does not run; what fails now has failed before."""
         if asked.following is not None:
             asked.following.cancel()
@@ -181,7 +141,7 @@ class Jobs:
 
     # From the request to the keepers.
 
-    async def _follow(self, asked: _Asked) -> None:
+    async def _follow(self, asked: AskedJob) -> None:
         try:
             if not asked.id:
                 await asyncio.sleep(GATHER_SECONDS)
@@ -211,18 +171,18 @@ class Jobs:
         finally:
             asked.submitted.set()
 
-    def _tell(self, asked: _Asked, what: str) -> None:
+    def _tell(self, asked: AskedJob, what: str) -> None:
         for node, future in asked.waiting.items():
             if not future.done():
                 asked.orders[node].tell(what)
 
-    async def _until_running(self, asked: _Asked) -> Job:
+    async def _until_running(self, asked: AskedJob) -> SlurmJob:
         began = time.monotonic()
         told, place, placed = "", None, 0.0
         while True:
             job = await self._state(asked.id, fresh=True)
             if job is None or job.has_ended:
-                raise PoolStartError(_ended(asked.id, job))
+                raise PoolStartError(how_it_ended(asked.id, job))
             if job.is_running and job.state != "CONFIGURING":
                 return job
             if why := pending.hopeless(job):
@@ -236,7 +196,7 @@ class Jobs:
                 self._tell(asked, words)
             await asyncio.sleep(min(max(POLL_SECONDS, waited / 20), LONGEST_POLL_SECONDS))
 
-    async def _greet(self, asked: _Asked, job: Job) -> None:
+    async def _greet(self, asked: AskedJob, job: SlurmJob) -> None:
         """Find the keepers of a job that runs, and give its nodes out."""
         self._tell(asked, "starting on the nodes")
         deadline = time.monotonic() + GREETING_SECONDS
@@ -247,7 +207,7 @@ class Jobs:
                 break
             found = await self._state(job.id, fresh=True)
             if found is None or not found.is_running:
-                raise PoolStartError(_ended(job.id, found))
+                raise PoolStartError(how_it_ended(job.id, found))
             job = found
             if time.monotonic() > deadline:
                 raise PoolStartError(
@@ -280,7 +240,7 @@ class Jobs:
             direct=self._submission.is_direct,
         )
 
-    async def _compare_homes(self, asked: _Asked, greetings: list[Greeting]) -> None:
+    async def _compare_homes(self, asked: AskedJob, greetings: list[Greeting]) -> None:
         """Say it if the nodes do not have the home folder of the login node."""
         if self._told_home:
             return
@@ -317,11 +277,11 @@ class Jobs:
             self._close_if_unused()
         return [found[node] for node in sorted(found)]
 
-    def _known(self, job: Job) -> _Asked:
+    def _known(self, job: SlurmJob) -> AskedJob:
         for asked in self._asked:
             if asked.id == job.id:
                 return asked
-        asked = _Asked(nodes=list(job.nodes), id=job.id, is_closed=True)
+        asked = AskedJob(nodes=list(job.nodes), id=job.id, is_closed=True)
         asked.submitted.set()
         self._asked.append(asked)
         return asked
@@ -353,10 +313,10 @@ class Jobs:
         found = await self._state(job, fresh=True)
         if found is None or not found.is_running:
             waits = found is not None and found.is_waiting
-            return "Slurm has put it back into the queue" if waits else _ended(job, found)
+            return "Slurm has put it back into the queue" if waits else how_it_ended(job, found)
         return f"Slurm has given {host} up" if await self.cluster.is_down(host) else "it still runs"
 
-    async def _state(self, id: str, *, fresh: bool = False) -> Job | None:
+    async def _state(self, id: str, *, fresh: bool = False) -> SlurmJob | None:
         """A job's state; nodes that ask at the same time share the answer."""
         asked = self._states.get(id)
         usable = asked is not None and (
@@ -368,7 +328,7 @@ class Jobs:
 
     # The end of nodes and jobs.
 
-    async def release(self, job: str, node: int, host: str, token: str) -> None:
+    async def release(self, job: str, node: int, host: str) -> None:
         """Give a node back; with the last node of a job, cancel it and wait for its end."""
         asked = next((each for each in self._asked if each.id == job), None)
         if asked is None:
@@ -382,7 +342,7 @@ class Jobs:
             asked.settling = self._start(self._give_back(asked))
         await asyncio.shield(asked.settling)
 
-    async def _give_back(self, asked: _Asked) -> None:
+    async def _give_back(self, asked: AskedJob) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         asked.settling = None
         job = await self._settled(asked.id)
@@ -397,7 +357,7 @@ class Jobs:
         elif job.is_running:
             await self._shrink(asked, job, kept)
 
-    async def _shrink(self, asked: _Asked, job: Job, kept: list[int]) -> None:
+    async def _shrink(self, asked: AskedJob, job: SlurmJob, kept: list[int]) -> None:
         """Keep only some nodes of a job; if Slurm refuses, end what runs on the others."""
         gone = [asked.hosts[node] for node in asked.released if node in asked.hosts]
         there = await self.cluster.hostnames(job.hosts)
@@ -409,13 +369,13 @@ class Jobs:
             with contextlib.suppress(PoolError):
                 await steps.end(self.cluster, job.id, host)
 
-    async def _cancel_later(self, asked: _Asked) -> None:
+    async def _cancel_later(self, asked: AskedJob) -> None:
         await asyncio.sleep(REORDER_SECONDS)
         if not asked.waiting and asked in self._asked:
             with contextlib.suppress(PoolError):
                 await self._cancel(asked)
 
-    async def _cancel(self, asked: _Asked, job: Job | None = None) -> None:
+    async def _cancel(self, asked: AskedJob, job: SlurmJob | None = None) -> None:
         """Cancel a job unless it has ended, and wait until nothing of it runs."""
         if asked.following is not None and asked.following is not asyncio.current_task():
             asked.following.cancel()
@@ -435,7 +395,7 @@ class Jobs:
             pause = min(2 * pause, 1.0)
         self._remove(asked)
 
-    def _remove(self, asked: _Asked) -> None:
+    def _remove(self, asked: AskedJob) -> None:
         if asked in self._asked:
             self._asked.remove(asked)
         self._close_if_unused()
@@ -456,11 +416,3 @@ class Jobs:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # Who waits for the task has it.
-
-
-def _ended(id: str, job: Job | None) -> str:
-    """How a job has ended, for people."""
-    if job is None:
-        return f"job {id} is gone; see `sacct --jobs={id}`"
-    said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
-    return f"job {id} ended before it could be used: {job.state}{said}"

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.errors import ConfigurationError, UnreachableError
+from skyward.providers.slurm.on_node.keeper import KNOWN_ENTRIES, home_entries
 
 if TYPE_CHECKING:
     from skyward.providers.ssh import SSH
     from skyward.providers.ssh.connections import HostConnections
     from skyward.providers.ssh.machine import SSHMachine
 
-HOME_ENTRIES = (".", ".ssh", ".bashrc", ".profile", ".bash_profile", ".cache")
 CALL_SECONDS = 60.0
 """How long a command of Slurm's may take: its controller may be busy."""
 CLOSE_SECONDS = 3.0
@@ -33,7 +33,7 @@ _OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandAnswer:
     """What a command said, and its exit status."""
 
     status: int
@@ -52,7 +52,7 @@ class Login(Protocol):
     def open(self) -> None:
         """Keep what connects to the place, until `close`."""
 
-    async def call(self, command: Sequence[str], input: bytes = b"") -> Answer:
+    async def call(self, command: Sequence[str], input: bytes = b"") -> CommandAnswer:
         """Run a command to its end; raises `UnreachableError` if the place is out of reach."""
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
@@ -92,7 +92,7 @@ class Here:
     def open(self) -> None:
         """Nothing connects to this machine."""
 
-    async def call(self, command: Sequence[str], input: bytes = b"") -> Answer:
+    async def call(self, command: Sequence[str], input: bytes = b"") -> CommandAnswer:
         """Run a command as a child process."""
         process = await self._start(command, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
         try:
@@ -105,7 +105,9 @@ class Here:
             ) from None
         finally:
             await self._end(process)
-        return Answer(process.returncode or 0, output.decode(), words.decode(errors="replace"))
+        return CommandAnswer(
+            process.returncode or 0, output.decode(), words.decode(errors="replace")
+        )
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Give one end of a socket pair to a child process."""
@@ -127,11 +129,7 @@ class Here:
 
     async def home(self) -> dict[str, int]:
         """Look at the folder itself."""
-        found = {}
-        for entry in HOME_ENTRIES:
-            with contextlib.suppress(OSError):
-                found[entry] = os.stat(os.path.join(os.path.expanduser("~"), entry)).st_ino
-        return found
+        return home_entries()
 
     async def close(self) -> None:
         """End the processes whose sockets are still open."""
@@ -193,7 +191,7 @@ class Remote:
 
         self._held = self._held or hold(self._ssh.destination(0))
 
-    async def call(self, command: Sequence[str], input: bytes = b"") -> Answer:
+    async def call(self, command: Sequence[str], input: bytes = b"") -> CommandAnswer:
         """Run a command as the login shell's only one."""
         answer = await self._call(self._line(command), input)
         if answer.status == NOT_FOUND and not self._in_login_shell:
@@ -212,14 +210,14 @@ class Remote:
         line = shlex.join(command)
         return f"bash -lc {shlex.quote(f'exec {line}')}" if self._in_login_shell else line
 
-    async def _call(self, line: str, input: bytes) -> Answer:
+    async def _call(self, line: str, input: bytes) -> CommandAnswer:
         from skyward.providers.ssh.commands import CommandSession
 
         output, words = bytearray(), bytearray()
         session = CommandSession(output.extend, announced=False, errors=words.extend)
         async with asyncio.timeout(CALL_SECONDS):
             status = await self._host().execute(session, line, input)
-        return Answer(status, output.decode(), words.decode(errors="replace"))
+        return CommandAnswer(status, output.decode(), words.decode(errors="replace"))
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Bridge a socket to the channel of a command."""
@@ -232,7 +230,7 @@ class Remote:
 
     async def home(self) -> dict[str, int]:
         """Ask `stat`; the folder in which a command of SSH runs is the home folder."""
-        command = ["stat", "--dereference", "--format=%i %n", *HOME_ENTRIES]
+        command = ["stat", "--dereference", "--format=%i %n", *KNOWN_ENTRIES]
         answer = await self._call(shlex.join(command), b"")
         pairs = (line.split(" ", 1) for line in answer.output.splitlines() if " " in line)
         return {name: int(number) for number, name in pairs if number.isdigit()}

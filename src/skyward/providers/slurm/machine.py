@@ -9,16 +9,32 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from skyward.errors import UnreachableError
 from skyward.wire.connecting import host_and_port
 
-if TYPE_CHECKING:
-    from skyward.providers.slurm.jobs import Jobs
-
 CHUNK = 256 << 10
 NOTICE = "skyward.providers.slurm.notice"
+
+
+class JobNodes(Protocol):
+    """The nodes of a pool's jobs, for the machines that they are."""
+
+    async def pipe(self, job: str, host: str, target: str) -> socket.socket:
+        """A socket whose other end is one on a node."""
+
+    async def connect(self, address: str, port: int) -> socket.socket:
+        """Connect to a port of a node from the login node."""
+
+    async def has(self, job: str, host: str, token: str) -> bool:
+        """Whether a job has a node, and the keeper there is the one with this token."""
+
+    async def how_it_is(self, job: str, host: str) -> str:
+        """What Slurm says of a job and a node of it."""
+
+    async def release(self, job: str, node: int, host: str) -> None:
+        """Give a node back, and with the last one the job."""
 
 
 class SlurmMachine:
@@ -26,7 +42,7 @@ class SlurmMachine:
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: JobNodes,
         job: str,
         node: int,
         host: str,
@@ -94,7 +110,7 @@ class SlurmMachine:
     async def destroy(self) -> None:
         """Give the node back, and with the last node of the job the job."""
         if not self._destroyed:
-            await self._jobs.release(self.job, self.node, self.host, self.token)
+            await self._jobs.release(self.job, self.node, self.host)
             self._destroyed = True
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 
-from skyward.providers.slurm.commands import Job
+from skyward.providers.slurm.commands import SlurmJob
 
 _ADVICE = (
     ("PartitionTimeLimit", "the partition allows less time: give a shorter time="),
@@ -30,7 +30,7 @@ _LIMITS = ("MaxGRESPerUser", "MaxCpuPerUser", "MaxJobsPerUser", "MaxMemoryPerUse
 _SOON = ("None", "")
 
 
-def told(job: Job, place: tuple[int, int] | None) -> str:
+def told(job: SlurmJob, place: tuple[int, int] | None) -> str:
     """Why a job waits, for people: "job 42 waits: Priority (3rd of 12 in main)"."""
     if job.reason in _SOON:
         return f"job {job.id} is submitted"
@@ -61,7 +61,7 @@ def expected(start: str) -> str | None:
     return when.strftime("%H:%M" if today else "%Y-%m-%d %H:%M")
 
 
-def hopeless(job: Job) -> str:
+def hopeless(job: SlurmJob) -> str:
     """Why a job will never run, with the next step; empty if it may yet."""
     if not any(job.reason.startswith(words) for words in _HOPELESS):
         return ""

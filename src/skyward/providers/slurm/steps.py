@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyward.errors import UnreachableError
-from skyward.providers.slurm.commands import Cluster, first_words
+from skyward.providers.slurm.commands import SlurmCluster, first_words
 from skyward.providers.slurm.on_node.relay import NO_KEEPER
 from skyward.providers.slurm.script import relay_command
 
@@ -31,7 +31,7 @@ class Greeting:
     home: dict[str, int]
 
 
-async def options(cluster: Cluster) -> list[str]:
+async def options(cluster: SlurmCluster) -> list[str]:
     """The options of every step beside the keepers': they take nothing for themselves."""
     return [
         *await cluster.overlap(),
@@ -39,7 +39,7 @@ async def options(cluster: Cluster) -> list[str]:
     ]
 
 
-async def relaying(cluster: Cluster, job: str, host: str, target: str) -> list[str]:
+async def relaying(cluster: SlurmCluster, job: str, host: str, target: str) -> list[str]:
     """The command whose standard streams lead to a socket on a node."""
     place = [f"--jobid={job}", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
     # With buffers, Slurm passes output on line by line.
@@ -50,7 +50,7 @@ async def relaying(cluster: Cluster, job: str, host: str, target: str) -> list[s
 
 
 async def greet(
-    cluster: Cluster, job: str, hosts: Sequence[str], keeper: str = "keeper"
+    cluster: SlurmCluster, job: str, hosts: Sequence[str], keeper: str = "keeper"
 ) -> tuple[list[Greeting], str]:
     """The greetings of the keepers of a job, and what Slurm said if some are missing."""
     count = len(hosts)
@@ -78,7 +78,7 @@ def _greeting(text: str) -> Greeting:
     )
 
 
-async def greet_one(cluster: Cluster, job: str, host: str) -> Greeting | None:
+async def greet_one(cluster: SlurmCluster, job: str, host: str) -> Greeting | None:
     """The greeting of the keeper on one node; None if none runs there."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -90,7 +90,7 @@ async def greet_one(cluster: Cluster, job: str, host: str) -> Greeting | None:
     return found[0] if found else None
 
 
-async def end(cluster: Cluster, job: str, host: str) -> None:
+async def end(cluster: SlurmCluster, job: str, host: str) -> None:
     """Have the keeper on a node end, with all that it runs."""
     place = [f"--jobid={job}", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
     command = ["srun", *await options(cluster), *place, *relay_command("keeper-now", _END)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
 from skyward.providers import Order, Request
 from skyward.providers.slurm import resources, steps
-from skyward.providers.slurm.commands import Cluster, check, first_words, shortened
+from skyward.providers.slurm.commands import SlurmCluster, check, first_words, shortened
 from skyward.providers.slurm.script import SIGNAL, batch_script
 
 _NOT_THERE = "Requested node configuration is not available"
@@ -36,7 +36,9 @@ class Submission:
         """The name of a pool's jobs."""
         return f"sky-{pool}"
 
-    async def submit(self, cluster: Cluster, pool: str, nodes: Sequence[int], order: Order) -> str:
+    async def submit(
+        self, cluster: SlurmCluster, pool: str, nodes: Sequence[int], order: Order
+    ) -> str:
         """Submit a job for some nodes, and give its number; raises with Slurm's own words."""
         request = order.request
         there = await self._nodes(cluster, request)
@@ -60,7 +62,7 @@ class Submission:
             raise PoolStartError(f"`sbatch` gave no number of a job, but {answer.output!r}")
         return id
 
-    async def _some_are_away(self, cluster: Cluster) -> bool:
+    async def _some_are_away(self, cluster: SlurmCluster) -> bool:
         """Whether nodes that are down at the moment might have what is asked for.
 
         The test of `sbatch` knows only nodes that are up; a job may wait for the others.
@@ -76,7 +78,9 @@ class Submission:
         where = [] if self.partition is None else [f"--partition={self.partition}"]
         return ["sinfo", "--noheader", "--Node", f"--format={format}", *where]
 
-    def _refuse(self, cluster: Cluster, said: str, there: Sequence[resources.NodeKind]) -> None:
+    def _refuse(
+        self, cluster: SlurmCluster, said: str, there: Sequence[resources.NodeKind]
+    ) -> None:
         if any(words in said for words in _FOR_A_WHILE):
             raise UnavailableError(f"Slurm on {cluster.login.name} said: {said}")
         if "Unable to contact" in said or "Socket timed out" in said:
@@ -87,7 +91,7 @@ class Submission:
             "there is, and change the request"
         )
 
-    async def _nodes(self, cluster: Cluster, request: Request) -> list[resources.NodeKind]:
+    async def _nodes(self, cluster: SlurmCluster, request: Request) -> list[resources.NodeKind]:
         """The nodes that the job may get, if the request is for GPUs."""
         if request.accelerator is None:
             return []
@@ -119,7 +123,7 @@ class Submission:
 
     async def _script(
         self,
-        cluster: Cluster,
+        cluster: SlurmCluster,
         pool: str,
         nodes: Sequence[int],
         request: Request,
