@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from measure import Sample
 from report import Row, absent, absolute, run_suite
 from testbed import NoTestbedError
@@ -66,29 +65,12 @@ def cluster() -> Iterator[None]:
         tests.stop()
 
 
-class Watch:
-    """Notes when a job starts, by asking Slurm over and over."""
-
-    def __init__(self) -> None:
-        self.running = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._over.is_set():
-            asked = time.monotonic()
-            command = ["squeue", "--noheader", "--format=%T"]
-            told = subprocess.run(command, capture_output=True, text=True).stdout
-            if "RUNNING" in told and not self.running:
-                # It may have started at any moment since the question before: the earliest counts.
-                self.running = asked - 0.02
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        """End the watch."""
-        self._over.set()
-        self._thread.join()
+def began() -> float:
+    """When the script of the one job that runs was started."""
+    for process in psutil.process_iter(["name", "cmdline", "create_time"]):
+        if ".batch]" in " ".join(process.info["cmdline"] or [process.info["name"]]):
+            return float(process.info["create_time"])
+    raise RuntimeError("no job's script runs on this machine")
 
 
 def pools(size: Size) -> Sequence[Row]:
@@ -98,13 +80,11 @@ def pools(size: Size) -> Sequence[Row]:
     try:
         with cluster():
             for number in range(size.rounds + 1):
-                watch = Watch()
                 with sky.Compute(sky.Slurm(python=sys.executable), nodes=2, options=QUIET):
-                    now = time.monotonic()
-                    watch.stop()
+                    seconds = time.time() - began()
                     leaving = time.monotonic()
                 if number:  # The first compiles the sources.
-                    ready.append(now - watch.running)
+                    ready.append(seconds)
                     ended.append(time.monotonic() - leaving)
     except NoTestbedError as problem:
         return [absent(what, "", str(problem))]

@@ -23,7 +23,7 @@ from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import ALL, only_in_all, wait_until
 from . import slurm_testbed
-from .leftovers import Script, on_this_host, show_and_remove_after_a_kill
+from .leftovers import Script, on_this_host, press_ctrl_c, show_and_remove_after_a_kill
 from .slurm_testbed import jobs, says
 from .ssh_hosts import Sshd, free_port, skip_if_absent
 
@@ -195,6 +195,15 @@ def test_what_a_killed_client_leaves_is_removed(phase: str, state: Journal) -> N
 
     wait_until(lambda: jobs() == [], 20, "the end of the job")
     wait_until(lambda: on_this_host(pool) == [], 20, f"the removal of {on_this_host(pool)}")
+
+
+@only_in_all
+@pytest.mark.parametrize("phase", ["submitting a job", "starting on", "starting workers", "ready"])
+def test_ctrl_c_leaves_nothing(phase: str, state: Journal) -> None:
+    pools = press_ctrl_c(Script("slurm_testbed.provider()", LINE), phase, state)
+
+    assert jobs() == []
+    assert [left for pool in pools for left in on_this_host(pool)] == []
 
 
 @only_in_all

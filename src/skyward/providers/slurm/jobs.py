@@ -22,7 +22,7 @@ from skyward.providers.slurm.submission import Submission
 
 GATHER_SECONDS = 0.05
 """How long the client waits for the orders, or the ends, of other nodes of the pool."""
-POLL_SECONDS, LONGEST_POLL_SECONDS = 0.2, 2.0
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.1, 2.0
 """How often the client asks for a job that waits: at first, and after some time."""
 PLACE_SECONDS = 15.0
 """How often the client asks for the place of a job in the queue."""
@@ -152,9 +152,7 @@ class Jobs:
                 asked.nodes.sort()
                 order = asked.orders[asked.nodes[0]]
                 self._tell(asked, "submitting a job")
-                asked.id = await self._submission.submit(
-                    self.cluster, self.pool, asked.nodes, order
-                )
+                await self._submit(asked, order)
                 asked.submitted.set()
             job = await self._until_running(asked)
             await self._greet(asked, job)
@@ -170,6 +168,18 @@ class Jobs:
             asked.fail(problem)
         finally:
             asked.submitted.set()
+
+    async def _submit(self, asked: AskedJob, order: Order) -> None:
+        """Submit the job; who is cancelled meanwhile still learns its number."""
+        submitting = self._start(
+            self._submission.submit(self.cluster, self.pool, asked.nodes, order)
+        )
+        try:
+            asked.id = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                asked.id = await submitting
+            raise
 
     def _tell(self, asked: AskedJob, what: str) -> None:
         for node, future in asked.waiting.items():
@@ -382,6 +392,9 @@ class Jobs:
             await asyncio.wait({asked.following})
         asked.released.update(asked.nodes)
         asked.is_cancelled = True
+        if not asked.id:
+            self._remove(asked)
+            return
         deadline = time.monotonic() + GONE_SECONDS
         if job is None or not job.has_ended:
             await self.cluster.cancel(asked.id)

@@ -68,6 +68,17 @@ class Login(Protocol):
         """Close the connections."""
 
 
+def _answer(status: int, output: bytes | bytearray, words: bytes | bytearray) -> CommandAnswer:
+    return CommandAnswer(status, output.decode(errors="replace"), words.decode(errors="replace"))
+
+
+def _silent(command: str, login: Login) -> UnreachableError:
+    return UnreachableError(
+        f"`{command}` on {login.name} did not answer for {CALL_SECONDS:g} s; is the controller of "
+        "Slurm up? see `scontrol ping`"
+    )
+
+
 def here_environment() -> dict[str, str]:
     """This process's environment for Slurm's commands, which take it to the nodes.
 
@@ -99,15 +110,10 @@ class Here:
             async with asyncio.timeout(CALL_SECONDS):
                 output, words = await process.communicate(input)
         except TimeoutError:
-            raise UnreachableError(
-                f"`{command[0]}` did not answer for {CALL_SECONDS:g} s; is the controller of "
-                "Slurm up? see `scontrol ping`"
-            ) from None
+            raise _silent(command[0], self) from None
         finally:
             await self._end(process)
-        return CommandAnswer(
-            process.returncode or 0, output.decode(), words.decode(errors="replace")
-        )
+        return _answer(process.returncode or 0, output, words)
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Give one end of a socket pair to a child process."""
@@ -141,12 +147,13 @@ class Here:
     async def _start(
         self, command: Sequence[str], input: int, output: int
     ) -> asyncio.subprocess.Process:
+        speaks = output == asyncio.subprocess.PIPE
         try:
             return await asyncio.create_subprocess_exec(
                 *command,
                 stdin=input,
                 stdout=output,
-                stderr=asyncio.subprocess.PIPE if output == asyncio.subprocess.PIPE else -3,
+                stderr=asyncio.subprocess.PIPE if speaks else asyncio.subprocess.DEVNULL,
                 env=here_environment(),
                 # Ctrl-C in a terminal is for the client, which decides what ends.
                 start_new_session=True,
@@ -215,9 +222,12 @@ class Remote:
 
         output, words = bytearray(), bytearray()
         session = CommandSession(output.extend, announced=False, errors=words.extend)
-        async with asyncio.timeout(CALL_SECONDS):
-            status = await self._host().execute(session, line, input)
-        return CommandAnswer(status, output.decode(), words.decode(errors="replace"))
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                status = await self._host().execute(session, line, input)
+        except TimeoutError:
+            raise _silent(line.split()[0], self) from None
+        return _answer(status, output, words)
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Bridge a socket to the channel of a command."""

@@ -13,9 +13,10 @@ WARNING_SECONDS = 120
 SIGNAL = f"--signal=B:USR1@{WARNING_SECONDS}"
 """To the script alone: a signal to the steps would end the user's processes."""
 NO_PYTHON = 78
+# The system's own first: what comes first on the path may be a script that looks for a Python.
 _START = """\
-for python in python3 /usr/libexec/platform-python python3.13 python3.12 python3.11 python3.10 \\
-    python3.9 python3.8 python3.7 python3.6
+for python in /usr/bin/python3 python3 /usr/libexec/platform-python python3.13 python3.12 \\
+    python3.11 python3.10 python3.9 python3.8 python3.7 python3.6
 do
     if command -v "$python" >/dev/null 2>&1; then exec "$python" -I -c "$@"; fi
 done
