@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -105,6 +106,16 @@ def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
 
     (note,) = asyncio.run(scenario())
     assert "the home folder of this machine is not that of n" in note
+
+
+@pytest.mark.skipif(
+    shutil.which("apptainer") is not None or shutil.which("singularity") is not None,
+    reason="this machine has apptainer",
+)
+def test_a_job_whose_keepers_do_not_start_says_why() -> None:
+    with pytest.raises(sky.PoolStartError, match=r"used.*; it said: .*there is no apptainer on n"):
+        with sky.Compute(slurm_testbed.provider(container="x"), options=QUIET):
+            pass
 
 
 def test_without_pyxis_commands_run_in_apptainers_container(tmp_path: Path) -> None:

@@ -57,4 +57,6 @@ def how_it_ended(id: str, job: SlurmJob | None) -> str:
     if job is None:
         return f"job {id} is gone; see `sacct --jobs={id}`"
     said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
-    return f"job {id} ended before it could be used: {job.state}{said}"
+    # What it has come to is known only when all its processes have ended.
+    state = "" if job.state == "COMPLETING" else f": {job.state}"
+    return f"job {id} ended before it could be used{state}{said}"

@@ -136,7 +136,7 @@ class Submission:
         }
         launch = [
             *("--ntasks-per-node=1", "--no-kill", "--wait=0", "--kill-on-bad-exit=0"),
-            *("--mpi=none", "--cpu-bind=none"),
+            *("--mpi=none", "--cpu-bind=none", "--quiet"),
             # From 22.05 on, the step does not get all processors of the job by itself.
             *(each for each in asked if each.startswith("--cpus-per-task=")),
         ]
