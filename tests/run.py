@@ -35,13 +35,13 @@ PROCESSES = os.cpu_count() or 2
 SLOWEST = 25
 NOTHING_COLLECTED = 5
 LANES = {
+    "jobs": re.compile(r"\bslurm_testbed\b"),
     "containers": re.compile(r"\bengine\b"),
     "hosts": re.compile(r"\bsshd\b|\blinked\b"),
     "pods": re.compile(r"\bkube\b"),
-    "jobs": re.compile(r"\bslurm_testbed\b"),
     "instances": re.compile(r"\bec2: |\(\"ec2\"\)"),
 }
-"""What files have in them that need the one Podman, SSH hosts, Kubernetes, Slurm, or EC2."""
+"""What files have in them that need Slurm, the one Podman, SSH hosts, Kubernetes, or EC2."""
 ORDER = (("instances", "containers"), ("hosts", "pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "jobs", "instances")

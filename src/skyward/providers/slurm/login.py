@@ -231,7 +231,7 @@ class Remote:
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Bridge a socket to the channel of a command."""
-        return await self._host().dial(f"exec:{self._line(command)}")
+        return await self._host().stream(self._line(command))
 
     async def connect(self, address: str, port: int) -> socket.socket:
         """Connect through the login node."""

@@ -59,22 +59,29 @@ class HostConnections:
     ) -> AsyncIterator[None]:
         """Start a command on a connection that takes one more; a new connection if none does."""
         while True:
-            chosen = await self._choose(lambda each: not each.busy and each.commands < each.room)
-            chosen.commands += 1
+            place = await self.command_place()
             try:
-                start = chosen.connection.create_session(lambda: session, text, encoding=None)
-                try:
-                    await opened(start)
-                except asyncssh.ChannelOpenError:
-                    if chosen.commands == 1:
-                        raise
-                    chosen.room = chosen.commands - 1
-                    continue
+                start = place.connection.create_session(lambda: session, text, encoding=None)
+                await opened(start)
+            except asyncssh.ChannelOpenError:
+                place.leave()
+                if not place.was_full():
+                    raise
+                continue
+            except BaseException:
+                place.leave()
+                raise
+            try:
                 yield
                 return
             finally:
-                chosen.commands -= 1
-                self._close_if_unused(chosen)
+                place.leave()
+
+    async def command_place(self) -> CommandPlace:
+        """The place of one command, on a connection that takes one more."""
+        chosen = await self._choose(lambda each: not each.busy and each.commands < each.room)
+        chosen.commands += 1
+        return CommandPlace(chosen, self._close_if_unused)
 
     async def _choose(self, fits: Callable[[_Connection], bool], busy: bool = False) -> _Connection:
         """An open connection that fits, or else the next that opens and has room for us too."""
@@ -170,6 +177,33 @@ class _Connection:
             self.connection.abort()
         if self._jump is not None:
             await self._jump.close()
+
+
+class CommandPlace:
+    """The place of a command on a connection, which takes only so many."""
+
+    def __init__(self, connection: _Connection, left: Callable[[_Connection], None]) -> None:
+        self._on, self._left = connection, left
+
+    @property
+    def connection(self) -> asyncssh.SSHClientConnection:
+        """The connection itself."""
+        return self._on.connection
+
+    def was_full(self) -> bool:
+        """Whether a host that refused the command may take it on another connection.
+
+        To be asked when the place has been given back: the connection takes no more from then on.
+        """
+        if self._on.commands == 0:
+            return False
+        self._on.room = self._on.commands
+        return True
+
+    def leave(self) -> None:
+        """Give the place back, once."""
+        self._on.commands -= 1
+        self._left(self._on)
 
 
 class _JumpStream:

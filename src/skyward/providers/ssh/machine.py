@@ -124,8 +124,33 @@ class SSHMachine:
             raise
         return end
 
+    async def stream(self, line: str) -> socket.socket:
+        """A socket that is the standard input and output of a command line.
+
+        The command runs outside of the folder, which need not exist.
+        """
+        async with self._connections() as host:
+            while True:
+                place = await host.command_place()
+                try:
+                    return await self._bridge(host, place.connection, place.leave, f"exec:{line}")
+                except OSError as error:
+                    refused = isinstance(error.__cause__, asyncssh.ChannelOpenError)
+                    if not (refused and place.was_full()):
+                        raise
+
     async def _bridged(self, host: HostConnections, endpoint: str) -> socket.socket:
         connection, over = await host.connection(busy=endpoint != self._agent)
+        return await self._bridge(host, connection, over, endpoint)
+
+    async def _bridge(
+        self,
+        host: HostConnections,
+        connection: asyncssh.SSHClientConnection,
+        over: Callable[[], None],
+        endpoint: str,
+    ) -> socket.socket:
+        """Build a bridge; `over` is called, once, when it has ended or cannot be built."""
         began = time.monotonic()
         kept = [hold(self._destination)]
 

@@ -175,12 +175,8 @@ class Keeper:
         # type: () -> None
         """Reap what ended, and end the keeper if nobody has needed the node for a while."""
         with self.lock:
-            own = {each.pid for each in self.commands}
             is_used = self.busy > 0
-        for pid in self.children():
-            if pid not in own:
-                with contextlib.suppress(OSError):
-                    os.waitpid(pid, os.WNOHANG)
+            self.reap({each.pid for each in self.commands})
         if is_used or processes_below(os.getpid()):
             self.used = time.time()
         elif time.time() - self.used > self.idle_seconds:
@@ -251,15 +247,18 @@ class Keeper:
         variables = environment()
         variables[VARIABLE] = self.folder
         try:
-            process = subprocess.Popen(
-                self.inside + command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,
-                env=variables,
-                start_new_session=True,
-            )
+            # Known before it can end: else `look` would take its status.
+            with self.lock:
+                process = subprocess.Popen(
+                    self.inside + command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.folder,
+                    env=variables,
+                    start_new_session=True,
+                )
+                self.commands.add(process)
         except OSError as problem:
             status = 127 if isinstance(problem, FileNotFoundError) else 126
             send(connection, b"o", ("%s\n" % problem).encode())
@@ -268,8 +267,6 @@ class Keeper:
             while connection.recv(CHUNK):
                 pass
             return
-        with self.lock:
-            self.commands.add(process)
         over = threading.Event()
         feeding = threading.Thread(target=feed, args=(connection, process, over), daemon=True)
         feeding.start()
@@ -316,10 +313,12 @@ class Keeper:
         send_signal(below, signal.SIGCONT)
         deadline = time.time() + END_SECONDS
         while processes_below(os.getpid()) and time.time() < deadline:
-            self.look_away()
+            self.reap(set())
+            time.sleep(0.02)
         while processes_below(os.getpid()) and time.time() < deadline + END_SECONDS:
             send_signal(processes_below(os.getpid()), signal.SIGKILL)
-            self.look_away()
+            self.reap(set())
+            time.sleep(0.02)
         self.remove_node_folders()
         shutil.rmtree(self.folder, ignore_errors=True)
         # The threads of connections need not be waited for.
@@ -338,12 +337,13 @@ class Keeper:
             except (OSError, ValueError, IndexError):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def look_away(self):
-        # type: () -> None
+    def reap(self, own):
+        # type: (set[int]) -> None
+        """Take the status of children that have ended, except those that others wait for."""
         for pid in self.children():
-            with contextlib.suppress(OSError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.02)
+            if pid not in own:
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
 
 
 def has_gone(connection):
