@@ -17,6 +17,7 @@ from skyward.providers.slurm.asked import AskedJob, how_it_ended
 from skyward.providers.slurm.commands import SlurmCluster, SlurmJob, shortened
 from skyward.providers.slurm.login import Login
 from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
+from skyward.providers.slurm.spares import Spares
 from skyward.providers.slurm.steps import Greeting
 from skyward.providers.slurm.submission import Submission
 
@@ -54,6 +55,7 @@ class Jobs:
         self._asked: list[AskedJob] = []
         self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._spares = Spares(self._pipe)
         self._told_home = False
         self.closed = False
 
@@ -212,9 +214,11 @@ class Jobs:
         deadline = time.monotonic() + GREETING_SECONDS
         while True:
             hosts = await self.cluster.hostnames(job.hosts)
+            self._spares.prepare(job.id, hosts)
             greetings, words = await steps.greet(self.cluster, job.id, hosts)
             if len(greetings) == len(hosts):
                 break
+            self._spares.close(job.id)
             found = await self._state(job.id, fresh=True)
             if found is None or not found.is_running:
                 raise PoolStartError(how_it_ended(job.id, found))
@@ -300,6 +304,11 @@ class Jobs:
 
     async def pipe(self, job: str, host: str, target: str) -> socket.socket:
         """A socket whose other end is one on a node."""
+        if target == "keeper" and (spare := await self._spares.take(job, host)) is not None:
+            return spare
+        return await self._pipe(job, host, target)
+
+    async def _pipe(self, job: str, host: str, target: str = "keeper") -> socket.socket:
         return await self.login.pipe(await steps.relaying(self.cluster, job, host, target))
 
     async def connect(self, address: str, port: int) -> socket.socket:
@@ -409,6 +418,7 @@ class Jobs:
         self._remove(asked)
 
     def _remove(self, asked: AskedJob) -> None:
+        self._spares.close(asked.id)
         if asked in self._asked:
             self._asked.remove(asked)
         self._close_if_unused()
