@@ -182,6 +182,25 @@ def test_a_waiting_job_says_why_and_starts_when_there_is_room(blocked: str) -> N
     assert any(re.match(r"job \d+ waits: (Resources|Priority)", each) for each in told), told
 
 
+def test_the_first_node_of_a_job_may_end_before_the_others() -> None:
+    """Slurm does not take back the node on which the job's script runs."""
+
+    async def scenario() -> None:
+        provider = slurm_testbed.provider()
+        orders = [Order("t-first", node, plain_request()) for node in range(2)]
+        first, second = await asyncio.gather(*(provider.create(order) for order in orders))
+
+        await first.destroy()
+
+        assert [machine.node for machine in await provider.find("t-first")] == [1]
+        assert await second.alive()
+        assert await second.run(["true"]) == 0
+        await second.destroy()
+        assert await provider.find("t-first") == []
+
+    asyncio.run(scenario())
+
+
 # The client's end.
 
 

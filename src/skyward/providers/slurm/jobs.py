@@ -384,6 +384,9 @@ class Jobs:
         comment = f"skyward:{shortened(kept)}"
         if hosts == there or await self.cluster.shrink(job.id, hosts, comment):
             return
+        # The job's script runs on its first node, which it cannot give back.
+        if there[0] in gone and len(hosts) + 1 < len(there):
+            await self.cluster.shrink(job.id, [there[0], *hosts], comment)
         for host in set(gone) & set(there):
             with contextlib.suppress(PoolError):
                 await steps.end(self.cluster, job.id, host)
