@@ -14,6 +14,9 @@ from skyward.worker import lifeline
 
 PAUSE_SECONDS = 10.0
 """How long the agent waits before it starts a module again that ended without a notice."""
+START_SECONDS = 1.5
+"""How long the agent leaves the processors to the start of its workers: importing the module of a
+provider took 0.2 s, and a node is not taken back as soon as it has started."""
 REASON_LENGTH = 500
 
 
@@ -33,6 +36,7 @@ class Notices:
             self._thread.start()
 
     def _watch(self) -> None:
+        self._closed.wait(START_SECONDS)
         while not self._closed.is_set():
             notice = self._await_notice()
             if notice is not None:
