@@ -28,8 +28,6 @@ _in_use: list[Any] = []
 
 def skip_if_absent() -> None:
     """Skip where no cluster can be started."""
-    if os.environ.get("SLURM_CONF"):
-        return
     if not (TESTBED / "slurm-up").exists():
         pytest.skip("there is no testbed with a Slurm cluster")
     if os.geteuid() != 0:
@@ -38,8 +36,9 @@ def skip_if_absent() -> None:
 
 def start() -> str:
     """Start the cluster, unless one is up; gives the path of its configuration."""
-    if given := os.environ.get("SLURM_CONF"):
-        return given
+    # One that somebody has started stays up; a cluster that is not the testbed's is not touched.
+    if os.environ.get("SLURM_CONF") == str(STATE / "slurm.conf"):
+        return str(STATE / "slurm.conf")
     with _locked("starting"):
         lock = _lock_file("in-use").open("w")
         fcntl.flock(lock, fcntl.LOCK_SH)
