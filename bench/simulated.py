@@ -1,8 +1,8 @@
 """Simulated nodes: agents and executors of a thousand machines in one helper process.
 
-They have real sockets and speak the wire protocol with TLS, and they do no work: an executor answers
-each task at once, or after the seconds that the task's name says. Between executors nothing moves
-but the news that a buffer has arrived. `Simulation` is the provider, in the client's process.
+They have real sockets and speak the wire protocol with TLS, and they do no work: an executor
+answers each task at once, or after the seconds that the task's name says. Between executors nothing
+moves but the news that a buffer has arrived. `Simulation` is the provider, in the client's process.
 """
 
 from __future__ import annotations
