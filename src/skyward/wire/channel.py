@@ -101,6 +101,11 @@ class Channel:
         if self.link is not None:
             self.link.connections.watch(told)
 
+    def expect_end(self) -> None:
+        """Over a link, connect no more once the other end, which was told to end, has done so."""
+        if self.link is not None:
+            self.link.connections.ending = True
+
     def reconnect(self) -> None:
         """Over a link, give up a connection that seems dead; the client makes a new one."""
         if self.link is not None:
