@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import selectors
@@ -438,17 +439,17 @@ class World:
             take = node.executor.read
         else:
             channel.send(ExecutorUp(0, 0, os.getpid(), node.endpoint))
-            take = self._control
+            take = functools.partial(self._control, node.config.node)
         self.loop.watch(
             channel, lambda frame: take(channel, frame), lambda problem: channel.close()
         )
 
-    def _control(self, channel: Channel, frame: Frame) -> None:
+    def _control(self, node: int, channel: Channel, frame: Frame) -> None:
         match message := messages.decode(frame.kind, frame.meta):
             case Ping():
                 channel.send(message)
             case Shutdown():
-                channel.close()
+                self.do_remove([node])
 
 
 if __name__ == "__main__":
