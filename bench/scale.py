@@ -274,8 +274,9 @@ def rows_of(nodes: int, figures: dict[str, list[float]]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, nargs="*", default=SIZES, help="sizes of the pools")
+    parser.add_argument("--nodes", type=int, nargs="*", help="sizes of the pools")
     parser.add_argument("--rounds", type=int, default=9, help="broadcasts of each kind")
+    parser.add_argument("--quick", action="store_true", help="10 nodes: a smoke test")
     parser.add_argument("--rows", type=Path, help="write the rows here as JSON, print nothing")
     parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -286,7 +287,7 @@ def main() -> None:
         print(json.dumps(trial.figures))
         return
     rows: list[Row] = []
-    for nodes in options.nodes:
+    for nodes in options.nodes or (SIZES[:1] if options.quick else SIZES):
         start = time.perf_counter()
         try:
             rows += rows_of(nodes, measured(nodes, options.rounds))

@@ -8,7 +8,6 @@ import threading
 import time
 import tracemalloc
 import zlib
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from skyward.console.terminal import Live, Terminal
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.fleet import Fleet
+from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal
 from skyward.nodes.node import Node
 from skyward.nodes.roster import Roster
@@ -259,16 +259,16 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
         begun.set()
         go_on.wait(10)
 
-    fleet: Any = Fleet.__new__(Fleet)
-    fleet._joining, fleet._telling_joined = deque([(roster.nodes[0], 0)]), threading.Lock()
-    fleet._briefing = SimpleNamespace(tell_all=tell_all)
-    fleet._console = SimpleNamespace(phase=lambda *_: None)
-    first = threading.Thread(target=fleet._tell_joined)
+    briefing: Any = SimpleNamespace(tell_all=tell_all)
+    console: Any = SimpleNamespace(phase=lambda *_: None)
+    joining = Joining(briefing, console)
+    joining.add(roster.nodes[0], 0)
+    first = threading.Thread(target=joining.tell)
     first.start()
     assert begun.wait(10)
     for node in roster.nodes[1:]:
-        fleet._joining.append((node, 0))
-        fleet._tell_joined()
+        joining.add(node, 0)
+        joining.tell()
     go_on.set()
     first.join(10)
     assert len(told) == 2

@@ -2,7 +2,7 @@
 
 The first executors of a broadcast form a chain: each receives and sends the buffer once, which is
 the fastest way for few of them. Behind the chain, each executor passes the buffer on to two others
-at most. So a thousand executors are 14 steps deep, and the loss of one concerns few others.
+at most. So a thousand executors are 13 steps deep, and the loss of one concerns few others.
 """
 
 from __future__ import annotations

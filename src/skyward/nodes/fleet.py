@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.devices import START_SECONDS, DeviceDesk
 from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
+from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
@@ -87,9 +87,6 @@ class Fleet:
         self._prospects = prospects
         self._is_here = is_here(spec.provider)
         self._beats = 0
-        self._joining: deque[tuple[Node, int]] = deque()
-        """Nodes that are about to be ready, with the number of their executors."""
-        self._telling_joined = threading.Lock()
         self._opened = False
         """Whether the provider may have been asked for machines."""
         self._journal = NoJournal() if self._is_here else Journal()
@@ -101,6 +98,7 @@ class Fleet:
         clustered = authority is not None and spec.options.cluster
         self._roster = Roster()
         self._briefing = Briefing(pool_id, spec, authority, self._roster, clustered=clustered)
+        self._joining = Joining(self._briefing, console)
         contacts = self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         self._preparer = Preparer(
             spec.preparations,
@@ -404,7 +402,7 @@ class Fleet:
             case Ping():
                 pass
             case ExecutorUp():
-                connecting.submit(self._executors.up, node, message)
+                connecting.run(functools.partial(self._executors.up, node, message))
             case ExecutorDown():
                 self._executors.down(node, message)
             case Prepared():
@@ -427,26 +425,10 @@ class Fleet:
         self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
         expected = self._briefing.workers_on(node) * self._processes
         if self._roster.serves and node.join(expected):
-            self._joining.append((node, expected))
-            connecting.run(self._tell_joined)
-        elif node.become_ready(expected):
-            self._console.phase(node.index, "ready")
-
-    def _tell_joined(self) -> None:
-        """Tell all nodes of those that are about to be ready; these are ready then.
-
-        All at once: many may come together, and all others must be told of each.
-        """
-        # If another thread is telling, that thread goes on with those that have come meanwhile.
-        while self._joining and self._telling_joined.acquire(blocking=False):
-            try:
-                joined = [self._joining.popleft() for _ in range(len(self._joining))]
-                self._briefing.tell_all()
-                for node, expected in joined:
-                    if node.become_ready(expected):
-                        self._console.phase(node.index, "ready")
-            finally:
-                self._telling_joined.release()
+            self._joining.add(node, expected)
+            connecting.run(self._joining.tell)
+        else:
+            self._joining.become_ready(node, expected)
 
     # At every beat: heartbeats, tasks behind slow ones, nodes that did not start, scaling.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -110,7 +112,9 @@ class Startup:
             node.launch(self._launch)
 
     def _launch(self, node: Node) -> Future[None]:
-        return provider_loop.submit(self._bring_up(node))
+        starting = provider_loop.submit(self._bring_up(node))
+        starting.add_done_callback(_show_failure)
+        return starting
 
     async def _bring_up(self, node: Node) -> None:
         try:
@@ -255,3 +259,9 @@ class Startup:
             f"node {node.index} could not be started: {node.failure}; it is tried again, "
             "less and less often"
         )
+
+
+def _show_failure(starting: Future[None]) -> None:
+    """Show an error of Skyward itself: nobody else looks at it."""
+    if not starting.cancelled() and (problem := starting.exception()) is not None:
+        traceback.print_exception(problem, file=sys.stderr)
