@@ -89,14 +89,13 @@ def most_threads(found: list[int]) -> Iterator[None]:
         looker.join()
 
 
-def await_that(what: Callable[[], bool], seconds: float = 120.0) -> float:
-    """Seconds until something holds."""
+def await_that(what: Callable[[], bool], seconds: float = 120.0, pause: float = 0.01) -> None:
+    """Wait until something holds."""
     start = time.monotonic()
     while not what():
         if time.monotonic() - start > seconds:
             raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(0.01)
-    return time.monotonic() - start
+        time.sleep(pause)
 
 
 class Trial:
@@ -182,6 +181,8 @@ class Trial:
         killed = time.monotonic()
         await_that(lambda: compute.stats().nodes_lost - lost >= count)
         self._note("loss noticed", time.monotonic() - killed)
+        back = threading.Thread(target=self._await_whole, args=(compute, killed))
+        back.start()
         for task in tasks:
             task.result(120)
         assert compute.stats().nodes_lost - lost == count
@@ -189,10 +190,16 @@ class Trial:
         # The last of the tasks whose node was not lost.
         self._note("the others", sorted(done)[self._nodes - count - 1] - TASK_SECONDS)
         self._note("retried", max(done))
-        await_that(lambda: sum(node.state == "ready" for node in compute.nodes) == self._nodes)
-        self._note("whole again", time.monotonic() - killed)
+        back.join()
         self._note("loss: client", time.process_time() - client)
         assert nothing() @ compute == [None] * self._nodes
+
+    def _await_whole(self, compute: sky.Compute, since: float) -> None:
+        """Note when all nodes are ready."""
+        await_that(
+            lambda: sum(node.state == "ready" for node in compute.nodes) == self._nodes, pause=0.1
+        )
+        self._note("whole again", time.monotonic() - since)
 
 
 def measured(nodes: int, rounds: int) -> dict[str, list[float]]:
