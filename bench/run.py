@@ -40,6 +40,7 @@ SUITES = {
     "kubernetes": "Kubernetes",
     "slurm": "Slurm",
     "aws": "AWS, in a simulated account",
+    "scale": "A thousand simulated nodes",
 }
 RECORDED = HERE / "recorded"
 """The last run of each suite, and runs on machines that not everybody has, as they came."""

@@ -145,7 +145,27 @@ def test_the_variable_can_be_set_by_hand(monkeypatch):
     assert not there.is_head
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"node": 1}', '{"peers": [], "colour": "red"}'])
+def test_a_thousand_peers_fit_into_the_variable(monkeypatch):
+    """Each of a thousand nodes gets it, and Linux takes 128 KiB at most."""
+    peers = tuple(sky.Peer(node, f"node{node:04}.cluster.example.org") for node in range(1000))
+    there = sky.InstanceInfo(node=3, total_nodes=1000, peers=peers)
+    monkeypatch.setenv("COMPUTE_POOL", there.to_json())
+
+    assert sky.instance_info() == there
+    assert len(there.to_json()) < 10_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"peers": "?"}',
+        '{"peers": "AAAA"}',
+        "{",
+        "[]",
+        '{"node": 1}',
+        '{"peers": [], "colour": "red"}',
+    ],
+)
 def test_a_variable_that_makes_no_sense_is_a_clear_error(monkeypatch, text):
     monkeypatch.setenv("COMPUTE_POOL", text)
 

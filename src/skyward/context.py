@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import codecs
 import contextlib
 import functools
@@ -12,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +22,9 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 from skyward.errors import ConfigurationError
 
 VARIABLE = "COMPUTE_POOL"
+PACKED_PEERS = 64
+"""For more peers, the variable holds a compressed list: each node of a pool gets the whole list,
+and Linux takes no variable of more than 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +83,46 @@ class InstanceInfo:
 
     def to_json(self) -> str:
         """The value of the `COMPUTE_POOL` variable."""
-        return json.dumps(asdict(self))
+        peers: list[dict[str, Any]] | str = [asdict(peer) for peer in self.peers[:PACKED_PEERS]]
+        if len(self.peers) > PACKED_PEERS:
+            peers = _packed(self.peers)
+        return json.dumps({**asdict(replace(self, peers=())), "peers": peers})
 
     @classmethod
     def from_json(cls, text: str) -> InstanceInfo:
         """Read the `COMPUTE_POOL` variable's value."""
         try:
             fields = json.loads(text)
-            fields["peers"] = tuple(Peer(**peer) for peer in fields["peers"])
+            peers = fields["peers"]
+            if isinstance(peers, str):
+                fields["peers"] = _unpacked(peers)
+            else:
+                fields["peers"] = tuple(Peer(**peer) for peer in peers)
             return cls(**fields)
-        except (ValueError, TypeError, KeyError) as problem:
+        except (ValueError, TypeError, KeyError, zlib.error) as problem:
             raise ConfigurationError(
                 f"the {VARIABLE} variable does not describe a pool: {text[:80]!r} ({problem}); "
                 "unset it to run outside of a pool"
             ) from None
+
+
+_last_packed: tuple[tuple[Peer, ...], str] = ((), "")
+"""The list that was packed last: a client tells all its nodes of the same peers."""
+
+
+def _packed(peers: tuple[Peer, ...]) -> str:
+    global _last_packed
+    known, packed = _last_packed
+    if known is not peers:
+        plain = json.dumps([(peer.node, peer.address) for peer in peers]).encode()
+        packed = base64.b64encode(zlib.compress(plain)).decode()
+        _last_packed = peers, packed
+    return packed
+
+
+def _unpacked(packed: str) -> tuple[Peer, ...]:
+    plain = zlib.decompress(base64.b64decode(packed, validate=True))
+    return tuple(Peer(node, address) for node, address in json.loads(plain))
 
 
 @functools.lru_cache(maxsize=8)

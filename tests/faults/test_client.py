@@ -464,9 +464,13 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one may come after all is done
             say("interrupted")
-        own = {t.name for t in threading.enumerate() if t.name.startswith("skyward")}
-        own = sorted(own - {"skyward-providers"})  # one loop for all pools of the process
-        say("threads", own)
+        def threads():
+            own = {t.name for t in threading.enumerate() if t.name.startswith("skyward")}
+            return sorted(own - {"skyward-providers"})  # one loop for all pools of the process
+        until = time.monotonic() + 5  # a thread without work ends after a second
+        while threads() and time.monotonic() < until:
+            time.sleep(0.05)
+        say("threads", threads())
         sys.stdin.read()
     """
     script = client(body)

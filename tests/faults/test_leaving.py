@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.node import Node
 from skyward.providers import Order
+from skyward.staff import Staff
 from skyward.testing import plain_request
 
 QUIET = sky.Options(console=False)
@@ -56,18 +58,21 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
 ) -> None:
     """The process may end right after, and what is left of the machine would stay."""
     leaving, removed = threading.Event(), threading.Event()
-    # The thread that starts the node anew waits for the removal as well.
+    # The start of the new node waits for the removal as well.
     monkeypatch.setattr("skyward.nodes.fleet.LAUNCH_SECONDS", 0.0)
     with sky.Compute(options=QUIET) as compute:
         fleet = compute._open_pool._fleet
         (node,) = fleet.nodes
         stop_machine, stop_node = node.host.stop, node.stop
 
-        def remove(seconds: float) -> None:
-            leaving.wait(30)
-            time.sleep(0.2)  # A pool that does not wait would be closed by then.
-            stop_machine(seconds)
-            removed.set()
+        def remove(seconds: float) -> Future[None]:
+            def work() -> None:
+                leaving.wait(30)
+                time.sleep(0.2)  # A pool that does not wait would be closed by then.
+                stop_machine(seconds).result()
+                removed.set()
+
+            return Staff("test-removal", most=1).submit(work)
 
         def stop() -> None:
             leaving.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, get_args
 
 import pytest
@@ -28,8 +29,10 @@ class StillHost:
     made = False
     was_bought = False
 
-    def stop(self, seconds: float) -> None:
-        pass
+    def stop(self, seconds: float) -> Future[None]:
+        ended: Future[None] = Future()
+        ended.set_result(None)
+        return ended
 
 
 @pytest.fixture

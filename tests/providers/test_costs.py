@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.market import Offer, money
+from skyward.nodes import provider_loop
 from skyward.nodes.briefing import TTL_GRACE_SECONDS
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
@@ -320,9 +321,9 @@ class TestJournal:
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
         host = Host(shop, Order("p", 0, plain_request()), state, print, print)
-        host.prepare()
+        provider_loop.submit(host.prepare()).result()
         assert state.pools()[0].machines[0].price == 0.5
-        host.stop(0)
+        host.stop(0).result()
         (record,) = state.pools()
         assert record.machines == ()
         assert record.spent > 0
@@ -359,14 +360,14 @@ class TestJournal:
 
         shop.stock.boot = boot
         host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
-        host.prepare()
+        provider_loop.submit(host.prepare()).result()
 
         (machine,) = state.pools()[0].machines
         assert seen == [(None, 0.5, 1000.0)]
         assert (machine.created, machine.address) == (1000.0, "127.0.0.1")
         assert ledger.cost == pytest.approx(0.05)
         assert state.pools()[0].cost == pytest.approx(0.05)
-        host.stop(0)
+        host.stop(0).result()
         assert state.pools()[0].spent == pytest.approx(0.05)
 
     def test_a_machine_that_was_bought_and_never_reached_has_cost_something(
@@ -383,7 +384,7 @@ class TestJournal:
         shop.stock.boot = boot
         host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
         with pytest.raises(sky.UnreachableError):
-            host.prepare()
+            provider_loop.submit(host.prepare()).result()
         clock.minutes = 60
 
         assert ledger.receipt() == "cost $0.0500: 1 x m1.small on demand for 6 min"
@@ -396,8 +397,8 @@ class TestJournal:
     ) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
         host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
-        host.prepare()
-        host.stop(0)
+        provider_loop.submit(host.prepare()).result()
+        host.stop(0).result()
         shop.stock.orders[0].bought("m-9", an_offer())
         assert ledger.hourly_cost == 0
 

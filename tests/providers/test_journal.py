@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
+from skyward.nodes import provider_loop
 from skyward.nodes.cleaning import clean
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
@@ -83,7 +84,7 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
     host = Host(Watched(), Order(pool, 3, WISH), journal, lambda _: None, lambda _: None)
 
     with pytest.raises(sky.PoolStartError, match="there is no machine"):
-        host.prepare()
+        provider_loop.submit(host.prepare()).result()
 
     assert Watched.found == [(3, None)]
     assert journal.pools()[0].machines == ()

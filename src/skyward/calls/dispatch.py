@@ -28,6 +28,7 @@ from skyward.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from skyward.staff import Staff
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
@@ -46,6 +47,8 @@ from skyward.wire.messages import (
     Written,
 )
 
+sending_threads = Staff("skyward-send", most=64)
+"""The threads that send what is too large for the caller or the loop to wait for."""
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
 
 
@@ -104,7 +107,8 @@ class Dispatcher:
         for task in started:
             self._retry_or_fail(task, problem(task))
         self.lanes.requeue(reversed(unstarted))
-        self.lanes.refill_all()
+        if started or unstarted:
+            self.lanes.refill_all()
         for task in (*started, *unstarted):
             self._finisher.release(task)
 
@@ -157,12 +161,10 @@ class Dispatcher:
             for lane, task in sends:
                 self._send(lane, task)
             return
-        # Several large transfers go at the same time; none waits for the others.
-        senders = [threading.Thread(target=self._send, args=pair, daemon=True) for pair in sends]
-        for sender in senders:
-            sender.start()
-        for sender in senders:
-            sender.join()
+        # Several large transfers go at the same time. Most executors only get a small message that
+        # says where to fetch the large buffers.
+        for sending in [sending_threads.submit(self._send, *pair) for pair in sends]:
+            sending.result()
 
     def _assign(self, task: Task) -> Lane | None:
         lane = self.lanes.assign(task)
@@ -227,10 +229,7 @@ class Dispatcher:
             case Missing():
                 task = lane.tasks.get(message.task)
                 if task is not None:
-                    sender = threading.Thread(
-                        target=self._resend, args=(lane, task, message), daemon=True
-                    )
-                    sender.start()
+                    sending_threads.run(functools.partial(self._resend, lane, task, message))
             case Room():
                 task = lane.tasks.get(message.task)
                 if task is not None and task.staying is not None:
@@ -350,7 +349,7 @@ class Dispatcher:
         light: list[Task] = []
         while (task := self.lanes.assign_next(lane)) is not None:
             if lane.takes_long(task):
-                threading.Thread(target=self._send, args=(lane, task), daemon=True).start()
+                sending_threads.run(functools.partial(self._send, lane, task))
             elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
                 lane.connection.when_free(functools.partial(self._send, lane, task))
             else:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from skyward.calls.parcels import NamedParcel, Parcel
-from skyward.calls.relays import RELAY_MIN, Neighbor, Relays
+from skyward.calls.relays import RELAY_MIN, Copy, Neighbor, Relays
 from skyward.calls.task import Task
 from skyward.objects import memory, payloads
 from skyward.objects.blobs import BlobStore
@@ -40,6 +40,7 @@ class Holdings:
         "_channel",
         "_digests",
         "_leaving",
+        "_missed",
         "_named",
         "_neighbor",
         "_relays",
@@ -70,6 +71,8 @@ class Holdings:
         """How many tasks were sent."""
         self._resent: dict[bytes, int] = {}
         """For digests and keys that were missing: the task with which they were sent again."""
+        self._missed: dict[bytes, Copy] = {}
+        """For digests that did not come from another executor: from which."""
 
     @property
     def can_fetch(self) -> bool:
@@ -85,13 +88,13 @@ class Holdings:
         self._sends += 1
         return self._sends
 
-    def define(self, named: NamedParcel, *, fetch: bool = True) -> None:
+    def define(self, named: NamedParcel, *, again: bool = False) -> None:
         """Send code or data that the executor does not have under its key yet."""
         if named.key in self._named:
             if not named.frozen:
                 self._named.move_to_end(named.key)
             return
-        payload, body, descriptors = self.pack(named.parcel, fetch=fetch)
+        payload, body, descriptors = self.pack(named.parcel, again=again)
         self._channel.send(Define(named.key, payload, named.frozen), body, descriptors)
         self._named[named.key] = named
         if len(self._named) > CODE_MAX:
@@ -104,10 +107,11 @@ class Holdings:
             del self._named[old]
             self._channel.send(Forget([old], [], []))
 
-    def pack(self, parcel: Parcel, *, fetch: bool) -> tuple[Payload, Body, list[int]]:
+    def pack(self, parcel: Parcel, *, again: bool = False) -> tuple[Payload, Body, list[int]]:
         """A parcel as it is sent: its payload, its body, and descriptors of shared memory.
 
-        With `fetch`, the executor is told to get large buffers from other executors if it can.
+        The executor is told to get large buffers from other executors if it can; with `again`,
+        those that did not come from another executor.
         """
         if not parcel.encoded.buffers:
             packed = payloads.pack(parcel.encoded, None)
@@ -138,7 +142,7 @@ class Holdings:
                 self._digests.add(digest)
                 refs.append(Buffer(length, STREAMED, digest))
                 streamed[digest] = buffers[index] if blob is None else blob.view()
-            if self._fetches(streamed, fetch):
+            if self._fetches(streamed, again=again):
                 for ref in refs:
                     ref.where = KNOWN if ref.where == STREAMED else ref.where
                 streamed.clear()
@@ -152,12 +156,17 @@ class Holdings:
         body = packed.body + list(streamed.values())
         return packed.payload, body, [segment.descriptor for segment in new.values()]
 
-    def _fetches(self, buffers: dict[bytes, memoryview], fetch: bool) -> bool:
+    def _fetches(self, buffers: dict[bytes, memoryview], *, again: bool) -> bool:
         """Have the executor fetch buffers from another; False if the client must send them."""
         if self._relays is None or not buffers:
             return False
-        fetch = fetch and sum(map(len, buffers.values())) >= RELAY_MIN
-        given = self._relays.give(self._neighbor, list(buffers), fetch=fetch)
+        worthwhile = sum(map(len, buffers.values())) >= RELAY_MIN
+        missed = {digest: self._missed.pop(digest) for digest in buffers if digest in self._missed}
+        if again and len(missed) == len(buffers):
+            given = self._relays.again(self._neighbor, missed)
+        else:
+            fetch = worthwhile and not again
+            given = self._relays.give(self._neighbor, list(buffers), fetch=fetch)
         if given is None:
             return False
         source, number = given
@@ -177,7 +186,9 @@ class Holdings:
                 del self._named[key]
                 self._resent[key] = self._sends + 1
                 lacking += named.parcel.digests
+        missed = self._relays.miss(self._neighbor, lacking) if self._relays is not None else {}
         self.drop_digests(lacking)
+        self._missed.update(missed)
         self._resent.update(dict.fromkeys(lacking, self._sends + 1))
 
     def drop_digests(self, digests: Collection[bytes]) -> None:
@@ -185,6 +196,7 @@ class Holdings:
         self._digests.difference_update(digests)
         for digest in digests:
             self._resent.pop(digest, None)
+            self._missed.pop(digest, None)
         if self._relays is not None:
             self._relays.take(self._neighbor, digests)
 

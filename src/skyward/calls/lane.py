@@ -157,10 +157,11 @@ class Lane:
             for named in (task.code, *task.handles)
         )
 
-    def send(self, task: Task, *, fetch: bool = True) -> bool:
+    def send(self, task: Task, *, again: bool = False) -> bool:
         """Send a task and the objects that the executor lacks, unless the task was cancelled.
 
-        With `fetch`, the executor is told to get large buffers from other executors if it can.
+        The executor is told to get large buffers from other executors if it can; with `again`,
+        those that did not come from another executor.
         """
         with self.connection.lock:
             if self.lost:
@@ -168,17 +169,17 @@ class Lane:
             # In this order: `cancel` first marks the task as done, then checks whether it is sent.
             self._sending = task
             try:
-                return not task.done and self._send(task, fetch)
+                return not task.done and self._send(task, again)
             finally:
                 self._sending = None
 
-    def _send(self, task: Task, fetch: bool) -> bool:
+    def _send(self, task: Task, again: bool) -> bool:
         holdings = self.holdings
-        holdings.define(task.code, fetch=fetch)
+        holdings.define(task.code, again=again)
         for named in task.handles:
-            holdings.define(named, fetch=fetch)
+            holdings.define(named, again=again)
         try:
-            payload, body, descriptors = holdings.pack(task.parcel, fetch=fetch)
+            payload, body, descriptors = holdings.pack(task.parcel, again=again)
         except KeyboardInterrupt:
             # `holdings` may say that the executor has memory which it will not get.
             if task.parcel.digests:
@@ -218,8 +219,7 @@ class Lane:
             self.holdings.lacks(task, digests, keys)
             # If the executor is gone, the loss of the lane retries or fails the task.
             with contextlib.suppress(OSError):
-                # The client sends the buffers: another executor may be waiting for this one.
-                self.send(task, fetch=False)
+                self.send(task, again=True)
 
     def feed(self, task: Task) -> None:
         """Send the items of a task's streamed arguments, as the executor asks for them."""

@@ -8,6 +8,8 @@ from typing import TextIO
 
 from skyward.context import Output
 
+MANY_NODES = 16
+"""For more nodes, the start is shown in numbers, not node by node."""
 BAR_SECONDS = 10.0
 """A progress bar in a log is one line every so often, not one per update."""
 
@@ -57,14 +59,25 @@ class Plain(Quiet):
 
     def __init__(self) -> None:
         self._bars: dict[str, float] = {}
+        self._nodes = 0
+        self._ready: set[int] = set()
 
     def begin(self, title: str, nodes: int) -> None:
         """Say what is being started."""
+        self._nodes = nodes
         self._say(title)
 
     def phase(self, node: int, phase: str, seconds: float) -> None:
-        """Say which phase a node has entered."""
-        self._say(f"node {node}: {phase} ({seconds:.1f} s)")
+        """Say which phase a node has entered; of many nodes, how many tenths are ready."""
+        if self._nodes <= MANY_NODES or phase in ("failed", "lost"):
+            self._say(f"node {node}: {phase} ({seconds:.1f} s)")
+        if phase != "ready":
+            self._ready.discard(node)
+            return
+        self._ready.add(node)
+        count = len(self._ready)
+        if self._nodes > MANY_NODES and count * 10 // self._nodes > (count - 1) * 10 // self._nodes:
+            self._say(f"{count} of {self._nodes} nodes ready ({seconds:.1f} s)")
 
     def ready(self, text: str) -> None:
         """Say that the pool can be used."""

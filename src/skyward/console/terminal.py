@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import Counter
 
 from rich.color import ColorSystem
 from rich.console import Console, Group
@@ -13,10 +15,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from skyward.console.plain import write_line
+from skyward.console.plain import MANY_NODES, write_line
 from skyward.context import Output
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+REDRAW_SECONDS = 0.1
 DONE = {"ready": "[green]✓[/]", "failed": "[red]✗[/]", "lost": "[red]✗[/]"}
 
 
@@ -27,6 +30,9 @@ class Terminal:
         self._console = Console(stderr=True, highlight=False)
         self._live: Live | None = None
         self._phases: dict[int, tuple[str, float]] = {}
+        self._counts: Counter[str] = Counter()
+        """How many nodes are in each phase, in the order in which the phases were first reached."""
+        self._drawn = 0.0
         self._bars: dict[str, Text] = {}
         self._title = ""
 
@@ -37,11 +43,18 @@ class Terminal:
 
     def phase(self, node: int, phase: str, seconds: float) -> None:
         """Update a node's row; after the start, write a line."""
+        before, _ = self._phases.get(node, ("", 0.0))
+        self._counts[before] -= 1
+        self._counts[phase] += 1
         self._phases[node] = (phase, seconds)
-        if self._live is None:
+        if self._live is None and (phase in DONE or not self._is_many):
             self._console.print(f"[dim]skyward[/] node {node}: {phase}")
-        else:
+        elif self._live is not None:
             self._show()
+
+    @property
+    def _is_many(self) -> bool:
+        return len(self._phases) > MANY_NODES
 
     def ready(self, text: str) -> None:
         """Replace the table with one line."""
@@ -99,11 +112,7 @@ class Terminal:
             self._hide()
             return
         if self._title:
-            table = Table.grid(padding=(0, 1))
-            for node, (phase, seconds) in sorted(self._phases.items()):
-                done = DONE.get(phase, " ")
-                table.add_row(done, f"node {node}", phase, f"[dim]{seconds:.1f} s[/]")
-            view = Group(Spinner("dots", Text(self._title)), table)
+            view = Group(Spinner("dots", Text(self._title)), self._table())
         else:
             view = Group(*self._bars.values())
         if self._live is None:
@@ -116,7 +125,25 @@ class Terminal:
                 redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(view, refresh=True)
+        # Drawing takes a millisecond, and many nodes have thousands of phases. What is not drawn
+        # now is drawn by rich soon.
+        now = time.monotonic()
+        due = not self._is_many or now - self._drawn > REDRAW_SECONDS
+        self._drawn = now if due else self._drawn
+        self._live.update(view, refresh=due)
+
+    def _table(self) -> Table:
+        """A row for each node; of many nodes, a row for each phase."""
+        table = Table.grid(padding=(0, 1))
+        if self._is_many:
+            for phase, count in self._counts.items():
+                if phase and count:
+                    table.add_row(DONE.get(phase, " "), f"{count} nodes", phase)
+            return table
+        for node, (phase, seconds) in sorted(self._phases.items()):
+            done = DONE.get(phase, " ")
+            table.add_row(done, f"node {node}", phase, f"[dim]{seconds:.1f} s[/]")
+        return table
 
     def _hide(self) -> None:
         self._title = ""

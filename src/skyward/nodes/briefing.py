@@ -40,6 +40,7 @@ class Briefing:
         self._clustered = clustered
         self._head_port = _free_port()
         self._telling = threading.Lock()
+        self._peers: tuple[Peer, ...] = ()
         self._began = time.monotonic()
 
     def agent_config(self, node: Node, blob_cap: int) -> AgentConfig:
@@ -96,7 +97,19 @@ class Briefing:
     def compute_pool(self, node: Node, worker: int, group: list[Node] | None = None) -> str:
         """The value of `instance_info` on a worker, in a group of these nodes or of all nodes."""
         nodes = self._roster.members(but_also=node) if group is None else group
+        place = nodes.index(node) if node in nodes else node.index
+        return self._compute_pool(node, worker, nodes, self._peers_of(nodes), place)
+
+    def _peers_of(self, nodes: list[Node]) -> tuple[Peer, ...]:
+        """The nodes with their addresses; the same object as before if nothing has changed."""
         peers = tuple(Peer(each.index, each.host.address) for each in nodes)
+        if peers != self._peers:
+            self._peers = peers
+        return self._peers
+
+    def _compute_pool(
+        self, node: Node, worker: int, nodes: list[Node], peers: tuple[Peer, ...], place: int
+    ) -> str:
         return InstanceInfo(
             node=node.index,
             worker=worker,
@@ -109,16 +122,20 @@ class Briefing:
             peers=peers if self._spec.options.cluster else (),
             job_id=self._id,
             hostname=node.host.hostname,
-            place=nodes.index(node) if node in nodes else node.index,
+            place=place,
         ).to_json()
 
     def tell_all(self) -> None:
         """Tell every worker that nodes have come or gone."""
         # One thread at a time, so that the last message to a worker has the latest state.
         with self._telling:
-            for node in self._roster.members():
+            # Found once for all: each node is told of each other one.
+            nodes = self._roster.members()
+            peers = self._peers_of(nodes)
+            for place, node in enumerate(nodes):
                 for worker in range(self.workers_on(node)):
-                    message = Topology(worker, self.compute_pool(node, worker))
+                    told = self._compute_pool(node, worker, nodes, peers, place)
+                    message = Topology(worker, told)
                     node.tell(message)
                     for lane in list(node.lanes.values()):
                         if lane.worker == worker and not lane.lost:

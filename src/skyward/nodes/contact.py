@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import ssl
-import time
 from collections.abc import Callable
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.console import Console
-from skyward.errors import SkywardError
 from skyward.nodes.node import LOST_SECONDS, PING_SECONDS, QUIET_SECONDS, Node
+from skyward.staff import Staff
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import Dial, connect
 from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
@@ -28,37 +27,48 @@ SILENCE_SECONDS = 4.0
 """How long an agent may leave a heartbeat unanswered before the client reconnects."""
 
 
-def reach(
-    endpoint: str,
-    hello: Hello,
-    credentials: Credentials | None,
-    name: str,
-    dial: Dial,
-    *,
-    gone: str = "",
-    patience: float = math.inf,
-    persist: Callable[[], bool] = lambda: False,
-) -> tuple[Channel, Welcome]:
-    """Connect to a process of a node; over a network, the channel outlives its connections.
+connecting = Staff("skyward-connect", most=64)
+"""The threads that make connections: each takes a few round trips."""
 
-    If the first connection fails, `reach` tries again while `persist` is true, unless no process
-    listens there. For `gone` and `patience`, see `Dialer`.
-    """
-    if credentials is None:
-        return connect(endpoint, hello, None, name)
-    dialer = Dialer(endpoint, hello, credentials, name, dial, gone=gone, patience=patience)
-    refused_since: float | None = None
-    pause, longest = PAUSES
-    while True:
-        try:
-            return dialer.open()
-        except (OSError, EOFError, SkywardError) as problem:
-            refused_since = refused(problem, refused_since)
-            impostor = isinstance(problem.__cause__, ssl.SSLCertVerificationError)
-            if impostor or refused_too_long(refused_since) or not persist():
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+
+class Approach:
+    """The attempts to make the first connection to a process of a node."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        credentials: Credentials | None,
+        name: str,
+        dial: Dial,
+        *,
+        gone: str = "",
+        patience: float = math.inf,
+    ) -> None:
+        """For `gone` and `patience`, see `Dialer`."""
+        self._dialer: Dialer | None = None
+        if credentials is not None:
+            self._dialer = Dialer(
+                endpoint, hello, credentials, name, dial, gone=gone, patience=patience
+            )
+        self._endpoint, self._hello, self._name = endpoint, hello, name
+        self._refused_since: float | None = None
+        self._pause, self._longest = PAUSES
+
+    def attempt(self) -> tuple[Channel, Welcome]:
+        """Connect; over a network, the channel outlives its connections."""
+        if self._dialer is None:
+            return connect(self._endpoint, self._hello, None, self._name)
+        return self._dialer.open()
+
+    def pause_after(self, problem: BaseException) -> float | None:
+        """How long to wait before the next attempt; None if that is hopeless."""
+        self._refused_since = refused(problem, self._refused_since)
+        impostor = isinstance(problem.__cause__, ssl.SSLCertVerificationError)
+        if self._dialer is None or impostor or refused_too_long(self._refused_since):
+            return None
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        return pause
 
 
 class Contacts:
@@ -106,9 +116,9 @@ class Contacts:
         if control is None:
             return ""
         silence = node.heartbeats.silence
-        dead = (
-            silence > QUIET_SECONDS or (control.resumes and not control.connected)
-        ) and node.host.looks_dead()
+        quiet = node.heartbeats.unanswered > QUIET_SECONDS
+        cut_off = control.resumes and not control.connected
+        dead = (quiet or cut_off) and node.host.looks_dead()
         if not control.resumes:
             return "it has stopped answering" if dead or silence > LOST_SECONDS else ""
         # The agent's last message from the client is a little older than the client's last message

@@ -12,7 +12,7 @@ from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
 from skyward.console import Console
 from skyward.errors import PoolStartError, SkywardError, WorkerDiedError
-from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.node import Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.roster import Roster
@@ -54,20 +54,28 @@ class Executors:
         self._give_up = give_up
 
     def up(self, node: Node, up: ExecutorUp) -> None:
-        """Connect to an executor that its agent has announced; waits for the connection."""
-        hello = Hello(self._id, "data", versions=self._versions, pid=os.getpid())
-        control = node.control
+        """Connect to an executor that its agent has announced; waits for the first attempt."""
+        approach = Approach(
+            node.host.route(up.endpoint),
+            Hello(self._id, "data", versions=self._versions, pid=os.getpid()),
+            self._credentials,
+            node_name(self._id, node.index),
+            node.host.dial,
+        )
+        self._attempt(node, up, approach, node.control)
+
+    def _attempt(
+        self, node: Node, up: ExecutorUp, approach: Approach, control: Channel | None
+    ) -> None:
         try:
-            channel, _ = reach(
-                node.host.route(up.endpoint),
-                hello,
-                self._credentials,
-                node_name(self._id, node.index),
-                node.host.dial,
-                persist=lambda: not self._roster.closed and node.control is control is not None,
-            )
+            channel, _ = approach.attempt()
         except (OSError, EOFError, SkywardError) as problem:
-            if not self._roster.closed and node.state == "starting":
+            pause = approach.pause_after(problem)
+            persists = not self._roster.closed and node.control is control is not None
+            if pause is not None and persists:
+                # Not on this thread: many nodes may be out of reach at a time.
+                connecting.later(pause, lambda: self._attempt(node, up, approach, control))
+            elif not self._roster.closed and node.state == "starting":
                 self._give_up(
                     node,
                     PoolStartError(

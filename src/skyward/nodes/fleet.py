@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from skyward.calls.dispatch import Dispatcher
@@ -15,11 +16,13 @@ from skyward.console import Console
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
+from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.devices import START_SECONDS, DeviceDesk
 from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
+from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
@@ -50,7 +53,6 @@ from skyward.wire.messages import (
     Ping,
     Prepared,
     Reclaim,
-    Shutdown,
     Usage,
     Written,
 )
@@ -60,6 +62,10 @@ if TYPE_CHECKING:
     import torch
 
 POLL_SECONDS = 0.05
+PINGS_A_BEAT = 250
+"""How many nodes get a heartbeat at one beat, if that is often enough for each of them."""
+BEATS_MOST = 4
+"""How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
 LAUNCH_SECONDS = 5.0
 """How long the end of a node waits for the thread that starts it."""
 
@@ -80,6 +86,7 @@ class Fleet:
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
         self._is_here = is_here(spec.provider)
+        self._beats = 0
         self._opened = False
         """Whether the provider may have been asked for machines."""
         self._journal = NoJournal() if self._is_here else Journal()
@@ -91,6 +98,7 @@ class Fleet:
         clustered = authority is not None and spec.options.cluster
         self._roster = Roster()
         self._briefing = Briefing(pool_id, spec, authority, self._roster, clustered=clustered)
+        self._joining = Joining(self._briefing, console)
         contacts = self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         self._preparer = Preparer(
             spec.preparations,
@@ -157,7 +165,7 @@ class Fleet:
             self._briefing,
             self._preparer,
             is_slow=not self._is_here or bool(spec.preparations),
-            stop_node=self._stop_node,
+            stop_nodes=self._stop_nodes,
         )
         self._scaler = Scaler(
             spec.nodes,
@@ -181,6 +189,7 @@ class Fleet:
     def start(self) -> None:
         """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
         provider, nodes = self._spec.provider, self._spec.nodes
+        self._allow_descriptors(nodes.ceiling)
         self._opened = True
         self._journal.open_pool(
             self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
@@ -194,6 +203,7 @@ class Fleet:
 
     def resize(self, nodes: int | Nodes) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
+        self._allow_descriptors(nodes if isinstance(nodes, int) else nodes.ceiling)
         if isinstance(nodes, int):
             self._scaler.keep()
             self._membership.resize(nodes, nodes)
@@ -210,6 +220,11 @@ class Fleet:
             self._prospects.grow_up_to(0 if before.floor else before.ceiling)
             raise
         self._need(nodes)
+
+    def _allow_descriptors(self, nodes: int) -> None:
+        executors = self._workers_of_a_node() * self._processes
+        secret = self._credentials is not None
+        descriptors.allow(descriptors.needed(nodes, executors, encrypted=secret), nodes)
 
     def _need(self, nodes: Nodes) -> None:
         """Say without how many nodes the pool is of no use, and how many it may have."""
@@ -228,13 +243,7 @@ class Fleet:
         """End every node, in parallel."""
         self._roster.close()
         self._devices.close("its pool was closed")
-        enders = [
-            threading.Thread(target=self._stop_node, args=(node, seconds)) for node in self.nodes
-        ]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
+        self._stop_nodes(self.nodes, seconds)
         provider, note = self._spec.provider, self._console.note
         if not self._opened or swept(provider, self._id, self._journal, note):
             self._journal.close_pool(self._id)
@@ -242,14 +251,21 @@ class Fleet:
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
         for node in self.nodes:
-            threading.Thread(target=node.host.stop, args=(0,), daemon=True).start()
+            node.host.stop(0)
 
-    def _stop_node(self, node: Node, seconds: float) -> None:
-        node.stop()
-        node.tell(Shutdown())
-        # An agent without a connection was not told to end, and will not end by itself.
-        node.host.stop(seconds if node.is_connected else 0)
-        node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
+    def _stop_nodes(self, nodes: Sequence[Node], seconds: float) -> None:
+        ends = []
+        for node in nodes:
+            node.stop()
+            node.shut_down()
+            # An agent without a connection was not told to end, and will not end by itself.
+            ends.append(node.host.stop(seconds if node.is_connected else 0))
+        for node, end in zip(nodes, ends, strict=True):
+            end.result()
+            node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
+            self._forget_node(node)
+
+    def _forget_node(self, node: Node) -> None:
         if node.control is not None:
             self._loop.forget(node.control)
         for lane in list(node.lanes.values()):
@@ -344,7 +360,7 @@ class Fleet:
             raise ConfigurationError(
                 f"device(node={index}): that node has left the pool; see `compute.nodes`"
             )
-        channel, _ = reach(
+        channel, _ = Approach(
             node.host.route(endpoint),
             Hello(self._id, role, versions=my_versions(), pid=os.getpid()),
             self._credentials,
@@ -352,7 +368,7 @@ class Fleet:
             node.host.dial,
             gone="its process has ended",
             patience=self._spec.options.orphan_timeout,
-        )
+        ).attempt()
         return channel
 
     def _locate_device(self, index: int, endpoints: str) -> Whereabouts:
@@ -386,12 +402,7 @@ class Fleet:
             case Ping():
                 pass
             case ExecutorUp():
-                threading.Thread(
-                    target=self._executors.up,
-                    args=(node, message),
-                    name="skyward-lane",
-                    daemon=True,
-                ).start()
+                connecting.run(functools.partial(self._executors.up, node, message))
             case ExecutorDown():
                 self._executors.down(node, message)
             case Prepared():
@@ -412,13 +423,12 @@ class Fleet:
     def _executor_ready(self, node: Node, lane: Lane) -> None:
         """Give an executor tasks from now on; after its last executor, the node is ready."""
         self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
-        worker = self._spec.worker
-        processes = 1 if worker.executor == "thread" else worker.concurrency
-        expected = self._briefing.workers_on(node) * processes
+        expected = self._briefing.workers_on(node) * self._processes
         if self._roster.serves and node.join(expected):
-            self._briefing.tell_all()
-        if node.become_ready(expected):
-            self._console.phase(node.index, "ready")
+            self._joining.add(node, expected)
+            connecting.run(self._joining.tell)
+        else:
+            self._joining.become_ready(node, expected)
 
     # At every beat: heartbeats, tasks behind slow ones, nodes that did not start, scaling.
 
@@ -426,10 +436,13 @@ class Fleet:
         if self.closed:
             return
         self._loop.later(PING_SECONDS, self._beat)
+        self._beats += 1
+        between = self._beats_between_pings(len(self.nodes))
         for node in self.nodes:
             if node.control is None:
                 continue
-            node.ping()
+            if (node.index + self._beats) % between == 0:
+                node.ping()
             reason = self._contacts.why_lost(node)
             if reason:
                 self._losses.lose(node, reason)
@@ -439,6 +452,11 @@ class Fleet:
         there = count - coming
         slots = -(-self.slots() // there) if there else self._slots_of_a_node()
         self._scaler.look(count, coming=coming, slots=slots)
+
+    def _beats_between_pings(self, nodes: int) -> int:
+        """How many beats there are between two heartbeats of a node: more in a large pool."""
+        often = int(self._spec.options.orphan_timeout / (4 * PING_SECONDS))
+        return max(1, min(-(-nodes // PINGS_A_BEAT), BEATS_MOST, often))
 
     # Looking.
 
@@ -457,11 +475,19 @@ class Fleet:
 
     def _slots_of_a_node(self) -> int:
         """How many tasks a node will probably run at once, before there is one."""
-        worker, accelerator = self._spec.worker, self._spec.accelerator
-        per_node = worker.per_node
-        if per_node == "accelerator":
-            per_node = 1 if accelerator is None else accelerator.count
-        return per_node * worker.concurrency
+        return self._workers_of_a_node() * self._spec.worker.concurrency
+
+    def _workers_of_a_node(self) -> int:
+        per_node, accelerator = self._spec.worker.per_node, self._spec.accelerator
+        if per_node != "accelerator":
+            return per_node
+        return 1 if accelerator is None else accelerator.count
+
+    @property
+    def _processes(self) -> int:
+        """How many executors a worker has."""
+        worker = self._spec.worker
+        return 1 if worker.executor == "thread" else worker.concurrency
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""

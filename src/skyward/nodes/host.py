@@ -41,6 +41,7 @@ DIRECT_SECONDS = 1.5
 """How long the client tries a direct connection before it uses the machine's `dial`."""
 SETTLE_SECONDS = 2.0
 """How long the end of a node waits for the provider's `create` before it cancels it."""
+SETTLE_LOOK_SECONDS = 0.01
 DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
 """How long removing a lost host's machine may take; the host may be back."""
@@ -52,8 +53,8 @@ T = TypeVar("T")
 class Host:
     """The machine of one node, and the agent on it.
 
-    The pool's threads call the methods of a host; the provider's own coroutines run on the
-    providers' loop.
+    The coroutines run on the providers' loop, like the provider's own; any thread may call the
+    other methods.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Host:
         """Set, except while the provider's `create` runs: then nobody knows if a machine exists."""
         self._settled.set()
         self._lock = threading.Lock()
-        self._ending = threading.Lock()
+        self._ending = asyncio.Lock()
 
     @property
     def made(self) -> bool:
@@ -124,25 +125,31 @@ class Host:
 
     # Starting.
 
-    def prepare(self) -> None:
+    async def prepare(self) -> None:
         """Make the machine and its environment."""
         lost, self._lost = self._lost, None
         with self._lock:
             self._refuse_if_stopped()
             self._may_have_remains = lost is not None and (lost._intended or lost._may_have_remains)
-            self._journal.intend(self._order.pool, self._order.node)
             self._intended = True
             self._settled.clear()
-        self._do(self._prepare())
+        await self._do(self._prepare())
 
-    def start(self, config: AgentConfig) -> None:
+    async def start(self, config: AgentConfig) -> None:
         """Start the agent, and find out how to connect to it."""
         if self._order.request.vcpus:
             config.env.setdefault("OMP_NUM_THREADS", str(max(1, int(self._order.request.vcpus))))
-        self._do(self._launch(config))
+        await self._do(self._launch(config))
 
     async def _prepare(self) -> None:
         order = self._order
+        try:
+            await self._recorded(self._journal.intend, order.pool, order.node)
+        except PoolStartError:
+            with self._lock:
+                self._intended = False
+            self._settled.set()
+            raise
         try:
             machine = self._machine = await self._provider.create(order)
         except Exception:
@@ -228,8 +235,15 @@ class Host:
 
     async def _recorded(self, write: Callable[..., None], *what: object) -> None:
         """Write to the journal on another thread, because the write may wait for a lock."""
-        if not is_here(self._provider):
-            await asyncio.to_thread(write, *what)
+        if is_here(self._provider):
+            return
+        writing = asyncio.create_task(asyncio.to_thread(write, *what))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # The thread goes on, and what is written next must come after it.
+            await asyncio.wait([writing])
+            raise
 
     async def _launch(self, config: AgentConfig) -> None:
         machine = self._machine
@@ -263,7 +277,7 @@ class Host:
             raise LookupError(endpoints)
         return f"tcp:{self._machine.direct}:{found[0].rpartition(':')[2]}"
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
             try:
                 self._refuse_if_stopped()
@@ -273,8 +287,8 @@ class Host:
             future: concurrent.futures.Future[T] = provider_loop.submit(self._noted(work))
             self._work = future
         try:
-            return future.result()
-        except concurrent.futures.CancelledError:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
             raise self._stopped_early() from None
 
     def _refuse_if_stopped(self) -> None:
@@ -356,22 +370,32 @@ class Host:
 
     # Ending.
 
-    def stop(self, seconds: float) -> None:
-        """Give the agent time to end by itself, then destroy the machine."""
+    def stop(self, seconds: float) -> concurrent.futures.Future[None]:
+        """Begin to give the agent time to end by itself, and then to destroy the machine."""
         with self._lock:
             self._stopped = True
             work, child = self._work, self._child
+        return provider_loop.submit(self._end(seconds, work, child))
+
+    async def _end(
+        self,
+        seconds: float,
+        work: concurrent.futures.Future[Any] | None,
+        child: ChildAgent | None,
+    ) -> None:
         if work is not None and not work.done():
             # A provider that is about to fail leaves nothing; one that is cancelled may have to be
             # asked what it has made.
-            self._settled.wait(SETTLE_SECONDS)
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while not self._settled.is_set() and time.monotonic() < deadline:
+                await asyncio.sleep(SETTLE_LOOK_SECONDS)
             work.cancel()
         if not seconds and child is not None:
-            # Another thread may be waiting for the agent to end by itself.
+            # Another caller may be waiting for the agent to end by itself.
             child.terminate()
-        with self._ending:
+        async with self._ending:
             if self._intended or self._may_have_remains:
-                provider_loop.submit(self._destroy(seconds)).result()
+                await self._destroy(seconds)
 
     async def _destroy(self, seconds: float) -> None:
         order, own = self._order, self._intended

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -120,11 +121,45 @@ class PoolRecord:
         return known if len(known) == len(prices) else None
 
 
+@dataclass(slots=True, eq=False)
+class _Write:
+    statements: tuple[tuple[str, tuple[Any, ...]], ...]
+    done: bool = False
+    problem: PoolStartError | None = None
+
+
 class Journal:
     """The user's journal; any number of processes may write to it."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or state_folder() / "journal.sqlite"
+        self._waiting: list[_Write] = []
+        self._adding, self._writing = threading.Lock(), threading.Lock()
+
+    def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
+        """Execute statements; what several threads write at once is one transaction.
+
+        The disk takes milliseconds for a transaction, and a thousand nodes start together.
+        """
+        write = _Write(statements)
+        with self._adding:
+            self._waiting.append(write)
+        with self._writing:
+            if not write.done:
+                with self._adding:
+                    together, self._waiting = self._waiting, []
+                try:
+                    with self._connected() as database:
+                        for statement, values in (s for each in together for s in each.statements):
+                            database.execute(statement, values)
+                except PoolStartError as problem:
+                    for each in together:
+                        each.problem = problem
+                finally:
+                    for each in together:
+                        each.done = True
+        if write.problem is not None:
+            raise PoolStartError(str(write.problem)) from write.problem.__cause__
 
     def open_pool(
         self, pool: str, name: str, provider: str, arguments: Mapping[str, Any], price: float | None
@@ -140,11 +175,12 @@ class Journal:
 
     def intend(self, pool: str, node: int) -> None:
         """Note that the client is about to make a machine for a node."""
-        with self._connected() as database:
-            database.execute(
+        self._write(
+            (
                 "insert or replace into machines values (?, ?, null, null, ?, null, 0)",
                 (pool, node, time.time()),
             )
+        )
 
     def made(
         self,
@@ -160,18 +196,19 @@ class Journal:
         `created` says when, if not now. A machine that was noted before keeps its time.
         """
         created = time.time() if created is None else created
-        with self._connected() as database:
-            database.execute(
+        self._write(
+            (
                 "update machines set id = ?1, address = ?2, price = ?3, unpriced = ?3 is null, "
                 "created = case when id is ?1 then created else ?4 end "
                 "where pool = ?5 and node = ?6",
                 (machine, address, price, created, pool, node),
             )
+        )
 
     def gone(self, pool: str, node: int) -> None:
         """Note that nothing of a node's machine is left; the pool keeps what it has cost."""
-        with self._connected() as database:
-            database.execute(
+        self._write(
+            (
                 "update pools set spent = spent + coalesce(("
                 "select (?1 - created) / 3600 * coalesce(machines.price, pools.price) "
                 "from machines where pool = ?2 and node = ?3 and machines.id is not null "
@@ -180,8 +217,9 @@ class Journal:
                 "select machines.unpriced from machines where pool = ?2 and node = ?3), 0) "
                 "where id = ?2",
                 (time.time(), pool, node),
-            )
-            database.execute("delete from machines where pool = ? and node = ?", (pool, node))
+            ),
+            ("delete from machines where pool = ? and node = ?", (pool, node)),
+        )
 
     def close_pool(self, pool: str) -> None:
         """Remove a pool from the journal, unless it still has machines there."""

@@ -33,14 +33,14 @@ class Membership:
         preparer: Preparer,
         *,
         is_slow: bool,
-        stop_node: Callable[[Node, float], None],
+        stop_nodes: Callable[[list[Node], float], None],
     ) -> None:
         """`is_slow` says whether a node needs a new machine, or plugins, before it is ready."""
         self._roster, self._startup = roster, startup
         self._dispatcher, self._prospects = dispatcher, prospects
         self._briefing, self._preparer = briefing, preparer
         self._seconds = READY_SECONDS + (PREPARE_SECONDS if is_slow else 0.0)
-        self._stop_node = stop_node
+        self._stop_nodes = stop_nodes
         self._resizing = threading.Lock()
 
     def start(self, count: int, needed: int) -> None:
@@ -94,9 +94,10 @@ class Membership:
         """Have at least one node, and wait until it is ready."""
         with self._resizing:
             nodes = self._roster.nodes or self._add(1)
-            for node in nodes:
-                if node.retries.at_next_call:
-                    self._startup.start_again(node)
+            with self._roster.lock:
+                failed = [node for node in nodes if node.retries.at_next_call]
+            for node in failed:
+                self._startup.start_again(node)
             self._await_ready(nodes, 1)
 
     def retry_failed(self) -> None:
@@ -135,9 +136,10 @@ class Membership:
                     f"node {late} was not ready within {self._seconds:.0f} s; see what its "
                     "machine does, and try again"
                 )
-            # Short waits, so that a Ctrl-C and the failure of another node are noticed.
+            # Short waits, so that a Ctrl-C and the failure of another node are noticed. For the
+            # last node: with the first, each of many nodes would end a wait, and be counted again.
             if waiting:
-                waiting[0].settled.wait(0.1)
+                waiting[-1].settled.wait(0.1)
             else:
                 time.sleep(0.01)
 
@@ -146,7 +148,7 @@ class Membership:
         self._roster.remove(nodes)
         for node in nodes:
             self._prospects.leave(node.index)
-            self._stop_node(node, 0)
+        self._stop_nodes(nodes, 0)
         self._dispatcher.fail_unrunnable()
         self._briefing.tell_all()
 
@@ -166,5 +168,4 @@ class Membership:
         self._roster.remove(leaving)
         self._briefing.tell_all()
         self._preparer.regroup()
-        for node in leaving:
-            self._stop_node(node, 5.0)
+        self._stop_nodes(leaving, 5.0)

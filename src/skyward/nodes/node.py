@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from skyward.nodes.heartbeats import Heartbeats
 from skyward.nodes.host import Host
 from skyward.nodes.retries import BOUGHT_IN_VAIN, Retries
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Kill, Message
+from skyward.wire.messages import Kill, Message, Shutdown
 
 State = Literal[
     "starting", "ready", "reconnecting", "reclaimed", "draining", "lost", "failed", "stopped"
@@ -50,7 +51,7 @@ MOVES: dict[State, frozenset[State]] = {
 
 PING_SECONDS = 0.5
 QUIET_SECONDS = 1.5
-"""After so many seconds of silence, the client asks whether the host still lives."""
+"""After so many seconds without an answer, the client asks whether the host still lives."""
 LOST_SECONDS = 20.0
 """After so many seconds of silence, a node counts as lost, whatever the host says."""
 STEADY_SECONDS = 60.0
@@ -108,8 +109,8 @@ class Node:
         self._clock = clock
         self._ready_since = 0.0
         self._starts = 0
-        self._launch: threading.Thread | None = None
-        self._removal: threading.Thread | None = None
+        self._launch: Future[None] | None = None
+        self._removal: Future[None] | None = None
 
     # The state.
 
@@ -235,7 +236,7 @@ class Node:
             loss = Loss(tuple(self.lanes.values()), self.control)
             self.lanes.clear()
             self.control = None
-            self._remove_machine()
+            self.remove_machine()
             if before != "starting" and self._clock() - self._ready_since > STEADY_SECONDS:
                 self._starts = 1
             never_served = before == "starting" and self.lost_since is None
@@ -261,7 +262,7 @@ class Node:
             # A start that did not reach the machine does not count.
             self._starts -= 1
             if self.host.made:
-                self._remove_machine()
+                self.remove_machine()
             shortest, longest = RETURN_PAUSES
             return max(shortest, min(gone / 4, longest))
 
@@ -318,33 +319,29 @@ class Node:
 
     # Starting and ending its host.
 
-    def launch(self, bring_up: Callable[[Node], None]) -> None:
-        """Start the node, on a thread of its own."""
+    def launch(self, bring_up: Callable[[Node], Future[None]]) -> None:
+        """Begin to start the node."""
         with self._lock:
-            self._launch = threading.Thread(
-                target=bring_up, args=(self,), name=f"skyward-node-{self.index}", daemon=True
-            )
-            self._launch.start()
+            self._launch = bring_up(self)
 
-    def begin_start(self) -> None:
-        """Count a start, and wait until the lost machine is removed: both have the same name."""
+    def begin_start(self) -> Future[None] | None:
+        """Count a start; the machine that is being removed must go first: both have one name."""
         self._starts += 1
-        if self._removal is not None:
-            self._removal.join()
+        return self._removal
 
-    def _remove_machine(self) -> None:
-        self._removal = threading.Thread(target=self.host.stop, args=(0,), daemon=True)
-        self._removal.start()
+    def remove_machine(self) -> None:
+        """Begin to remove the machine; the next start, and the end of the node, wait for that."""
+        self._removal = self.host.stop(0)
 
     def await_end(self, removal_seconds: float, launch_seconds: float) -> None:
-        """Wait for the threads that remove a lost machine and that start the node.
+        """Wait for the end of the removal of a lost machine, and of the start of the node.
 
         The process may end with the pool, and must not leave a lost machine half removed.
         """
         if self._removal is not None:
-            self._removal.join(removal_seconds)
-        if self._launch is not None and self._launch is not threading.current_thread():
-            self._launch.join(launch_seconds)
+            wait([self._removal], removal_seconds)
+        if self._launch is not None:
+            wait([self._launch], launch_seconds)
 
     # Its agent and executors.
 
@@ -359,6 +356,14 @@ class Node:
         if control is not None:
             with contextlib.suppress(OSError):
                 control.send(message)
+
+    def shut_down(self) -> None:
+        """Have the agent end its executors and itself."""
+        self.tell(Shutdown())
+        if self.control is not None:
+            self.control.expect_end()
+        for lane in list(self.lanes.values()):
+            lane.channel.expect_end()
 
     def kill(self, lane: Lane, reason: str) -> None:
         """Have the agent end an executor and start a new one."""

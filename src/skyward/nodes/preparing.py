@@ -106,7 +106,8 @@ class Preparer:
         with self._lock:
             if lane.lost or not lane.preparation.finish():
                 return
-            if all(map(self._is_prepared, self._roster.nodes)):
+            # First the number, since each of many nodes comes here once.
+            if self._attempts and all(map(self._is_prepared, self._roster.nodes)):
                 self._attempts = 0
         self._ready(node, lane)
 

@@ -9,7 +9,12 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from skyward.staff import Staff
+
 T = TypeVar("T")
+
+MOST_THREADS = 32
+"""How many blocking calls of providers run at once."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _lock = threading.Lock()
@@ -21,6 +26,7 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
+            _loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
             threading.Thread(
                 target=_loop.run_forever, name="skyward-providers", daemon=True
             ).start()

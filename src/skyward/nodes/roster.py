@@ -31,11 +31,16 @@ class Roster:
     def remove(self, nodes: list[Node]) -> None:
         """Remove nodes that have left."""
         with self.lock:
-            self.nodes = [node for node in self.nodes if node not in nodes]
+            leaving = set(nodes)
+            self.nodes = [node for node in self.nodes if node not in leaving]
 
     def get(self, index: int) -> Node | None:
         """The node of that index."""
-        return next((node for node in self.nodes if node.index == index), None)
+        nodes = self.nodes
+        if 0 <= index < len(nodes) and nodes[index].index == index:
+            # As usual: only a pool from whose middle a node was removed has it elsewhere.
+            return nodes[index]
+        return next((node for node in nodes if node.index == index), None)
 
     def begin_serving(self) -> None:
         """Note that enough nodes are ready for the pool to serve."""

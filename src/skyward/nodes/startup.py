@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from skyward.calls.dispatch import Dispatcher
@@ -11,8 +15,9 @@ from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.errors import NodeLostError, PoolStartError, SkywardError, UnavailableError
+from skyward.nodes import provider_loop
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.contact import Contacts, reach
+from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.failures import may_pass
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
@@ -40,7 +45,7 @@ class Callbacks:
 
 
 class Startup:
-    """Starts nodes, each on a thread of its own."""
+    """Starts nodes, each in a coroutine of its own on the providers' loop."""
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class Startup:
     def start(self, node: Node) -> None:
         """Begin to start a new node."""
         self._prospects.expect(node.index)
-        node.launch(self._bring_up)
+        node.launch(self._launch)
 
     def start_again(self, node: Node) -> None:
         """Begin to start a lost or failed node on a new host, unless the node leaves the pool."""
@@ -104,32 +109,39 @@ class Startup:
             ):
                 return
             self._prospects.expect(node.index)
-            node.launch(self._bring_up)
+            node.launch(self._launch)
 
-    def _bring_up(self, node: Node) -> None:
+    def _launch(self, node: Node) -> Future[None]:
+        starting = provider_loop.submit(self._bring_up(node))
+        starting.add_done_callback(_show_failure)
+        return starting
+
+    async def _bring_up(self, node: Node) -> None:
         try:
             self._console.phase(node.index, "starting")
-            node.begin_start()
+            removal = node.begin_start()
+            if removal is not None:
+                await asyncio.wait([asyncio.wrap_future(removal)])
             host = node.host
             if host.may_return:
                 self._console.phase(node.index, "creating")
-            host.prepare()
-            host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
+            await host.prepare()
+            await host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
             self._console.phase(node.index, "connecting")
-            self._connect(node, host)
+            await asyncio.wrap_future(connecting.submit(self._connect, node, host))
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
-            self._start_failed(node, problem)
+            await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
 
     def _connect(self, node: Node, host: Host) -> None:
-        control, welcome = reach(
+        control, welcome = Approach(
             host.route(host.endpoint),
             Hello(self._id, "control", versions=self._versions, pid=os.getpid()),
             self._credentials,
             node_name(self._id, node.index),
             host.dial,
             gone="its agent is gone",
-        )
+        ).attempt()
         if not node.connect(control):
             control.close()
             raise PoolStartError(f"node {node.index} was stopped while it started")
@@ -196,6 +208,9 @@ class Startup:
                 )
             first = node.retries.failed == 0
             failed = node.fail(failure, retry=may_come or not node.joined, may_help=may_help)
+            # Under the same lock: a caller who sees the failure may call again at once.
+            given_up = node.retries.at is None
+            awaits_call = failed and self._awaits_call()
             control, lanes = node.release()
         if control is not None:
             self._loop.forget(control)
@@ -204,20 +219,19 @@ class Startup:
             self._dispatcher.lose(
                 lane, lambda task: NodeLostError(f"{task.name} lost node {node.index}: {failure}")
             )
-        node.host.stop(0)
+        node.remove_machine()
         if any(lane.preparation.begun for lane in lanes):
             self._preparer.regroup(lost=True)
-        if failed:
-            self._tell_failed(node, node.failure or failure, first=first)
-
-    def _tell_failed(self, node: Node, failure: BaseException, *, first: bool) -> None:
+        if not failed:
+            return
+        failure = node.failure or failure
         self._console.phase(node.index, "failed")
-        if node.retries.at is None:
+        if given_up:
             self.tell_given_up(node, failure)
-        if self._awaits_call():
+        if awaits_call:
             self._console.note(f"no node could be started: {failure}; the next call tries again")
             self._dispatcher.fail_waiting(failure)
-        elif node.retries.at is not None and self._roster.serves and first:
+        elif not given_up and self._roster.serves and first:
             self.tell_retry(node)
         self._dispatcher.fail_unrunnable()
         self._preparer.node_failed()
@@ -245,3 +259,9 @@ class Startup:
             f"node {node.index} could not be started: {node.failure}; it is tried again, "
             "less and less often"
         )
+
+
+def _show_failure(starting: Future[None]) -> None:
+    """Show an error of Skyward itself: nobody else looks at it."""
+    if not starting.cancelled() and (problem := starting.exception()) is not None:
+        traceback.print_exception(problem, file=sys.stderr)

@@ -55,8 +55,6 @@ class Channel:
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
-        self._incoming = bytearray(RECEIVE_SIZE)
-        self._view = memoryview(self._incoming)
         self.bytes_sent = 0
         self.bytes_received = 0
         self.closed = False
@@ -102,6 +100,11 @@ class Channel:
         """Call `told`, on any thread, when a connection is lost (False) and made (True)."""
         if self.link is not None:
             self.link.connections.watch(told)
+
+    def expect_end(self) -> None:
+        """Over a link, connect no more once the other end, which was told to end, has done so."""
+        if self.link is not None:
+            self.link.connections.ending = True
 
     def reconnect(self) -> None:
         """Over a link, give up a connection that seems dead; the client makes a new one."""
@@ -250,18 +253,19 @@ class Channel:
 
     def _receive_some(self, flags: int) -> memoryview:
         if self.link is not None:
-            part = self.link.incoming.receive(self._view)
+            part = self.link.incoming.receive(_arrival_room())
             self.bytes_received += len(part)
             return part
+        room = _arrival_room()
         if not self.shares_memory:
             count = (
-                self._receiver.recv_into(self._view)
+                self._receiver.recv_into(room)
                 if self._encrypted
-                else self._receiver.recv_into(self._view, 0, flags)
+                else self._receiver.recv_into(room, 0, flags)
             )
         else:
             count, ancillary, _, _ = self._receiver.recvmsg_into(
-                [self._view], _DESCRIPTOR_SPACE, flags | CLOSE_ON_EXEC
+                [room], _DESCRIPTOR_SPACE, flags | CLOSE_ON_EXEC
             )
             for level, kind, data in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -274,7 +278,7 @@ class Channel:
         if not count:
             raise EOFError("the other end closed the connection")
         self.bytes_received += count
-        return self._view[:count]
+        return room[:count]
 
     def read_body(
         self,
@@ -340,6 +344,20 @@ class Channel:
             end.close()
         for descriptor in self._decoder.drain_descriptors():
             os.close(descriptor)
+
+
+_rooms = threading.local()
+
+
+def _arrival_room() -> memoryview:
+    """Memory for arriving bytes: one piece for each thread, since the decoder copies them at once.
+
+    A piece for each channel would be half a gigabyte for a thousand nodes.
+    """
+    room: memoryview | None = getattr(_rooms, "view", None)
+    if room is None:
+        room = _rooms.view = memoryview(bytearray(RECEIVE_SIZE))
+    return room
 
 
 def _joined(parts: list[Bytes]) -> list[memoryview]:

@@ -15,7 +15,7 @@ from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, FrameDecoder
-from skyward.wire.identity import Credentials, check_peer
+from skyward.wire.identity import Credentials, check_peer, client_context
 from skyward.wire.messages import Hello, Welcome
 
 SESSION_UNKNOWN = "unknown session"
@@ -72,7 +72,7 @@ def connect_once(
 
 def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
     """The TLS context for an endpoint; None for a Unix socket, whose transport is private."""
-    return None if endpoint.startswith("unix:") else credentials.context(server=False)
+    return None if endpoint.startswith("unix:") else client_context(credentials)
 
 
 def connect_pair(

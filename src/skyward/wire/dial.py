@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -22,7 +22,7 @@ from skyward.wire.connecting import (
     direct,
 )
 from skyward.wire.identity import Credentials
-from skyward.wire.link.connections import LinkLost
+from skyward.wire.link.connections import Connections, LinkLost
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
@@ -80,12 +80,15 @@ class Dialer:
         self._pid = welcome.pid
         return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
 
-    def _again(self, received: int, ended: threading.Event) -> Pair:
-        """Make the next connection of a link that has received so many bytes, unless it ends."""
+    def _again(self, connections: Connections) -> Iterator[Pair | float]:
+        """Make the next connection of a link, unless it ends.
+
+        After each attempt that fails, yields how many seconds to wait; at last, yields the pair.
+        """
         refused_since: float | None = None
-        started = time.monotonic()
+        received, started = connections.received, time.monotonic()
         pause, longest = PAUSES
-        while not ended.is_set():
+        while not connections.ended:
             try:
                 pair, welcome = self._connect(received, GREETING_SECONDS)
             except SessionUnknownError as problem:
@@ -94,6 +97,8 @@ class Dialer:
                 refused_since = refused(problem, refused_since)
                 if self._gone and refused_too_long(refused_since):
                     raise LinkLost(self._gone) from problem
+                if connections.ending and refused_since is not None:
+                    raise LinkLost("its process was told to end") from problem
                 if time.monotonic() - started > self._patience:
                     raise LinkLost(
                         f"its connection was lost, and a new one could not be made within "
@@ -101,10 +106,11 @@ class Dialer:
                     ) from problem
             else:
                 if welcome.pid == self._pid:
-                    return pair
+                    yield pair
+                    return
                 pair.close()
                 raise LinkLost("another process has taken its place")
-            ended.wait(pause)
+            yield pause
             pause = min(2 * pause, longest)
         raise LinkLost("it was closed")
 

@@ -14,6 +14,7 @@ import socket
 import ssl
 import struct
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from skyward.errors import AuthenticationError
 LIFETIME = datetime.timedelta(days=30)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Credentials:
     """One end's certificate and key with the pool's authority, all PEM."""
 
@@ -45,6 +46,20 @@ class Credentials:
         with _readable(self.certificate + self.key) as chain:
             context.load_cert_chain(chain)
         return context
+
+
+_shared: weakref.WeakKeyDictionary[Credentials, ssl.SSLContext] = weakref.WeakKeyDictionary()
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    """The context for connections to any process of a pool, made once.
+
+    A client has several connections to each node, and a context takes 100 KB and a millisecond.
+    """
+    context = _shared.get(credentials)
+    if context is None:
+        context = _shared[credentials] = credentials.context(server=False)
+    return context
 
 
 @contextlib.contextmanager

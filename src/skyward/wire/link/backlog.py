@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 
 from skyward.errors import ProtocolError
@@ -37,7 +38,7 @@ class Backlog:
         """Memory for the next bytes; after writing there, call `filled`."""
         index, used = divmod(self.end - self._first, CHUNK)
         if index == len(self._chunks):
-            self._chunks.append(self._spare.pop() if self._spare else memoryview(bytearray(CHUNK)))
+            self._chunks.append(self._spare.pop() if self._spare else _new_chunk())
         return self._chunks[index][used:]
 
     def filled(self, count: int) -> None:
@@ -104,3 +105,11 @@ class Backlog:
     def _first(self) -> int:
         """The position at which the oldest chunk begins."""
         return self._acknowledged - self._acknowledged % CHUNK
+
+
+def _new_chunk() -> memoryview:
+    """Memory that exists only where it has been written to: most links carry a few small messages.
+
+    The C library would write zeros to all of it once the process has freed larger pieces.
+    """
+    return memoryview(mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

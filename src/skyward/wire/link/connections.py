@@ -40,6 +40,8 @@ class Connections:
         """The thread that read last; on a client, it must not wait for a count: only it reads."""
         self.again: Callable[[], None] | None = None
         """Called once: when there is a connection to read from, or when the link ends."""
+        self.ending = False
+        """Whether the process at the other end was told to end."""
         self.why = ""
         """Why the link has ended; empty until then."""
         self.over = threading.Event()

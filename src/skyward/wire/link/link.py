@@ -14,13 +14,16 @@ Between machines that are far apart, stripes join the pair for large writes: see
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from skyward.staff import Staff
 from skyward.wire.link.connections import Connections, LinkLost
 from skyward.wire.link.incoming import Incoming
 from skyward.wire.link.outgoing import Outgoing
 from skyward.wire.link.pair import Pair
+
+redialing = Staff("skyward-redial", most=128)
+"""The threads that make new connections; after an outage, all links of a pool need one at once."""
 
 
 class Link:
@@ -29,14 +32,12 @@ class Link:
     def __init__(
         self,
         pair: Pair,
-        dial: Callable[[int, threading.Event], Pair] | None = None,
+        dial: Callable[[Connections], Iterator[Pair | float]] | None = None,
         attempt: int = 1,
         add_stripes: Callable[[Pair], None] | None = None,
     ) -> None:
-        """`dial` makes the next pair; it gets the count of received bytes.
-
-        `dial` stops trying when the event is set. `add_stripes` connects stripes for a pair. Only
-        the client gives these two.
+        """`dial` makes the next pair: it yields the pair, or how many seconds to wait before its
+        next attempt. `add_stripes` connects stripes for a pair. Only the client gives these two.
         """
         self.first = pair
         self._dial = dial
@@ -51,13 +52,16 @@ class Link:
 
     def _lost(self) -> None:
         if self._dial is not None:
-            threading.Thread(target=self._redial, name="skyward-redial", daemon=True).start()
+            attempts = self._dial(self.connections)
+            redialing.run(lambda: self._redial(attempts))
 
-    def _redial(self) -> None:
-        assert self._dial is not None
+    def _redial(self, attempts: Iterator[Pair | float]) -> None:
         try:
-            pair = self._dial(self.connections.received, self.connections.over)
+            found = next(attempts)
         except LinkLost as problem:
             self.connections.end(str(problem))
+            return
+        if isinstance(found, Pair):
+            self.install(found, self.connections.attempt)
         else:
-            self.install(pair, self.connections.attempt)
+            redialing.later(found, lambda: self._redial(attempts))

@@ -9,6 +9,7 @@ import struct
 import threading
 
 from skyward import kernel
+from skyward.staff import Staff
 from skyward.wire.link.records import JOINED
 
 STRIPE_SECONDS = 10.0
@@ -21,6 +22,10 @@ FAR_SECONDS = 0.001
 """If the round trip is shorter, one connection carries all that one processor can encrypt."""
 LAST_WORDS_SECONDS = 1.0
 """How long the receiving connection is still read after the sending one has failed."""
+
+
+cutting = Staff("skyward-cut", most=1)
+"""The thread that ends connections after their last words."""
 
 
 class Pair:
@@ -81,9 +86,7 @@ class Pair:
         if not self.broken:
             self.broken = True
             _shut(self.sender)
-            cutter = threading.Timer(LAST_WORDS_SECONDS, self.cut)
-            cutter.daemon = True
-            cutter.start()
+            cutting.later(LAST_WORDS_SECONDS, self.cut)
 
     def cut(self) -> None:
         """Make all reads and writes fail, except reads of bytes that have arrived."""
