@@ -366,6 +366,7 @@ BUILT_IN = {
     "kubernetes": "skyward.providers.kubernetes:Kubernetes",
     "aws": "skyward.providers.aws:AWS",
     "slurm": "skyward.providers.slurm:Slurm",
+    "ray": "skyward.providers.ray:Ray",
 }
 """The class of each provider that is part of Skyward."""
 

@@ -1,0 +1,620 @@
+"""The driver: the program in a Ray cluster that gets a pool's nodes from Ray, and keeps them.
+
+Ray's own Python runs this file, as a job or beside the client, so it needs the standard library and
+Ray alone. Nodes are asked for over one connection: lines of JSON, in TLS 1.3. Nodes that are asked
+for together are the bundles of one placement group. In each bundle, an actor starts a keeper, to
+which the client then connects by itself, or through this process.
+
+Ray's Python may be older than the client's: 3.9 is enough for this file and the keeper's.
+
+The driver ends, and Ray removes all that it made, when it is told to, and when no client has been
+connected for a while and no process of a node runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+LEASE_SECONDS = 30.0
+"""How long the driver stays without a client, if nothing runs on its nodes."""
+LOOK_SECONDS, BUSY_LOOK_SECONDS = 0.5, 0.05
+"""How often the driver looks at its actors, and how often while nodes are pending."""
+SLOW_SECONDS = 3.0
+"""After how long the client hears that an actor is being started."""
+LONGEST_LINE = 1 << 20
+ANNOUNCED = "skyward driver "
+"""What the line begins with by which the driver says where it listens."""
+FAILED = "skyward failed "
+
+
+class Node:
+    """A node that is to have a machine: a bundle of a placement group, and the actor in it."""
+
+    def __init__(self, number: int, asked: dict[str, Any]) -> None:
+        self.number, self.asked = number, asked
+        self.group: Any = None
+        self.bundle = 0
+        self.actor: Any = None
+        self.state = "pending"
+        self.reason = ""
+        self.told: dict[str, Any] = {}
+        """Where its keeper is."""
+        self.starting: Any = None
+        self.watching: Any = None
+        self.shown: dict[str, Any] = {}
+        """What the clients were told last."""
+        self.since = time.monotonic()
+
+    def described(self) -> dict[str, Any]:
+        return {"node": self.number, "state": self.state, "reason": self.reason, **self.told}
+
+
+class Driver:
+    """The nodes of one pool."""
+
+    def __init__(self, given: dict[str, Any], ray: Any, keeper: Any, identity: str) -> None:
+        self.given, self.ray, self.keeper, self.identity = given, ray, keeper, identity
+        self.nodes: dict[int, Node] = {}
+        self.groups: list[tuple[Any, int, dict[str, float]]] = []
+        """Every placement group, with the number of its bundles and one of them."""
+        self.clients: set[asyncio.StreamWriter] = set()
+        self.heard = time.monotonic()
+        self.over = asyncio.Event()
+        self.changed = asyncio.Event()
+        self.machines = 0
+        self.autoscales = bool(given.get("autoscales"))
+
+    # Connections.
+
+    async def serve(self) -> None:
+        """Listen, say where, and go on until the end."""
+        tls = self.keeper["context"](self.given["authority"], self.identity, server=True)
+        server = await asyncio.start_server(
+            self.answer,
+            sock=self.keeper["listening"](int(self.given["port"])),
+            ssl=tls,
+            limit=LONGEST_LINE,
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.over.set)
+        loop.add_signal_handler(signal.SIGINT, self.over.set)
+        where = {
+            "addresses": [self.ray.util.get_node_ip_address()],
+            "port": server.sockets[0].getsockname()[1],
+            "certificate": certificate_of(self.identity),
+            "pid": os.getpid(),
+            "ray": self.ray.__version__,
+            "python": ".".join(map(str, sys.version_info[:3])),
+        }
+        print(ANNOUNCED + json.dumps(where), flush=True)
+        following = asyncio.ensure_future(self.follow())
+        following.add_done_callback(lambda _: self.over.set())
+        await self.over.wait()
+        server.close()
+        following.cancel()
+        for client in self.clients:
+            client.close()
+        await loop.run_in_executor(None, self.remove_all)
+        if not following.cancelled() and following.done():
+            following.result()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a client, or copy a connection to a keeper."""
+        try:
+            asked = json.loads(await reader.readline())
+            if asked["do"] == "relay":
+                await self.relay(int(asked["node"]), reader, writer)
+            else:
+                await self.serve_client(asked, reader, writer)
+        except (OSError, EOFError, ValueError, KeyError, asyncio.TimeoutError):  # noqa: UP041
+            pass  # Whoever connected is gone, or is not our client.
+        finally:
+            self.clients.discard(writer)
+            self.heard = time.monotonic()
+            writer.close()
+
+    async def serve_client(
+        self, asked: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.clients.add(writer)
+        for node in self.nodes.values():
+            self.tell(node, writer)
+        writer.write(b'{"state": "listed"}\n')
+        while True:
+            self.heard = time.monotonic()
+            if asked["do"] == "make":
+                self.make(asked)
+            elif asked["do"] == "release":
+                await self.release([int(each) for each in asked["nodes"]])
+            elif asked["do"] == "end":
+                self.over.set()
+            line = await asyncio.wait_for(reader.readline(), LEASE_SECONDS)
+            if not line:
+                return
+            asked = json.loads(line)
+
+    async def relay(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Copy bytes between the client and a keeper that the client cannot reach."""
+        told = self.nodes[number].told
+        tls = self.keeper["context"](certificate_of(self.identity), self.identity, server=False)
+        there, back = await asyncio.open_connection(told["address"], told["port"], ssl=tls)
+        tasks = [
+            asyncio.ensure_future(copy(reader, back)),
+            asyncio.ensure_future(copy(there, writer)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The client ends a connection only when it needs nothing more; a keeper has said all.
+            await writer.drain()
+        finally:
+            for task in tasks:
+                task.cancel()
+            back.close()
+
+    def tell(self, node: Node, *writers: asyncio.StreamWriter) -> None:
+        line = json.dumps(node.described()).encode() + b"\n"
+        for writer in writers or tuple(self.clients):
+            writer.write(line)
+
+    # Nodes.
+
+    def make(self, asked: dict[str, Any]) -> None:
+        """Ask Ray for nodes: in bundles that are free, or else in a new placement group."""
+        asked["bundle"] = self.typed(asked["bundle"], asked["accelerator"])
+        wanted = [Node(int(each), asked) for each in asked["nodes"]]
+        for node in wanted:
+            self.nodes[node.number] = node
+        waiting = [node for node in wanted if not self.reuse(node)]
+        if waiting and (why := self.impossible(waiting, asked)):
+            for node in waiting:
+                node.state, node.reason = "refused", why
+            self.changed.set()
+            return
+        # Bundles of one group cannot be given back one by one: nodes that are added have their own.
+        together = [waiting] if not self.groups else [[node] for node in waiting]
+        for nodes in filter(None, together):
+            group = self.ray.util.placement_group(
+                [asked["bundle"]] * len(nodes),
+                strategy=asked["strategy"],
+                name=f"skyward-{self.given['pool']}",
+            )
+            self.groups.append((group, len(nodes), asked["bundle"]))
+            for bundle, node in enumerate(nodes):
+                node.group, node.bundle = group, bundle
+        self.changed.set()
+
+    def reuse(self, node: Node) -> bool:
+        """Give a node a bundle that its last node has left."""
+        taken = {
+            (id(each.group), each.bundle)
+            for each in self.nodes.values()
+            if each.group is not None and each is not node
+        }
+        for group, count, bundle in self.groups:
+            for index in range(count):
+                if (id(group), index) not in taken and bundle == node.asked["bundle"]:
+                    node.group, node.bundle = group, index
+                    self.changed.set()
+                    return True
+        return False
+
+    def start(self, node: Node) -> None:
+        """Start the actor of a node in its bundle, which Ray has reserved."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        bundle = dict(node.asked["bundle"])
+        options = {
+            "num_cpus": bundle.pop("CPU", 0),
+            "num_gpus": bundle.pop("GPU", 0),
+            "memory": bundle.pop("memory", None),
+            "resources": bundle or None,
+            "max_restarts": 0,
+            "max_concurrency": 3,
+            "name": f"skyward-{self.given['pool']}-{node.number}.{self.machines}",
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                node.group, placement_group_bundle_index=node.bundle
+            ),
+        }
+        label = f"ray-{self.given['pool']}-{node.number}.{os.getpid()}.{self.machines}"
+        self.machines += 1
+        kept = {
+            "program": self.given["keeper"],
+            "label": label,
+            "node_folder": f"sky.{self.given['pool']}.{node.number}",
+            "authority": self.given["authority"] + certificate_of(self.identity),
+            "identity": self.identity,
+            "keeps_threads": node.asked["keeps_threads"],
+        }
+        node.actor = self.ray.remote(Machine).options(**options).remote()
+        node.starting = node.actor.start.remote(kept)
+        node.since = time.monotonic()
+
+    async def release(self, numbers: list[int]) -> None:
+        """End the machines of nodes; their bundles stay with their group, or go with it."""
+        ending = [self.nodes.pop(number) for number in numbers if number in self.nodes]
+        await asyncio.get_running_loop().run_in_executor(None, self.end_machines, ending)
+        for node in ending:
+            node.state = "released"
+            self.tell(node)
+
+    def end_machines(self, nodes: list[Node]) -> None:
+        """End actors, wait for that, and remove the groups that no node uses."""
+        ends = []
+        for node in nodes:
+            if node.actor is not None:
+                with contextlib.suppress(Exception):
+                    ends.append(node.actor.end.remote())
+        if ends:
+            with contextlib.suppress(Exception):
+                self.ray.wait(ends, num_returns=len(ends), timeout=5.0)
+        for node in nodes:
+            if node.actor is not None:
+                with contextlib.suppress(Exception):
+                    self.ray.kill(node.actor)
+        used = {id(node.group) for node in self.nodes.values()}
+        for kept in [each for each in self.groups if id(each[0]) not in used]:
+            self.groups.remove(kept)
+            with contextlib.suppress(Exception):
+                self.ray.util.remove_placement_group(kept[0])
+
+    def remove_all(self) -> None:
+        """Leave nothing in the cluster."""
+        ending = list(self.nodes.values())
+        self.nodes.clear()
+        self.end_machines(ending)
+
+    # What becomes of them.
+
+    async def follow(self) -> None:
+        """Look at groups and actors until the end of the lease."""
+        loop = asyncio.get_running_loop()
+        while True:
+            pending = any(node.state == "pending" for node in self.nodes.values())
+            with contextlib.suppress(asyncio.TimeoutError):
+                pause = BUSY_LOOK_SECONDS if pending else LOOK_SECONDS
+                await asyncio.wait_for(self.changed.wait(), pause)
+            self.changed.clear()
+            for node in list(self.nodes.values()):
+                await loop.run_in_executor(None, self.look, node)
+                if self.nodes.get(node.number) is node:
+                    self.tell_if_new(node)
+            if not self.clients and time.monotonic() - self.heard > LEASE_SECONDS:
+                busy = await loop.run_in_executor(None, self.is_busy)
+                if not busy and not self.clients:
+                    self.over.set()
+                    return
+
+    def tell_if_new(self, node: Node) -> None:
+        if node.described() != node.shown:
+            node.shown = node.described()
+            self.tell(node)
+
+    def look(self, node: Node) -> None:
+        """Find out how far a node is; Ray is asked here, on another thread."""
+        if node.state == "pending" and node.actor is None:
+            if node.group.wait(0):
+                self.start(node)
+            else:
+                node.reason = self.why_pending(node)
+        elif node.state in ("pending", "ready"):
+            self.look_at_actor(node)
+
+    def look_at_actor(self, node: Node) -> None:
+        """See whether the actor has started its keeper, or has ended."""
+        done, _ = self.ray.wait([node.watching or node.starting], timeout=0)
+        try:
+            if done and node.watching is None:
+                node.told = self.ray.get(node.starting)
+                node.state, node.reason = "ready", ""
+                node.watching = node.actor.watch.remote()
+            elif done:
+                node.state, node.reason = "gone", str(self.ray.get(node.watching))
+            elif node.watching is None and time.monotonic() - node.since > SLOW_SECONDS:
+                node.reason = "its bundle is reserved, and Ray is starting an actor there"
+        except Exception as problem:
+            node.state, node.reason = "gone", said(problem)
+        if node.state == "gone":
+            with contextlib.suppress(Exception):
+                self.ray.kill(node.actor)
+
+    def is_busy(self) -> bool:
+        """Whether a process of a node still runs."""
+        asked = [
+            node.actor.is_busy.remote() for node in self.nodes.values() if node.state == "ready"
+        ]
+        answers, _ = (
+            self.ray.wait(asked, num_returns=len(asked), timeout=10.0) if asked else ([], 0)
+        )
+        for each in answers:
+            with contextlib.suppress(Exception):
+                if self.ray.get(each):
+                    return True
+        return False
+
+    # What the cluster has.
+
+    def alive(self) -> list[dict[str, float]]:
+        """The resources of each node of the cluster."""
+        return [each["Resources"] for each in self.ray.nodes() if each["Alive"]]
+
+    def typed(self, bundle: dict[str, float], model: str) -> dict[str, float]:
+        """The bundle with the GPU's model, if the cluster knows the models of its GPUs."""
+        kind = f"accelerator_type:{model}"
+        there = self.alive()
+        untyped = any(
+            each.get("GPU") and not any(name.startswith("accelerator_type") for name in each)
+            for each in there
+        )
+        known = any(kind in each for each in there)
+        if not model or (not known and (untyped or self.autoscales)):
+            return bundle
+        return {**bundle, kind: 0.001}
+
+    def impossible(self, nodes: list[Node], asked: dict[str, Any]) -> str:
+        """Why the cluster as it is can never have these nodes; empty if it may."""
+        if self.autoscales:
+            return ""
+        bundle, there = asked["bundle"], self.alive()
+        room = [fits(bundle, each) for each in there]
+        wanted = f"{len(nodes)} x {shown(bundle)}"
+        enough = (
+            sum(1 for each in room if each) >= len(nodes)
+            if asked["strategy"] == "STRICT_SPREAD"
+            else max(room, default=0) >= len(nodes)
+            if asked["strategy"] == "STRICT_PACK"
+            else sum(room) >= len(nodes)
+        )
+        if enough:
+            return ""
+        where = {"STRICT_SPREAD": ", each on a node of its own", "STRICT_PACK": ", all on one node"}
+        return (
+            f"the Ray cluster can never have {wanted}{where.get(asked['strategy'], '')}; it does "
+            f"not grow by itself, and its nodes have {listed(there)}; ask for less, or add nodes"
+        )
+
+    def why_pending(self, node: Node) -> str:
+        """What a placement group waits for, in terms of the cluster's resources."""
+        bundle = node.asked["bundle"]
+        has, free = self.ray.cluster_resources(), self.ray.available_resources()
+        parts = [
+            f"{amount(name, free.get(name, 0))} of {amount(name, has.get(name, 0))} {name} free"
+            for name in bundle
+            if not name.startswith("accelerator_type")
+        ]
+        grows = "; the cluster may grow" if self.autoscales else ""
+        return f"waiting for Ray to reserve {shown(bundle)}: {', '.join(parts)}{grows}"
+
+
+class Machine:
+    """The actor in a bundle: it starts the keeper, and holds the pipe that keeps it."""
+
+    def start(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """Start the keeper, with the environment that Ray has given this actor."""
+        ray = importlib.import_module("ray")
+        dropped = ("RAY_", "PYTHON", "SKYWARD_RAY")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        if not kept["keeps_threads"]:
+            # Ray sets it to the number of the bundle's CPUs, though nobody asked for so few.
+            environment.pop("OMP_NUM_THREADS", None)
+        code = (
+            "import json,sys;given=json.loads(sys.stdin.buffer.readline());"
+            "made={'__name__':'skyward_keeper'};exec(given['program'],made);made['main'](given)"
+        )
+        self.kept = kept
+        self.process: Any = None
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-c", code, kept["label"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        given = {**kept, "environment": environment}
+        self.process.stdin.write(json.dumps(given).encode() + b"\n")
+        said = self.process.stdout.readline()
+        self.process.wait()
+        if not said:
+            raise RuntimeError(f"no keeper starts on {socket.gethostname()}; see Ray's logs")
+        self.told = json.loads(said)
+        return {
+            "address": ray.util.get_node_ip_address(),
+            "port": self.told["port"],
+            "hostname": socket.gethostname(),
+        }
+
+    def keeper(self) -> dict[str, Any]:
+        """What the keeper's program defines."""
+        made: dict[str, Any] = {"__name__": "skyward_keeper"}
+        exec(self.kept["program"], made)
+        return made
+
+    def is_busy(self) -> bool:
+        """Whether a process of the machine runs."""
+        return bool(self.keeper()["marked"](self.kept["label"]))
+
+    def watch(self) -> str:
+        """Wait for the keeper's end; if it was killed, clear up after it."""
+        self.process.stdout.read()
+        clear = self.keeper()["clear"]
+        clear(self.kept["label"], self.told["folder"], self.kept["node_folder"])
+        return "its keeper has ended"
+
+    def end(self) -> None:
+        """Have the keeper end, and wait for it."""
+        self.process.stdin.close()
+        self.process.stdout.read()
+
+
+# What resources are called.
+
+
+def amount(name: str, value: float) -> str:
+    """A number of a resource, for people."""
+    if name == "memory" or name == "object_store_memory":
+        return f"{value / 2**30:.3g} GiB"
+    return f"{value:g}"
+
+
+def shown(bundle: dict[str, float]) -> str:
+    """A bundle for people: "2 CPU and 1 GPU"."""
+    parts = [
+        name.partition(":")[2]
+        if name.startswith("accelerator_type")
+        else f"{amount(name, n)} {name}"
+        for name, n in bundle.items()
+    ]
+    return " and ".join(parts)
+
+
+def listed(nodes: list[dict[str, float]]) -> str:
+    """What each node of a cluster has, equal ones together."""
+    kinds: dict[str, int] = {}
+    for each in nodes:
+        plain = {k: v for k, v in each.items() if k in ("CPU", "GPU", "memory")}
+        plain |= {k: v for k, v in each.items() if k.startswith("accelerator_type")}
+        kinds[shown(plain)] = kinds.get(shown(plain), 0) + 1
+    return "; ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "nothing"
+
+
+def fits(bundle: dict[str, float], node: dict[str, float]) -> int:
+    """How often a bundle fits into a node that is empty."""
+    return min(int(node.get(name, 0) // value) for name, value in bundle.items() if value)
+
+
+def said(problem: BaseException) -> str:
+    """What a failure says, in a line; of a failure in an actor, what happened there."""
+    problem = getattr(problem, "cause", None) or problem
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until one end closes."""
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 18):
+            writer.write(data)
+            await writer.drain()
+
+
+# Who the driver is.
+
+
+def new_identity() -> str:
+    """A key and a certificate of its own, in PEM; the key leaves this cluster never."""
+    if program := shutil.which("openssl"):
+        made = subprocess.run(
+            [
+                *(program, "req", "-x509", "-nodes", "-days", "60", "-subj", "/CN=skyward-driver"),
+                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+                *("-keyout", "-", "-out", "-"),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        if made.returncode == 0 and "PRIVATE KEY" in made.stdout:
+            return made.stdout
+    return identity_without_openssl()
+
+
+def identity_without_openssl() -> str:
+    """The same, with the package cryptography, which most of Ray's environments have."""
+    import datetime
+
+    try:
+        x509: Any = importlib.import_module("cryptography.x509")
+        hazmat = "cryptography.hazmat.primitives"
+        ec: Any = importlib.import_module(f"{hazmat}.asymmetric.ec")
+        hashes: Any = importlib.import_module(f"{hazmat}.hashes")
+        serialization: Any = importlib.import_module(f"{hazmat}.serialization")
+    except ImportError:
+        raise RuntimeError(
+            f"neither the program openssl nor the package cryptography is on "
+            f"{socket.gethostname()}; install one of them there"
+        ) from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyward-driver")])
+    now = datetime.datetime.now(datetime.timezone.utc)  # noqa: UP017
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=60))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return str(plain.decode() + certificate.public_bytes(pem).decode())
+
+
+def certificate_of(identity: str) -> str:
+    """The certificate in a PEM text that has the key, too."""
+    found = re.search(
+        r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", identity, re.DOTALL
+    )
+    assert found is not None
+    return found[0]
+
+
+# The cluster.
+
+
+def grows(ray: Any) -> bool:
+    """Whether the cluster adds nodes by itself: its autoscaler knows kinds of nodes to add.
+
+    Without an autoscaler, Ray reports every node as a kind of its own, called node_ and its id.
+    """
+    kinds: set[str] = set()
+    with contextlib.suppress(Exception):
+        kv = importlib.import_module("ray.experimental.internal_kv")
+        told = json.loads(kv._internal_kv_get("__autoscaling_status") or "{}")
+        kinds = set((told.get("autoscaler_report") or {}).get("active_nodes") or {})
+    if not kinds:
+        with contextlib.suppress(Exception):
+            sdk = importlib.import_module("ray.autoscaler.v2.sdk")
+            status = sdk.get_cluster_status(ray.get_runtime_context().gcs_address)
+            there = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes]
+            kinds = {each.ray_node_type_name for each in there}
+    return any(not re.fullmatch(r"node_[0-9a-f]{20,}", kind) for kind in kinds)
+
+
+def main(given: dict[str, Any]) -> None:
+    """Connect to the cluster, and serve the pool."""
+    try:
+        ray: Any = importlib.import_module("ray")
+        ray.init(
+            address=given["address"],
+            namespace=given["namespace"],
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        if given.get("autoscales") is None:
+            given["autoscales"] = grows(ray)
+        keeper: dict[str, Any] = {"__name__": "skyward_keeper"}
+        exec(given["keeper"], keeper)
+        identity = new_identity()
+    except Exception as problem:
+        print(FAILED + json.dumps(f"{type(problem).__name__}: {problem}"), flush=True)
+        raise
+
+    async def serve() -> None:
+        await Driver(given, ray, keeper, identity).serve()
+
+    asyncio.run(serve())
+    ray.shutdown()
