@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 LEASE_SECONDS = 30.0
@@ -223,7 +224,6 @@ class Driver:
             "resources": bundle or None,
             "max_restarts": 0,
             "max_concurrency": 3,
-            "name": f"skyward-{self.given['pool']}-{node.number}.{self.machines}",
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                 node.group, placement_group_bundle_index=node.bundle
             ),
@@ -498,7 +498,9 @@ def said(problem: BaseException) -> str:
     """What a failure says, in a line; of a failure in an actor, what happened there."""
     problem = getattr(problem, "cause", None) or problem
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    # After the actor's names and numbers, Ray says why it has ended.
+    why = [line for line in lines if line.startswith("The actor is dead because")]
+    return why[0] if why else f"{type(problem).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -594,8 +596,24 @@ def grows(ray: Any) -> bool:
     return any(not re.fullmatch(r"node_[0-9a-f]{20,}", kind) for kind in kinds)
 
 
+def follow_authentication() -> None:
+    """Have Ray authenticate as the raylet of this host does.
+
+    Otherwise a program decides by whether the user has a token: if the cluster decided differently,
+    the cluster's answers are refused, and its actors count as forgotten.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if not (folder / "cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
+                continue
+            found = re.search(rb"(?:^|\0)RAY_AUTH_MODE=([^\0]*)", (folder / "environ").read_bytes())
+            os.environ.setdefault("RAY_AUTH_MODE", found[1].decode() if found else "disabled")
+            return
+
+
 def main(given: dict[str, Any]) -> None:
     """Connect to the cluster, and serve the pool."""
+    follow_authentication()
     try:
         ray: Any = importlib.import_module("ray")
         ray.init(

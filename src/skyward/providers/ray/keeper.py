@@ -88,7 +88,8 @@ class Keeper:
         over = asyncio.Event()
         asyncio.get_running_loop().add_reader(0, lambda: over.set() if not os.read(0, 64) else None)
         tls = context(self.given["authority"], self.given["identity"], server=True)
-        server = await asyncio.start_server(self.answer, None, 0, ssl=tls, limit=LONGEST_LINE)
+        sock = listening(0)
+        server = await asyncio.start_server(self.answer, sock=sock, ssl=tls, limit=LONGEST_LINE)
         port = server.sockets[0].getsockname()[1]
         os.write(1, json.dumps({"port": port, "folder": self.folder}).encode() + b"\n")
         await over.wait()

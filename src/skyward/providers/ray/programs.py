@@ -110,9 +110,8 @@ class Job:
         self.api.stop(self.id)
 
     def forget(self) -> None:
-        """Delete the job, unless it failed: then its log may be wanted."""
-        state, _ = self.api.state(self.id)
-        if state in ("STOPPED", "SUCCEEDED"):
+        """Delete the job."""
+        if self.api.state(self.id)[0] in OVER:
             self.api.delete(self.id)
 
 
