@@ -30,6 +30,8 @@ MARK = "SKYWARD_RAY_MACHINE"
 FRAME = struct.Struct("!cI")
 CHUNK = 1 << 18
 LONGEST_LINE = 1 << 17
+CLOSE_SECONDS = 30.0
+"""How long the client may take to close a connection whose command has ended."""
 KILL_ROUNDS = 50
 """How often the keeper looks for processes that a dying process has started, 20 ms apart."""
 
@@ -128,6 +130,7 @@ class Keeper:
             write_frame(writer, b"o", f"{command[0]}: {problem.strerror}\n".encode())
             write_frame(writer, b"s", b"127" if isinstance(problem, FileNotFoundError) else b"126")
             await writer.drain()
+            await asyncio.wait({asyncio.ensure_future(reader.read())}, timeout=CLOSE_SECONDS)
             return
         assert process.stdin is not None
         assert process.stdout is not None
@@ -143,6 +146,8 @@ class Keeper:
             status = await process.wait()
             write_frame(writer, b"s", str(status if status >= 0 else 128 - status).encode())
             await writer.drain()
+            # Closed while input is still coming, a connection is reset, and the status is lost.
+            await asyncio.wait({feeding}, timeout=CLOSE_SECONDS)
         finally:
             feeding.cancel()
             if process.returncode is None:

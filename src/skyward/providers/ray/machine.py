@@ -151,6 +151,8 @@ class RayMachine:
 async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
     with contextlib.suppress(OSError):
         for start in range(0, len(data), CHUNK):
+            if writer.is_closing():
+                return
             write_frame(writer, b"i", data[start : start + CHUNK])
             await writer.drain()
         write_frame(writer, b"e")
