@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.providers.ray.jobs_api import OVER
 
 from .ssh_hosts import MARKERS, free_port
 
@@ -32,13 +33,14 @@ PYTHON = ENVIRONMENT / "bin" / "python"
 STORE_BYTES = 100_000_000
 START_SECONDS = 120.0
 
-# The second node pretends to have GPUs. Ray stops a node whose parent is gone only if it is a child.
+# The second node pretends to have GPUs.
 _SCRIPT = """
 import json, os, sys
 from ray.cluster_utils import Cluster
 store = int(sys.argv[2])
-head = dict(num_cpus=2, include_dashboard=True, dashboard_host="127.0.0.1", dashboard_port=int(sys.argv[1]))
-cluster = Cluster(initialize_head=True, head_node_args={**head, "object_store_memory": store})
+head = dict(num_cpus=2, object_store_memory=store, include_dashboard=True)
+head.update(dashboard_host="127.0.0.1", dashboard_port=int(sys.argv[1]))
+cluster = Cluster(initialize_head=True, head_node_args=head)
 nodes = [cluster.add_node(num_cpus=2, object_store_memory=store)]
 nodes += [cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=store, resources={"big": 2})]
 print(json.dumps({"address": cluster.address}), flush=True)
@@ -156,7 +158,9 @@ class RayCluster:
             return json.loads(answer.read() or b"null")
 
     def _listed(self, kind: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get(f"/api/v0/{kind}?detail=1")["data"]["result"]["result"]
+        found: list[dict[str, Any]] = self.get(f"/api/v0/{kind}?detail=1")["data"]["result"][
+            "result"
+        ]
         return found
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -164,8 +168,9 @@ class RayCluster:
         return [each for each in self._listed("nodes") if each["state"] == "ALIVE"]
 
     def jobs(self) -> list[str]:
-        """The jobs of ours that the cluster knows."""
-        names = [each["submission_id"] or "" for each in self.get("/api/jobs/")]
+        """The jobs of ours that have not ended."""
+        running = [each for each in self.get("/api/jobs/") if each["status"] not in OVER]
+        names = [each["submission_id"] or "" for each in running]
         return [name for name in names if name.startswith("skyward-")]
 
     def machines(self) -> list[dict[str, Any]]:

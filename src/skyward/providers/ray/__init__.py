@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,7 @@ class Ray:
             link = _links[key] = Link(
                 pool,
                 self._cluster,
-                self._program(pool),
+                functools.partial(self._program, pool),
                 settings={
                     "namespace": self.namespace,
                     "port": self.port or 0,
@@ -197,7 +198,7 @@ class Ray:
             link = await self._found(pool)
         if link is None:
             return []
-        return [self._machine(link, pool, node, link.look(node) or Place()) for node in link.nodes]
+        return [self._machine(link, pool, node, link.place(node)) for node in link.nodes]
 
     async def _found(self, pool: str) -> Link | None:
         """A link to the driver that the pool's record names, or that the cluster knows."""
@@ -214,7 +215,7 @@ class Ray:
         link = _links[key] = Link(
             pool,
             self._cluster,
-            program,
+            functools.partial(self._program, pool),
             settings={},
             record=record,
             forget=lambda closed: _forget(key, closed),
@@ -233,7 +234,8 @@ class Ray:
         if not jobs:
             return None
         record = records.Record("", "", "", program=jobs[0])
-        link = Link(pool, self._cluster, Job(api, jobs[0]), settings={}, record=record)
+        known = functools.partial(self._program, pool)
+        link = Link(pool, self._cluster, known, settings={}, record=record)
         link.assume([0])
         return link
 

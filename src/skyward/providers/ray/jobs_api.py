@@ -99,10 +99,6 @@ class JobsApi:
         """End a job that runs."""
         self.call("POST", f"/api/jobs/{job}/stop")
 
-    def delete(self, job: str) -> None:
-        """Forget a job that has ended."""
-        self.call("DELETE", f"/api/jobs/{job}")
-
     def jobs_of(self, pool: str) -> list[str]:
         """The jobs of a pool that have not ended."""
         return [

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,11 @@ class Place(msgspec.Struct, frozen=True):
     port: int = 0
     hostname: str = ""
 
+    @property
+    def where(self) -> tuple[str, int]:
+        """Where its keeper listens."""
+        return self.address, self.port
+
 
 @dataclass(eq=False)
 class _Wanted:
@@ -84,16 +90,20 @@ class Link:
         self,
         pool: str,
         cluster: str,
-        program: Program,
+        program: Callable[[str], Program],
         *,
         settings: dict[str, Any],
         record: Record | None = None,
         forget: Callable[[Link], None] = lambda _: None,
     ) -> None:
-        """With a record, the driver exists; `forget` is called when everything was removed."""
-        self._pool, self._cluster, self._program = pool, cluster, program
+        """With a record, the driver exists; `forget` is called when everything was removed.
+
+        `program` makes the driver's program from its id, which is empty for a new one.
+        """
+        self._pool, self._cluster, self._new_program = pool, cluster, program
         self._settings, self._forget = settings, forget
         self._record = record
+        self._program = program(record.program if record is not None else "")
         self.loop = asyncio.get_running_loop()
         self._wanted: dict[int, _Wanted] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -118,7 +128,6 @@ class Link:
         wanted = self._wanted[node] = _Wanted(tell)
         self._changed.set()
         if self._work is None or self._work.done():
-            self._ended = ""
             self._work = self.loop.create_task(self._serve())
         try:
             async with asyncio.timeout(seconds):
@@ -149,16 +158,14 @@ class Link:
         """The nodes that were asked for and not given back."""
         return sorted(self._wanted)
 
-    def look(self, node: int) -> Place | None:
-        """What the driver told last of a node; None if the node is not there any more."""
-        if self._ended or node not in self._wanted:
-            return None
-        place = self._wanted[node].place
-        return None if place.state in ("gone", "refused", "released") else place
+    def place(self, node: int) -> Place:
+        """What the driver told last of a node."""
+        return self._wanted[node].place if node in self._wanted else Place()
 
-    def reason(self, node: int) -> str:
-        """Why a node is not there any more, if the driver told."""
-        return self._wanted[node].place.reason if node in self._wanted else ""
+    def has(self, node: int, place: Place) -> bool:
+        """Whether the machine at a place is there, and serves a node."""
+        found = self.place(node)
+        return not self._ended and found.state == "ready" and found.where == place.where
 
     def assume(self, nodes: list[int]) -> None:
         """Take these nodes as asked for, unless the driver has told which ones it has."""
@@ -192,8 +199,13 @@ class Link:
 
     # The end.
 
-    async def release(self, node: int) -> None:
-        """Give a node back; with the last one, end the driver and remove all."""
+    async def release(self, node: int, place: Place | None = None) -> None:
+        """Give a node back; with the last one, end the driver and remove all.
+
+        With a place, only if no other machine serves the node by now.
+        """
+        if place is not None and place.port and place.where != self.place(node).where:
+            return
         wanted = self._wanted.pop(node, None)
         if wanted is not None and not wanted.ready.done():
             wanted.ready.cancel()
@@ -212,25 +224,24 @@ class Link:
         if self._record is None:
             await self._close()
             return
+        connected = self.connected
         try:
             self._send({"do": "end"})
-            if self._writer is not None and self._work is not None:
+            if connected and self._work is not None:
                 await asyncio.wait({self._work}, timeout=END_SECONDS)
             await self._cancel_work()
             if self._program.id:
-                await asyncio.to_thread(self._end_program, self._writer is None)
+                await asyncio.to_thread(self._end_program, not connected)
         finally:
             await self._close()
         records.remove(self._pool)
 
     def _end_program(self, stop: bool) -> None:
-        """Wait until the program has ended, and end it if it does not."""
-        import time
-
+        """Wait until the program has ended; stop it now, or if it does not end by itself."""
         began, stopped = time.monotonic(), False
         while not self._program.why_over():
             passed = time.monotonic() - began
-            if not stopped and (passed > END_SECONDS / 3 or (stop and not self._ended)):
+            if not stopped and (stop or passed > END_SECONDS / 3):
                 self._program.stop()
                 stopped = True
             if passed > 3 * END_SECONDS:
@@ -262,6 +273,8 @@ class Link:
         """Start the driver, and stay connected to it; whatever fails, the nodes hear of it."""
         try:
             await asyncio.sleep(GATHER_SECONDS)
+            if self._ended:
+                await self._begin_again()
             if self._record is None:
                 await self._start()
             while not self.closed:
@@ -284,6 +297,14 @@ class Link:
         with contextlib.suppress(PoolError):
             return await asyncio.to_thread(self._program.why_over)
         return ""
+
+    async def _begin_again(self) -> None:
+        """Forget a driver that has ended before its time."""
+        with contextlib.suppress(PoolError):
+            await asyncio.to_thread(self._program.forget)
+        self._program = self._new_program("")
+        self._record, self._tls, self._ended = None, None, ""
+        self._listed.clear()
 
     async def _start(self) -> None:
         """Start the program, and wait until it says where it listens."""

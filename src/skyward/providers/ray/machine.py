@@ -69,7 +69,8 @@ class RayMachine:
 
     async def _how_it_ended(self) -> str:
         with contextlib.suppress(UnreachableError):
-            return await self._link.why_over() or self._link.reason(self.node) or "it has ended"
+            reason = self._link.place(self.node).reason
+            return await self._link.why_over() or reason or "it has ended"
         return "it has ended"
 
     # Commands.
@@ -133,7 +134,7 @@ class RayMachine:
 
     async def alive(self) -> bool:
         """Whether Ray still has the machine."""
-        if self._destroyed or not self._place.port or self._link.look(self.node) is None:
+        if self._destroyed or not self._link.has(self.node, self._place):
             return False
         if self._link.connected:
             return True
@@ -144,7 +145,7 @@ class RayMachine:
     async def destroy(self) -> None:
         """End the machine, and with the pool's last one the driver and all that it made."""
         if not self._destroyed:
-            await self._link.release(self.node)
+            await self._link.release(self.node, self._place)
             self._destroyed = True
 
 

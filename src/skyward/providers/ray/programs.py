@@ -110,9 +110,10 @@ class Job:
         self.api.stop(self.id)
 
     def forget(self) -> None:
-        """Delete the job."""
-        if self.api.state(self.id)[0] in OVER:
-            self.api.delete(self.id)
+        """Leave the ended job in the cluster's list, which Ray cuts by itself.
+
+        If a job is deleted soon after its end, Ray writes it down again, as failed.
+        """
 
 
 class Child:
