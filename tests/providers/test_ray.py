@@ -216,10 +216,12 @@ def test_a_driver_out_of_reach_is_said_with_the_next_step(
 @sky.function
 def once(folder: str) -> str:
     """Wait, the first time that it runs anywhere; says on which machine it ended."""
-    with contextlib.suppress(FileExistsError):
-        Path(folder, "began").touch(exist_ok=False)
+    label = os.environ["SKYWARD_RAY_MACHINE"]
+    with contextlib.suppress(FileExistsError), Path(folder, "began").open("x") as file:
+        file.write(label)
+        file.flush()
         time.sleep(100)
-    return os.environ["SKYWARD_RAY_MACHINE"]
+    return label
 
 
 @pytest.mark.parametrize(
@@ -234,31 +236,43 @@ def test_a_lost_machine_is_replaced_and_its_task_retried(
     emptied: RayCluster, tmp_path: Path, eventually: Callable[..., None], way: str
 ) -> None:
     """Its actor is killed, or its keeper; or the job is stopped from outside."""
-    with sky.Compute(emptied.provider(), options=RETRYING) as compute:
-        (label,) = _labels(emptied)
+    began = tmp_path / "began"
+    with sky.Compute(emptied.provider(), nodes=2, options=RETRYING) as compute:
         (job,) = emptied.jobs()
         future = once(str(tmp_path)) > compute
-        eventually((tmp_path / "began").exists, 30, "the task")
+        eventually(lambda: began.exists() and began.read_text(), 30, "the task")
+        label = began.read_text()
         if way == "actor":
-            os.kill(int(emptied.machines()[0]["pid"]), signal.SIGKILL)
+            os.kill(_actor(label), signal.SIGKILL)
         elif way == "keeper":
             os.kill(_keeper(label), signal.SIGKILL)
         else:
             emptied.get(f"/api/jobs/{job}/stop", "POST")
         assert future.result(60) != label
-        eventually(lambda: label not in _labels(emptied), 20, "the end of what was lost")
-        assert [node.state for node in compute.nodes] == ["ready"]
-        assert compute.stats().nodes_lost == 1
+        eventually(lambda: label not in _labels(), 20, "the end of what was lost")
+        eventually(lambda: [n.state for n in compute.nodes] == ["ready"] * 2, 60, "another node")
+        assert compute.stats().nodes_lost == (2 if way == "job" else 1)
         assert (emptied.jobs() == [job]) == (way != "job")
 
 
-def _labels(ray: RayCluster) -> set[str]:
+def _labels() -> set[str]:
     """The machines that have processes."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             found.add(process.environ().get("SKYWARD_RAY_MACHINE", ""))
     return found - {""}
+
+
+def _actor(label: str) -> int:
+    """The process of the actor that holds the keeper's pipe."""
+    pipe = os.readlink(f"/proc/{_keeper(label)}/fd/0")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            ends = {os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()}
+            if pipe in ends and process.pid != _keeper(label):
+                return process.pid
+    raise AssertionError(f"{label} has no actor")
 
 
 def _keeper(label: str) -> int:

@@ -75,6 +75,8 @@ class Driver:
         self.over = asyncio.Event()
         self.changed = asyncio.Event()
         self.machines = 0
+        self.made = 0
+        """How many placement groups were made; no two may have the same name."""
         self.autoscales = bool(given.get("autoscales"))
 
     # Connections.
@@ -136,7 +138,12 @@ class Driver:
         while True:
             self.heard = time.monotonic()
             if asked["do"] == "make":
-                self.make(asked)
+                try:
+                    self.make(asked)
+                except Exception as problem:
+                    for number in map(int, asked["nodes"]):
+                        node = self.nodes.setdefault(number, Node(number, asked))
+                        node.state, node.reason = "refused", said(problem)
             elif asked["do"] == "release":
                 await self.release([int(each) for each in asked["nodes"]])
             elif asked["do"] == "end":
@@ -178,38 +185,38 @@ class Driver:
         asked["bundle"] = self.typed(asked["bundle"], asked["accelerator"])
         wanted = [Node(int(each), asked) for each in asked["nodes"]]
         for node in wanted:
-            self.nodes[node.number] = node
+            self.nodes.pop(node.number, None)
         waiting = [node for node in wanted if not self.reuse(node)]
         if waiting and (why := self.impossible(waiting, asked)):
             for node in waiting:
                 node.state, node.reason = "refused", why
+                self.nodes[node.number] = node
             self.changed.set()
             return
         # Bundles of one group cannot be given back one by one: nodes that are added have their own.
         together = [waiting] if not self.groups else [[node] for node in waiting]
         for nodes in filter(None, together):
+            self.made += 1
             group = self.ray.util.placement_group(
                 [asked["bundle"]] * len(nodes),
                 strategy=asked["strategy"],
-                name=f"skyward-{self.given['pool']}",
+                name=f"skyward-{self.given['pool']}-{self.made}",
             )
             self.groups.append((group, len(nodes), asked["bundle"]))
             for bundle, node in enumerate(nodes):
                 node.group, node.bundle = group, bundle
+                # Only now, for another thread looks at those that are here.
+                self.nodes[node.number] = node
         self.changed.set()
 
     def reuse(self, node: Node) -> bool:
         """Give a node a bundle that its last node has left."""
-        taken = {
-            (id(each.group), each.bundle)
-            for each in self.nodes.values()
-            if each.group is not None and each is not node
-        }
+        taken = {(id(each.group), each.bundle) for each in self.nodes.values()}
         for group, count, bundle in self.groups:
             for index in range(count):
                 if (id(group), index) not in taken and bundle == node.asked["bundle"]:
                     node.group, node.bundle = group, index
-                    self.changed.set()
+                    self.nodes[node.number] = node
                     return True
         return False
 
@@ -382,7 +389,8 @@ class Driver:
         where = {"STRICT_SPREAD": ", each on a node of its own", "STRICT_PACK": ", all on one node"}
         return (
             f"the Ray cluster can never have {wanted}{where.get(asked['strategy'], '')}; it does "
-            f"not grow by itself, and its nodes have {listed(there)}; ask for less, or add nodes"
+            f"not grow by itself, and its nodes have {listed(there, bundle)}; ask for less, or add "
+            "nodes"
         )
 
     def why_pending(self, node: Node) -> str:
@@ -479,13 +487,14 @@ def shown(bundle: dict[str, float]) -> str:
     return " and ".join(parts)
 
 
-def listed(nodes: list[dict[str, float]]) -> str:
-    """What each node of a cluster has, equal ones together."""
+def listed(nodes: list[dict[str, float]], bundle: dict[str, float]) -> str:
+    """What the nodes of a cluster have of what a bundle needs, equal nodes together."""
     kinds: dict[str, int] = {}
     for each in nodes:
-        plain = {k: v for k, v in each.items() if k in ("CPU", "GPU", "memory")}
-        plain |= {k: v for k, v in each.items() if k.startswith("accelerator_type")}
-        kinds[shown(plain)] = kinds.get(shown(plain), 0) + 1
+        names = [name for name in ("CPU", "GPU", *bundle) if name in each]
+        names += [name for name in each if name.startswith("accelerator_type")]
+        kind = shown({name: each[name] for name in names}) or "nothing of it"
+        kinds[kind] = kinds.get(kind, 0) + 1
     return "; ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "nothing"
 
 

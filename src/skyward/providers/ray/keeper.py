@@ -240,16 +240,19 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def mark_of(pid: int) -> bytes:
+    """The machine that a process belongs to; empty if it belongs to none, or has ended."""
+    with contextlib.suppress(OSError):
+        for variable in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
+            if variable.startswith(MARK.encode() + b"="):
+                return variable.partition(b"=")[2]
+    return b""
+
+
 def marked(label: str) -> list[int]:
     """The processes of a machine, but for this one."""
-    wanted, found = f"{MARK}={label}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(folder.name) != os.getpid() and wanted in (
-                folder / "environ"
-            ).read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if pid != os.getpid() and mark_of(pid) == label.encode()]
 
 
 def clear(label: str, folder: str, node_folder: str) -> None:
@@ -268,7 +271,7 @@ def clear(label: str, folder: str, node_folder: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             agent = int((path / "agent.pid").read_text("ascii").split()[0])
             # The node's next machine may be on this host, too, and has a folder of this name.
-            if Path("/proc", str(agent)).exists():
+            if mark_of(agent) not in (b"", label.encode()):
                 continue
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid():

@@ -428,14 +428,24 @@ class Link:
                 self._writer = None
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
+        told: set[int] = set()
         with contextlib.suppress(OSError):
             while line := await reader.readline():
                 place = msgspec.json.decode(line, type=Place)
                 if place.state == "listed":
+                    self._lost_unless(told)
                     self._listed.set()
                     self._changed.set()
                 else:
+                    told.add(place.node)
                     self._take(place)
+
+    def _lost_unless(self, told: set[int]) -> None:
+        """Ask again for nodes that the driver does not know, since the connection was lost."""
+        for node, wanted in self._wanted.items():
+            if wanted.asked and node not in told:
+                wanted.asked = wanted.ready.done()
+                wanted.place = Place(node, "gone", "the driver has not heard of it")
 
     def _take(self, place: Place) -> None:
         if not self._listed.is_set() and place.node not in self._wanted:
