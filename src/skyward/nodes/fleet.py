@@ -199,6 +199,9 @@ class Fleet:
         if not self._is_here or self._roster.coming:
             # The addresses of the nodes, and which nodes are there, are known only now.
             self._briefing.tell_all()
+        for node in self.nodes:
+            # Plugins may have taken long, and no agent was asked for a heartbeat until now.
+            node.heartbeats.hear()
         self._loop.later(PING_SECONDS, self._beat)
 
     def resize(self, nodes: int | Nodes) -> None:
