@@ -66,7 +66,7 @@ def skip_if_absent() -> None:
 class RayCluster:
     """The cluster, its addresses, and what is in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, store_bytes: int = STORE_BYTES) -> None:
         # Short, because Ray makes Unix sockets below it.
         self.folder = Path(tempfile.mkdtemp(prefix="skyray-", dir="/tmp"))
         (self.folder / "ray").mkdir()
@@ -86,7 +86,7 @@ class RayCluster:
         }
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(
-            [str(PYTHON), "-c", _SCRIPT, str(port), str(STORE_BYTES)],
+            [str(PYTHON), "-c", _SCRIPT, str(port), str(store_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -178,7 +178,7 @@ class RayCluster:
         return [
             each
             for each in self._listed("actors")
-            if each["class_name"] == "Machine" and each["state"] != "DEAD"
+            if each["class_name"] == "MachineActor" and each["state"] != "DEAD"
         ]
 
     def left(self) -> list[str]:

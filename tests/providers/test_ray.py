@@ -21,7 +21,7 @@ import skyward as sky
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
 from skyward.providers.ray import Ray, records
-from skyward.providers.ray.link import Link
+from skyward.providers.ray.link import DriverLink
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
@@ -170,15 +170,15 @@ def test_a_client_that_reaches_the_driver_alone_reaches_all_nodes(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from a laptop that has two ports of the head forwarded, and no more."""
-    reach, relayed_to = Link.reach, set()
+    reach, relayed_to = DriverLink.reach, set()
 
-    async def only_relayed(self: Link, node: int, *given: Any, relayed: bool) -> Any:
+    async def only_relayed(self: DriverLink, node: int, *given: Any, relayed: bool) -> Any:
         if not relayed:
             raise ConnectionRefusedError("no route")
         relayed_to.add(node)
         return await reach(self, node, *given, relayed=relayed)
 
-    monkeypatch.setattr(Link, "reach", only_relayed)
+    monkeypatch.setattr(DriverLink, "reach", only_relayed)
     provider = emptied.provider(direct=False, port=free_port())
     with sky.Compute(provider, nodes=2, options=QUIET) as compute:
         assert [node for node, _, _ in where() @ compute] == [0, 1]
@@ -189,7 +189,7 @@ def test_a_client_that_reaches_the_driver_alone_reaches_all_nodes(
     assert relayed_to == {0, 1}
 
 
-def _links() -> list[Link]:
+def _links() -> list[DriverLink]:
     from skyward.providers import ray
 
     return list(ray._links.values())
@@ -201,7 +201,7 @@ def test_a_driver_out_of_reach_is_said_with_the_next_step(
     async def refuse(*_: Any) -> Any:
         raise ConnectionRefusedError("no route")
 
-    monkeypatch.setattr(Link, "_open", refuse)
+    monkeypatch.setattr(DriverLink, "_open", refuse)
     with pytest.raises(sky.UnreachableError) as caught:
         sky.Compute(emptied.provider(), options=QUIET).__enter__()
     assert "the driver runs in the cluster, but this machine cannot connect to it" in str(

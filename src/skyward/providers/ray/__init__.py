@@ -16,9 +16,9 @@ from skyward.errors import ConfigurationError, PoolError, UnreachableError
 from skyward.providers import Order, Request
 from skyward.providers.ray import records
 from skyward.providers.ray.jobs_api import JobsApi
-from skyward.providers.ray.link import Ask, Link, Place
+from skyward.providers.ray.link import Ask, DriverLink, NodeReport
 from skyward.providers.ray.machine import RayMachine
-from skyward.providers.ray.programs import Child, Job, Program
+from skyward.providers.ray.programs import ChildProgram, DriverProgram, JobProgram
 
 __all__ = ["Ray"]
 
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"auto|local|https?://[^\s/]+(?:/\S*)?|[^\s/:]+:\d+")
 _STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _LISTED_SECONDS = 10.0
 """How long `find` waits for an existing driver to say which nodes it has."""
-_links: dict[tuple[asyncio.AbstractEventLoop, str, str], Link] = {}
+_links: dict[tuple[asyncio.AbstractEventLoop, str, str], DriverLink] = {}
 """The links that this process has, each on the event loop that asked for it."""
 
 Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
@@ -155,11 +155,11 @@ class Ray:
         place = await link.get(order.node, self._ask(order.request), order.tell, self.timeout)
         return self._machine(link, order.pool, order.node, place)
 
-    def _link(self, pool: str) -> Link:
+    def _link(self, pool: str) -> DriverLink:
         key = asyncio.get_running_loop(), self._cluster, pool
         link = _links.get(key)
         if link is None or link.closed:
-            link = _links[key] = Link(
+            link = _links[key] = DriverLink(
                 pool,
                 self._cluster,
                 functools.partial(self._program, pool),
@@ -172,12 +172,12 @@ class Ray:
             )
         return link
 
-    def _program(self, pool: str, id: str = "") -> Program:
+    def _program(self, pool: str, id: str = "") -> DriverProgram:
         if "://" in self._cluster:
-            return Job(JobsApi(self._cluster, self.headers), id)
-        return Child(self._cluster, pool, id)
+            return JobProgram(JobsApi(self._cluster, self.headers), id)
+        return ChildProgram(self._cluster, pool, id)
 
-    def _machine(self, link: Link, pool: str, node: int, place: Place) -> RayMachine:
+    def _machine(self, link: DriverLink, pool: str, node: int, place: NodeReport) -> RayMachine:
         return RayMachine(link, pool, node, place, self.python, direct=self.direct)
 
     def _ask(self, request: Request) -> Ask:
@@ -200,7 +200,7 @@ class Ray:
             return []
         return [self._machine(link, pool, node, link.place(node)) for node in link.nodes]
 
-    async def _found(self, pool: str) -> Link | None:
+    async def _found(self, pool: str) -> DriverLink | None:
         """A link to the driver that the pool's record names, or that the cluster knows."""
         key = asyncio.get_running_loop(), self._cluster, pool
         record = records.read(pool)
@@ -212,7 +212,7 @@ class Ray:
                 await asyncio.to_thread(program.forget)
             records.remove(pool)
             return None
-        link = _links[key] = Link(
+        link = _links[key] = DriverLink(
             pool,
             self._cluster,
             functools.partial(self._program, pool),
@@ -225,7 +225,7 @@ class Ray:
         link.assume(record.nodes or [0])
         return link
 
-    async def _found_without_keys(self, pool: str) -> Link | None:
+    async def _found_without_keys(self, pool: str) -> DriverLink | None:
         """A link that can only end the pool's job: its keys are on another machine."""
         if "://" not in self._cluster:
             return None
@@ -235,11 +235,11 @@ class Ray:
             return None
         record = records.Record("", "", "", program=jobs[0])
         known = functools.partial(self._program, pool)
-        link = Link(pool, self._cluster, known, settings={}, record=record)
+        link = DriverLink(pool, self._cluster, known, settings={}, record=record)
         link.assume([0])
         return link
 
 
-def _forget(key: tuple[asyncio.AbstractEventLoop, str, str], link: Link) -> None:
+def _forget(key: tuple[asyncio.AbstractEventLoop, str, str], link: DriverLink) -> None:
     if _links.get(key) is link:
         del _links[key]

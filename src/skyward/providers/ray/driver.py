@@ -34,13 +34,15 @@ LOOK_SECONDS, BUSY_LOOK_SECONDS = 0.5, 0.05
 """How often the driver looks at its actors, and how often while nodes are pending."""
 SLOW_SECONDS = 3.0
 """After how long the client hears that an actor is being started."""
+TRIES, AGAIN_SECONDS = 5, 2.0
+"""How often an actor is started again that ends at once, and after how long."""
 LONGEST_LINE = 1 << 20
 ANNOUNCED = "skyward driver "
 """What the line begins with by which the driver says where it listens."""
 FAILED = "skyward failed "
 
 
-class Node:
+class NodeBundle:
     """A node that is to have a machine: a bundle of a placement group, and the actor in it."""
 
     def __init__(self, number: int, asked: dict[str, Any]) -> None:
@@ -57,6 +59,9 @@ class Node:
         self.shown: dict[str, Any] = {}
         """What the clients were told last."""
         self.since = time.monotonic()
+        self.tries = 0
+        """How often its actor has ended before it started a keeper."""
+        self.not_before = 0.0
 
     def described(self) -> dict[str, Any]:
         return {"node": self.number, "state": self.state, "reason": self.reason, **self.told}
@@ -67,7 +72,7 @@ class Driver:
 
     def __init__(self, given: dict[str, Any], ray: Any, keeper: Any, identity: str) -> None:
         self.given, self.ray, self.keeper, self.identity = given, ray, keeper, identity
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, NodeBundle] = {}
         self.groups: list[tuple[Any, int, dict[str, float]]] = []
         """Every placement group, with the number of its bundles and one of them."""
         self.clients: set[asyncio.StreamWriter] = set()
@@ -142,7 +147,7 @@ class Driver:
                     self.make(asked)
                 except Exception as problem:
                     for number in map(int, asked["nodes"]):
-                        node = self.nodes.setdefault(number, Node(number, asked))
+                        node = self.nodes.setdefault(number, NodeBundle(number, asked))
                         node.state, node.reason = "refused", said(problem)
             elif asked["do"] == "release":
                 await self.release([int(each) for each in asked["nodes"]])
@@ -173,7 +178,7 @@ class Driver:
                 task.cancel()
             back.close()
 
-    def tell(self, node: Node, *writers: asyncio.StreamWriter) -> None:
+    def tell(self, node: NodeBundle, *writers: asyncio.StreamWriter) -> None:
         line = json.dumps(node.described()).encode() + b"\n"
         for writer in writers or tuple(self.clients):
             writer.write(line)
@@ -183,7 +188,7 @@ class Driver:
     def make(self, asked: dict[str, Any]) -> None:
         """Ask Ray for nodes: in bundles that are free, or else in a new placement group."""
         asked["bundle"] = self.typed(asked["bundle"], asked["accelerator"])
-        wanted = [Node(int(each), asked) for each in asked["nodes"]]
+        wanted = [NodeBundle(int(each), asked) for each in asked["nodes"]]
         for node in wanted:
             self.nodes.pop(node.number, None)
         waiting = [node for node in wanted if not self.reuse(node)]
@@ -209,7 +214,7 @@ class Driver:
                 self.nodes[node.number] = node
         self.changed.set()
 
-    def reuse(self, node: Node) -> bool:
+    def reuse(self, node: NodeBundle) -> bool:
         """Give a node a bundle that its last node has left."""
         taken = {(id(each.group), each.bundle) for each in self.nodes.values()}
         for group, count, bundle in self.groups:
@@ -220,7 +225,7 @@ class Driver:
                     return True
         return False
 
-    def start(self, node: Node) -> None:
+    def start(self, node: NodeBundle) -> None:
         """Start the actor of a node in its bundle, which Ray has reserved."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         bundle = dict(node.asked["bundle"])
@@ -245,7 +250,7 @@ class Driver:
             "identity": self.identity,
             "keeps_threads": node.asked["keeps_threads"],
         }
-        node.actor = self.ray.remote(Machine).options(**options).remote()
+        node.actor = self.ray.remote(MachineActor).options(**options).remote()
         node.starting = node.actor.start.remote(kept)
         node.since = time.monotonic()
 
@@ -257,7 +262,7 @@ class Driver:
             node.state = "released"
             self.tell(node)
 
-    def end_machines(self, nodes: list[Node]) -> None:
+    def end_machines(self, nodes: list[NodeBundle]) -> None:
         """End actors, wait for that, and remove the groups that no node uses."""
         ends = []
         for node in nodes:
@@ -304,14 +309,16 @@ class Driver:
                     self.over.set()
                     return
 
-    def tell_if_new(self, node: Node) -> None:
+    def tell_if_new(self, node: NodeBundle) -> None:
         if node.described() != node.shown:
             node.shown = node.described()
             self.tell(node)
 
-    def look(self, node: Node) -> None:
+    def look(self, node: NodeBundle) -> None:
         """Find out how far a node is; Ray is asked here, on another thread."""
         if node.state == "pending" and node.actor is None:
+            if time.monotonic() < node.not_before:
+                return
             if node.group.wait(0):
                 self.start(node)
             else:
@@ -319,7 +326,7 @@ class Driver:
         elif node.state in ("pending", "ready"):
             self.look_at_actor(node)
 
-    def look_at_actor(self, node: Node) -> None:
+    def look_at_actor(self, node: NodeBundle) -> None:
         """See whether the actor has started its keeper, or has ended."""
         done, _ = self.ray.wait([node.watching or node.starting], timeout=0)
         try:
@@ -332,7 +339,14 @@ class Driver:
             elif node.watching is None and time.monotonic() - node.since > SLOW_SECONDS:
                 node.reason = "its bundle is reserved, and Ray is starting an actor there"
         except Exception as problem:
-            node.state, node.reason = "gone", said(problem)
+            node.reason = said(problem)
+            # For a moment, Ray takes the bundles of a node that it has lost for reserved.
+            died = node.watching is None and isinstance(problem, self.ray.exceptions.ActorDiedError)
+            if died and node.tries < TRIES:
+                node.tries, node.not_before = node.tries + 1, time.monotonic() + AGAIN_SECONDS
+                node.actor = None
+                return
+            node.state = "gone"
         if node.state == "gone":
             with contextlib.suppress(Exception):
                 self.ray.kill(node.actor)
@@ -370,7 +384,7 @@ class Driver:
             return bundle
         return {**bundle, kind: 0.001}
 
-    def impossible(self, nodes: list[Node], asked: dict[str, Any]) -> str:
+    def impossible(self, nodes: list[NodeBundle], asked: dict[str, Any]) -> str:
         """Why the cluster as it is can never have these nodes; empty if it may."""
         if self.autoscales:
             return ""
@@ -393,7 +407,7 @@ class Driver:
             "nodes"
         )
 
-    def why_pending(self, node: Node) -> str:
+    def why_pending(self, node: NodeBundle) -> str:
         """What a placement group waits for, in terms of the cluster's resources."""
         bundle = node.asked["bundle"]
         has, free = self.ray.cluster_resources(), self.ray.available_resources()
@@ -406,7 +420,7 @@ class Driver:
         return f"waiting for Ray to reserve {shown(bundle)}: {', '.join(parts)}{grows}"
 
 
-class Machine:
+class MachineActor:
     """The actor in a bundle: it starts the keeper, and holds the pipe that keeps it."""
 
     def start(self, kept: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def write_frame(writer: asyncio.StreamWriter, kind: bytes, data: bytes = b"") ->
         writer.write(piece)
 
 
-class Keeper:
+class NodeKeeper:
     """One machine: its folder and the processes in it."""
 
     def __init__(self, given: dict[str, Any], environment: dict[str, str]) -> None:
@@ -285,7 +285,7 @@ def main(given: dict[str, Any]) -> None:
         os._exit(0)
     os.setsid()
     os.umask(0o077)
-    keeper = Keeper(given, dict(given["environment"]))
+    keeper = NodeKeeper(given, dict(given["environment"]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     try:

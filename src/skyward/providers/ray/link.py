@@ -17,8 +17,8 @@ import msgspec
 from skyward.errors import PoolError, PoolStartError, UnreachableError
 from skyward.providers.ray import programs, records
 from skyward.providers.ray.driver import ANNOUNCED, FAILED
-from skyward.providers.ray.programs import Program
-from skyward.providers.ray.records import Announced, Record
+from skyward.providers.ray.programs import DriverProgram
+from skyward.providers.ray.records import DriverAddress, Record
 from skyward.wire.identity import CLIENT, Authority
 
 GATHER_SECONDS = 0.05
@@ -49,7 +49,7 @@ class Ask:
     keeps_threads: bool = False
 
 
-class Place(msgspec.Struct, frozen=True):
+class NodeReport(msgspec.Struct, frozen=True):
     """What the driver tells of a node."""
 
     node: int = -1
@@ -66,16 +66,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _WantedNode:
     """A node that is to have a machine."""
 
     tell: Told
-    ready: asyncio.Future[Place] = field(
+    ready: asyncio.Future[NodeReport] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     asked: bool = False
     """Whether the driver was asked for it."""
-    place: Place = field(default_factory=Place)
+    place: NodeReport = field(default_factory=NodeReport)
 
     def fail(self, problem: BaseException) -> None:
         if not self.ready.done():
@@ -83,18 +83,18 @@ class _Wanted:
             self.ready.exception()  # Nobody may be waiting for it any more.
 
 
-class Link:
+class DriverLink:
     """The nodes of one pool, as one event loop sees them."""
 
     def __init__(
         self,
         pool: str,
         cluster: str,
-        program: Callable[[str], Program],
+        program: Callable[[str], DriverProgram],
         *,
         settings: dict[str, Any],
         record: Record | None = None,
-        forget: Callable[[Link], None] = lambda _: None,
+        forget: Callable[[DriverLink], None] = lambda _: None,
     ) -> None:
         """With a record, the driver exists; `forget` is called when everything was removed.
 
@@ -105,7 +105,7 @@ class Link:
         self._record = record
         self._program = program(record.program if record is not None else "")
         self.loop = asyncio.get_running_loop()
-        self._wanted: dict[int, _Wanted] = {}
+        self._wanted: dict[int, _WantedNode] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._work: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -122,10 +122,10 @@ class Link:
 
     # Nodes.
 
-    async def get(self, node: int, ask: Ask, tell: Told, seconds: float) -> Place:
+    async def get(self, node: int, ask: Ask, tell: Told, seconds: float) -> NodeReport:
         """A machine for a node; raises with the reason if there is none."""
         self._ask = ask
-        wanted = self._wanted[node] = _Wanted(tell)
+        wanted = self._wanted[node] = _WantedNode(tell)
         self._changed.set()
         if self._work is None or self._work.done():
             self._work = self.loop.create_task(self._serve())
@@ -158,11 +158,11 @@ class Link:
         """The nodes that were asked for and not given back."""
         return sorted(self._wanted)
 
-    def place(self, node: int) -> Place:
+    def place(self, node: int) -> NodeReport:
         """What the driver told last of a node."""
-        return self._wanted[node].place if node in self._wanted else Place()
+        return self._wanted[node].place if node in self._wanted else NodeReport()
 
-    def has(self, node: int, place: Place) -> bool:
+    def has(self, node: int, place: NodeReport) -> bool:
         """Whether the machine at a place is there, and serves a node."""
         found = self.place(node)
         return not self._ended and found.state == "ready" and found.where == place.where
@@ -171,7 +171,7 @@ class Link:
         """Take these nodes as asked for, unless the driver has told which ones it has."""
         if not self._listed.is_set():
             for node in nodes:
-                self._wanted.setdefault(node, _Wanted(lambda _: None, asked=True))
+                self._wanted.setdefault(node, _WantedNode(lambda _: None, asked=True))
 
     @property
     def connected(self) -> bool:
@@ -199,7 +199,7 @@ class Link:
 
     # The end.
 
-    async def release(self, node: int, place: Place | None = None) -> None:
+    async def release(self, node: int, place: NodeReport | None = None) -> None:
         """Give a node back; with the last one, end the driver and remove all.
 
         With a place, only if no other machine serves the node by now.
@@ -322,7 +322,7 @@ class Link:
         self._record.program = self._program.id
         self._write_record()
 
-    async def _announced(self) -> Announced:
+    async def _announced(self) -> DriverAddress:
         """Where the driver listens: from the record, or from the driver's log."""
         assert self._record is not None
         asked = 0.0
@@ -333,7 +333,7 @@ class Link:
                     raise programs.failure(json.loads(line[len(FAILED) :]), self._cluster)
                 if line.startswith(ANNOUNCED):
                     self._record.driver = msgspec.json.decode(
-                        line[len(ANNOUNCED) :], type=Announced
+                        line[len(ANNOUNCED) :], type=DriverAddress
                     )
                     self._write_record()
                     return self._record.driver
@@ -370,12 +370,12 @@ class Link:
                 self._tell("the driver in the Ray cluster is out of reach; trying again")
             await asyncio.sleep(AGAIN_SECONDS)
 
-    def _candidates(self, driver: Announced) -> list[str]:
+    def _candidates(self, driver: DriverAddress) -> list[str]:
         """The host of the dashboard comes first: its ports may be forwarded."""
         named = urlsplit(self._cluster).hostname if "://" in self._cluster else "127.0.0.1"
         return list(dict.fromkeys([each for each in (named, *driver.addresses) if each]))
 
-    def _unreachable(self, driver: Announced, last: Exception | None) -> UnreachableError:
+    def _unreachable(self, driver: DriverAddress, last: Exception | None) -> UnreachableError:
         where = " and ".join(f"{each}:{driver.port}" for each in self._candidates(driver))
         return UnreachableError(
             f"Ray({self._cluster!r}): the driver runs in the cluster, but this machine cannot "
@@ -431,7 +431,7 @@ class Link:
         told: set[int] = set()
         with contextlib.suppress(OSError):
             while line := await reader.readline():
-                place = msgspec.json.decode(line, type=Place)
+                place = msgspec.json.decode(line, type=NodeReport)
                 if place.state == "listed":
                     self._lost_unless(told)
                     self._listed.set()
@@ -445,12 +445,12 @@ class Link:
         for node, wanted in self._wanted.items():
             if wanted.asked and node not in told:
                 wanted.asked = wanted.ready.done()
-                wanted.place = Place(node, "gone", "the driver has not heard of it")
+                wanted.place = NodeReport(node, "gone", "the driver has not heard of it")
 
-    def _take(self, place: Place) -> None:
+    def _take(self, place: NodeReport) -> None:
         if not self._listed.is_set() and place.node not in self._wanted:
             # Another process made it.
-            self._wanted[place.node] = _Wanted(lambda _: None, asked=True)
+            self._wanted[place.node] = _WantedNode(lambda _: None, asked=True)
         wanted = self._wanted.get(place.node)
         if wanted is None or not wanted.asked:
             return
@@ -488,7 +488,7 @@ class Link:
     # Keepers.
 
     async def reach(
-        self, node: int, place: Place, asked: dict[str, Any], *, relayed: bool
+        self, node: int, place: NodeReport, asked: dict[str, Any], *, relayed: bool
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to the keeper of a node, which begins with what is asked of it."""
         assert self._record is not None

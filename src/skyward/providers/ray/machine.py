@@ -10,7 +10,7 @@ from typing import Any
 
 from skyward.errors import UnreachableError
 from skyward.providers.ray.keeper import CHUNK, read_frame, write_frame
-from skyward.providers.ray.link import Link, Place
+from skyward.providers.ray.link import DriverLink, NodeReport
 
 END_SECONDS = 2.0
 """How long a machine's end may take to be known after a connection to it failed."""
@@ -23,7 +23,14 @@ class RayMachine:
     """The machine of one node."""
 
     def __init__(
-        self, link: Link, pool: str, node: int, place: Place, python: str | None, *, direct: bool
+        self,
+        link: DriverLink,
+        pool: str,
+        node: int,
+        place: NodeReport,
+        python: str | None,
+        *,
+        direct: bool,
     ) -> None:
         self._link, self._place = link, place
         self.id = f"ray://{pool}/{node}"

@@ -47,7 +47,7 @@ _CODE = (
 )
 
 
-class Program(Protocol):
+class DriverProgram(Protocol):
     """A driver's program that was started, or is to be."""
 
     id: str
@@ -82,7 +82,7 @@ def _entrypoint(pool: str, given: Mapping[str, Any], first: str) -> str:
     return "\n".join([f": skyward pool {pool}", *lines, _SCRIPT])
 
 
-class Job:
+class JobProgram:
     """The program as a job, through the cluster's jobs API."""
 
     def __init__(self, api: JobsApi, id: str = "") -> None:
@@ -116,7 +116,7 @@ class Job:
         """
 
 
-class Child:
+class ChildProgram:
     """The program as a process of this machine, which is in the cluster or can reach it."""
 
     def __init__(self, address: str, pool: str, id: str = "") -> None:

@@ -16,7 +16,7 @@ from skyward.providers.state import state_folder
 from skyward.wire.identity import Credentials
 
 
-class Announced(msgspec.Struct, frozen=True):
+class DriverAddress(msgspec.Struct, frozen=True):
     """Where a driver listens, and who it is."""
 
     addresses: list[str]
@@ -35,7 +35,7 @@ class Record(msgspec.Struct):
     key: str
     program: str = ""
     """The job's name, or the process's number and start."""
-    driver: Announced | None = None
+    driver: DriverAddress | None = None
     nodes: list[int] = []
     """The nodes that were asked for."""
 
