@@ -18,15 +18,14 @@ import contextlib
 import importlib
 import json
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from skyward.providers.ray import keeper, site
 
 LEASE_SECONDS = 30.0
 """How long the driver stays without a client, if nothing runs on its nodes."""
@@ -70,8 +69,8 @@ class NodeBundle:
 class Driver:
     """The nodes of one pool."""
 
-    def __init__(self, given: dict[str, Any], ray: Any, keeper: Any, identity: str) -> None:
-        self.given, self.ray, self.keeper, self.identity = given, ray, keeper, identity
+    def __init__(self, given: dict[str, Any], ray: Any, identity: str) -> None:
+        self.given, self.ray, self.identity = given, ray, identity
         self.nodes: dict[int, NodeBundle] = {}
         self.groups: list[tuple[Any, int, dict[str, float]]] = []
         """Every placement group, with the number of its bundles and one of them."""
@@ -88,10 +87,10 @@ class Driver:
 
     async def serve(self) -> None:
         """Listen, say where, and go on until the end."""
-        tls = self.keeper["context"](self.given["authority"], self.identity, server=True)
+        tls = keeper.context(self.given["authority"], self.identity, server=True)
         server = await asyncio.start_server(
             self.answer,
-            sock=self.keeper["listening"](int(self.given["port"])),
+            sock=keeper.listening(int(self.given["port"])),
             ssl=tls,
             limit=LONGEST_LINE,
         )
@@ -101,7 +100,7 @@ class Driver:
         where = {
             "addresses": [self.ray.util.get_node_ip_address()],
             "port": server.sockets[0].getsockname()[1],
-            "certificate": certificate_of(self.identity),
+            "certificate": site.certificate_of(self.identity),
             "pid": os.getpid(),
             "ray": self.ray.__version__,
             "python": ".".join(map(str, sys.version_info[:3])),
@@ -163,7 +162,7 @@ class Driver:
     ) -> None:
         """Copy bytes between the client and a keeper that the client cannot reach."""
         told = self.nodes[number].told
-        tls = self.keeper["context"](certificate_of(self.identity), self.identity, server=False)
+        tls = keeper.context(site.certificate_of(self.identity), self.identity, server=False)
         there, back = await asyncio.open_connection(told["address"], told["port"], ssl=tls)
         tasks = [
             asyncio.ensure_future(copy(reader, back)),
@@ -187,14 +186,17 @@ class Driver:
 
     def make(self, asked: dict[str, Any]) -> None:
         """Ask Ray for nodes: in bundles that are free, or else in a new placement group."""
-        asked["bundle"] = self.typed(asked["bundle"], asked["accelerator"])
+        there = site.alive(self.ray)
+        if not self.autoscales or site.knows(there, asked["accelerator"]):
+            asked["bundle"] = site.typed(asked["bundle"], asked["accelerator"], there)
         wanted = [NodeBundle(int(each), asked) for each in asked["nodes"]]
         for node in wanted:
             self.nodes.pop(node.number, None)
         waiting = [node for node in wanted if not self.reuse(node)]
-        if waiting and (why := self.impossible(waiting, asked)):
+        refusal = site.impossible(len(waiting), asked["bundle"], asked["strategy"], there)
+        if waiting and refusal and not self.autoscales:
             for node in waiting:
-                node.state, node.reason = "refused", why
+                node.state, node.reason = "refused", refusal
                 self.nodes[node.number] = node
             self.changed.set()
             return
@@ -246,7 +248,7 @@ class Driver:
             "program": self.given["keeper"],
             "label": label,
             "node_folder": f"sky.{self.given['pool']}.{node.number}",
-            "authority": self.given["authority"] + certificate_of(self.identity),
+            "authority": self.given["authority"] + site.certificate_of(self.identity),
             "identity": self.identity,
             "keeps_threads": node.asked["keeps_threads"],
         }
@@ -322,7 +324,8 @@ class Driver:
             if node.group.wait(0):
                 self.start(node)
             else:
-                node.reason = self.why_pending(node)
+                grows = "; the cluster may grow" if self.autoscales else ""
+                node.reason = site.waiting(self.ray, node.asked["bundle"]) + grows
         elif node.state in ("pending", "ready"):
             self.look_at_actor(node)
 
@@ -364,60 +367,6 @@ class Driver:
                 if self.ray.get(each):
                     return True
         return False
-
-    # What the cluster has.
-
-    def alive(self) -> list[dict[str, float]]:
-        """The resources of each node of the cluster."""
-        return [each["Resources"] for each in self.ray.nodes() if each["Alive"]]
-
-    def typed(self, bundle: dict[str, float], model: str) -> dict[str, float]:
-        """The bundle with the GPU's model, if the cluster knows the models of its GPUs."""
-        kind = f"accelerator_type:{model}"
-        there = self.alive()
-        untyped = any(
-            each.get("GPU") and not any(name.startswith("accelerator_type") for name in each)
-            for each in there
-        )
-        known = any(kind in each for each in there)
-        if not model or (not known and (untyped or self.autoscales)):
-            return bundle
-        return {**bundle, kind: 0.001}
-
-    def impossible(self, nodes: list[NodeBundle], asked: dict[str, Any]) -> str:
-        """Why the cluster as it is can never have these nodes; empty if it may."""
-        if self.autoscales:
-            return ""
-        bundle, there = asked["bundle"], self.alive()
-        room = [fits(bundle, each) for each in there]
-        wanted = f"{len(nodes)} x {shown(bundle)}"
-        enough = (
-            sum(1 for each in room if each) >= len(nodes)
-            if asked["strategy"] == "STRICT_SPREAD"
-            else max(room, default=0) >= len(nodes)
-            if asked["strategy"] == "STRICT_PACK"
-            else sum(room) >= len(nodes)
-        )
-        if enough:
-            return ""
-        where = {"STRICT_SPREAD": ", each on a node of its own", "STRICT_PACK": ", all on one node"}
-        return (
-            f"the Ray cluster can never have {wanted}{where.get(asked['strategy'], '')}; it does "
-            f"not grow by itself, and its nodes have {listed(there, bundle)}; ask for less, or add "
-            "nodes"
-        )
-
-    def why_pending(self, node: NodeBundle) -> str:
-        """What a placement group waits for, in terms of the cluster's resources."""
-        bundle = node.asked["bundle"]
-        has, free = self.ray.cluster_resources(), self.ray.available_resources()
-        parts = [
-            f"{amount(name, free.get(name, 0))} of {amount(name, has.get(name, 0))} {name} free"
-            for name in bundle
-            if not name.startswith("accelerator_type")
-        ]
-        grows = "; the cluster may grow" if self.autoscales else ""
-        return f"waiting for Ray to reserve {shown(bundle)}: {', '.join(parts)}{grows}"
 
 
 class MachineActor:
@@ -480,43 +429,6 @@ class MachineActor:
         self.process.stdout.read()
 
 
-# What resources are called.
-
-
-def amount(name: str, value: float) -> str:
-    """A number of a resource, for people."""
-    if name == "memory" or name == "object_store_memory":
-        return f"{value / 2**30:.3g} GiB"
-    return f"{value:g}"
-
-
-def shown(bundle: dict[str, float]) -> str:
-    """A bundle for people: "2 CPU and 1 GPU"."""
-    parts = [
-        name.partition(":")[2]
-        if name.startswith("accelerator_type")
-        else f"{amount(name, n)} {name}"
-        for name, n in bundle.items()
-    ]
-    return " and ".join(parts)
-
-
-def listed(nodes: list[dict[str, float]], bundle: dict[str, float]) -> str:
-    """What the nodes of a cluster have of what a bundle needs, equal nodes together."""
-    kinds: dict[str, int] = {}
-    for each in nodes:
-        names = [name for name in ("CPU", "GPU", *bundle) if name in each]
-        names += [name for name in each if name.startswith("accelerator_type")]
-        kind = shown({name: each[name] for name in names}) or "nothing of it"
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return "; ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "nothing"
-
-
-def fits(bundle: dict[str, float], node: dict[str, float]) -> int:
-    """How often a bundle fits into a node that is empty."""
-    return min(int(node.get(name, 0) // value) for name, value in bundle.items() if value)
-
-
 def said(problem: BaseException) -> str:
     """What a failure says, in a line; of a failure in an actor, what happened there."""
     problem = getattr(problem, "cause", None) or problem
@@ -534,109 +446,9 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
             await writer.drain()
 
 
-# Who the driver is.
-
-
-def new_identity() -> str:
-    """A key and a certificate of its own, in PEM; the key leaves this cluster never."""
-    if program := shutil.which("openssl"):
-        made = subprocess.run(
-            [
-                *(program, "req", "-x509", "-nodes", "-days", "60", "-subj", "/CN=skyward-driver"),
-                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-                *("-keyout", "-", "-out", "-"),
-            ],
-            capture_output=True,
-            text=True,
-        )
-        if made.returncode == 0 and "PRIVATE KEY" in made.stdout:
-            return made.stdout
-    return identity_without_openssl()
-
-
-def identity_without_openssl() -> str:
-    """The same, with the package cryptography, which most of Ray's environments have."""
-    import datetime
-
-    try:
-        x509: Any = importlib.import_module("cryptography.x509")
-        hazmat = "cryptography.hazmat.primitives"
-        ec: Any = importlib.import_module(f"{hazmat}.asymmetric.ec")
-        hashes: Any = importlib.import_module(f"{hazmat}.hashes")
-        serialization: Any = importlib.import_module(f"{hazmat}.serialization")
-    except ImportError:
-        raise RuntimeError(
-            f"neither the program openssl nor the package cryptography is on "
-            f"{socket.gethostname()}; install one of them there"
-        ) from None
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyward-driver")])
-    now = datetime.datetime.now(datetime.timezone.utc)  # noqa: UP017
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=60))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return str(plain.decode() + certificate.public_bytes(pem).decode())
-
-
-def certificate_of(identity: str) -> str:
-    """The certificate in a PEM text that has the key, too."""
-    found = re.search(
-        r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", identity, re.DOTALL
-    )
-    assert found is not None
-    return found[0]
-
-
-# The cluster.
-
-
-def grows(ray: Any) -> bool:
-    """Whether the cluster adds nodes by itself: its autoscaler knows kinds of nodes to add.
-
-    Without an autoscaler, Ray reports every node as a kind of its own, called node_ and its id.
-    """
-    kinds: set[str] = set()
-    with contextlib.suppress(Exception):
-        kv = importlib.import_module("ray.experimental.internal_kv")
-        told = json.loads(kv._internal_kv_get("__autoscaling_status") or "{}")
-        kinds = set((told.get("autoscaler_report") or {}).get("active_nodes") or {})
-    if not kinds:
-        with contextlib.suppress(Exception):
-            sdk = importlib.import_module("ray.autoscaler.v2.sdk")
-            status = sdk.get_cluster_status(ray.get_runtime_context().gcs_address)
-            there = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes]
-            kinds = {each.ray_node_type_name for each in there}
-    return any(not re.fullmatch(r"node_[0-9a-f]{20,}", kind) for kind in kinds)
-
-
-def follow_authentication() -> None:
-    """Have Ray authenticate as the raylet of this host does.
-
-    Otherwise a program decides by whether the user has a token: if the cluster decided differently,
-    the cluster's answers are refused, and its actors count as forgotten.
-    """
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if not (folder / "cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet"):
-                continue
-            found = re.search(rb"(?:^|\0)RAY_AUTH_MODE=([^\0]*)", (folder / "environ").read_bytes())
-            os.environ.setdefault("RAY_AUTH_MODE", found[1].decode() if found else "disabled")
-            return
-
-
 def main(given: dict[str, Any]) -> None:
     """Connect to the cluster, and serve the pool."""
-    follow_authentication()
+    site.follow_authentication()
     try:
         ray: Any = importlib.import_module("ray")
         ray.init(
@@ -646,16 +458,14 @@ def main(given: dict[str, Any]) -> None:
             configure_logging=False,
         )
         if given.get("autoscales") is None:
-            given["autoscales"] = grows(ray)
-        keeper: dict[str, Any] = {"__name__": "skyward_keeper"}
-        exec(given["keeper"], keeper)
-        identity = new_identity()
+            given["autoscales"] = site.grows(ray)
+        identity = site.new_identity()
     except Exception as problem:
         print(FAILED + json.dumps(f"{type(problem).__name__}: {problem}"), flush=True)
         raise
 
     async def serve() -> None:
-        await Driver(given, ray, keeper, identity).serve()
+        await Driver(given, ray, identity).serve()
 
     asyncio.run(serve())
     ray.shutdown()

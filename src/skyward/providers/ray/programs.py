@@ -41,10 +41,23 @@ done
 echo 'skyward failed "no Python here has Ray"'
 exit 1
 """
-_CODE = (
-    "import base64,json,zlib;given=json.loads(zlib.decompress(base64.b64decode({text!r})));"
-    "exec(given['driver']);main(given)"
-)
+# Ray's Python has no skyward, or another one: the modules are made from the text that is sent.
+_CODE = """
+import base64, json, sys, types, zlib
+given = json.loads(zlib.decompress(base64.b64decode({text!r})))
+def made(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    parent, _, own = name.rpartition(".")
+    setattr(sys.modules.get(parent), own, module) if parent else None
+    return module
+for name in ("skyward", "skyward.providers", "skyward.providers.ray"):
+    made(name).__path__ = []
+for name in ("keeper", "site"):
+    exec(given[name], made("skyward.providers.ray." + name).__dict__)
+exec(given["driver"])
+main(given)
+"""
+_SENT = ("keeper", "site", "driver")
 
 
 class DriverProgram(Protocol):
@@ -70,12 +83,8 @@ class DriverProgram(Protocol):
 
 
 def _entrypoint(pool: str, given: Mapping[str, Any], first: str) -> str:
-    folder = Path(__file__).parent
-    told = {
-        **given,
-        "driver": (folder / "driver.py").read_text("utf-8"),
-        "keeper": (folder / "keeper.py").read_text("utf-8"),
-    }
+    sources = {name: Path(__file__).with_name(f"{name}.py").read_text("utf-8") for name in _SENT}
+    told = {**given, **sources}
     text = base64.b64encode(zlib.compress(json.dumps(told).encode(), 9)).decode()
     assigned = {"FIRST": first, "HAS_RAY": _HAS_RAY, "CODE": _CODE.format(text=text)}
     lines = [f"{name}={shlex.quote(value)}" for name, value in assigned.items()]
