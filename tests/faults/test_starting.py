@@ -188,17 +188,18 @@ def test_a_pool_that_did_not_start_can_be_made_anew() -> None:
 
 
 def test_a_plugin_that_takes_long_costs_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it prepares the workers, nobody asks the agents for heartbeats."""
-    monkeypatch.setattr(contact, "LOST_SECONDS", 1.0)
+    """The agents hear of their client meanwhile, and the client of its agents."""
+    monkeypatch.setattr(contact, "LOST_SECONDS", 1.5)
     slow = sky.Plugin.create("slow").with_around_process(_slow)
-    with sky.Compute(plugins=[slow], options=QUIET) as compute:
+    options = sky.Options(console=False, orphan_timeout=1.5)
+    with sky.Compute(plugins=[slow], options=options) as compute:
         time.sleep(1.0)
         assert sky.function(abs)(-1) >> compute == 1
         assert compute.stats().nodes_lost == 0
 
 
 def _slow(info: sky.InstanceInfo) -> Iterator[None]:
-    time.sleep(2.0)
+    time.sleep(3.0)
     yield
 
 

@@ -54,6 +54,28 @@ cluster.shutdown()
 """
 
 
+# A head with one CPU, whose autoscaler adds nodes with two: pretended ones, on this machine.
+_GROWING = """
+import json, os, subprocess, sys
+from ray.cluster_utils import AutoscalingCluster
+kind = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+made = AutoscalingCluster({"CPU": 1}, {"worker": kind}, idle_timeout_minutes=60)
+path = os.path.join(os.environ["RAY_TMPDIR"], "growing.json")
+with open(path, "w") as file:
+    json.dump(made._config, file)
+command = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
+options = ["--head", "--num-cpus=1", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+options += [f"--autoscaling-config={path}", f"--dashboard-port={sys.argv[1]}"]
+options += [f"--object-store-memory={sys.argv[2]}", f"--port={sys.argv[3]}"]
+environment = {**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+subprocess.run(
+    [sys.executable, "-c", command, "start", *options], env=environment, check=True, stdout=2
+)
+print(json.dumps({"address": f"127.0.0.1:{sys.argv[3]}"}), flush=True)
+sys.stdin.read()
+"""
+
+
 def skip_if_absent() -> None:
     """Skip where there is no Ray."""
     if not PYTHON.exists():
@@ -66,7 +88,7 @@ def skip_if_absent() -> None:
 class RayCluster:
     """The cluster, its addresses, and what is in it."""
 
-    def __init__(self, store_bytes: int = STORE_BYTES) -> None:
+    def __init__(self, store_bytes: int = STORE_BYTES, *, grows: bool = False) -> None:
         # Short, because Ray makes Unix sockets below it.
         self.folder = Path(tempfile.mkdtemp(prefix="skyray-", dir="/tmp"))
         (self.folder / "ray").mkdir()
@@ -86,7 +108,10 @@ class RayCluster:
         }
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(
-            [str(PYTHON), "-c", _SCRIPT, str(port), str(store_bytes)],
+            [
+                *(str(PYTHON), "-c", _GROWING if grows else _SCRIPT),
+                *(str(port), str(store_bytes), str(free_port())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -95,6 +120,7 @@ class RayCluster:
             start_new_session=True,
         )
         self.address = ""
+        self._size = 1 if grows else 3
 
     def wait(self) -> None:
         """Wait until the cluster is up."""
@@ -108,7 +134,7 @@ class RayCluster:
 
     def _has_dashboard(self) -> bool:
         with contextlib.suppress(OSError):
-            return len(self.nodes()) == 3
+            return len(self.nodes()) == self._size
         return False
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -308,6 +309,44 @@ def test_a_pool_grows_and_shrinks(emptied: RayCluster) -> None:
 
 def _groups(ray: RayCluster) -> list[Any]:
     return [each for each in ray._listed("placement_groups") if each["state"] == "CREATED"]
+
+
+@only_in_all
+@pytest.mark.timeout(300)
+def test_a_pool_grows_with_rays_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the cluster does not have yet is not refused: Ray adds a node for each group."""
+    skip_if_absent()
+    growing = RayCluster(grows=True)
+    try:
+        growing.wait()
+        for name, value in growing.variables.items():
+            monkeypatch.setenv(name, value)
+        provider = growing.provider(timeout=120)
+        with sky.Compute(provider, nodes=(1, 2), vcpus=2, options=QUIET) as compute:
+            assert len(growing.nodes()) == 2
+            compute.resize(2)
+            growing.until(lambda: [n.state for n in compute.nodes] == ["ready"] * 2, 120)
+            assert len(growing.nodes()) == 3
+        growing.until_empty()
+    finally:
+        growing.stop()
+
+
+@only_in_all
+def test_the_example_trains_on_two_nodes(
+    emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYWARD_RAY_PYTHON", sys.executable)
+    example = Path(__file__).parents[2] / "examples" / "ray_pool.py"
+    done = subprocess.run(
+        [sys.executable, str(example), emptied.dashboard],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"rank 1 on [\d.]+: 128 samples, (9\d|100)% right", done.stdout)
+    assert re.search(r"on sky:\d of node 1: (9\d|100)% right", done.stdout)
 
 
 # Clients that end in the middle.
