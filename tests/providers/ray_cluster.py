@@ -57,12 +57,21 @@ cluster.shutdown()
 # A head with one CPU, whose autoscaler adds nodes with two: pretended ones, on this machine.
 _GROWING = """
 import json, os, subprocess, sys
-from ray.cluster_utils import AutoscalingCluster
-kind = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-made = AutoscalingCluster({"CPU": 1}, {"worker": kind}, idle_timeout_minutes=60)
+worker = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+head = {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0}
+provider = {"type": "fake_multinode", "fake_cluster_name": "growing"}
+config = {
+    "cluster_name": "growing", "max_workers": 2, "idle_timeout_minutes": 60, "provider": provider,
+    "available_node_types": {"worker": worker, "ray.head.default": head},
+    "head_node_type": "ray.head.default", "upscaling_speed": 10, "auth": {}, "docker": {},
+    "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
+    "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
+    "file_mounts": {}, "cluster_synced_files": [], "file_mounts_sync_continuously": False,
+    "rsync_exclude": [], "rsync_filter": [],
+}
 path = os.path.join(os.environ["RAY_TMPDIR"], "growing.json")
 with open(path, "w") as file:
-    json.dump(made._config, file)
+    json.dump(config, file)
 command = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
 options = ["--head", "--num-cpus=1", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
 options += [f"--autoscaling-config={path}", f"--dashboard-port={sys.argv[1]}"]

@@ -155,6 +155,22 @@ def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
         assert emptied.jobs() == []
 
 
+def test_a_node_on_the_clients_own_machine_shares_memory_with_it(emptied: RayCluster) -> None:
+    """Its workers are reached at their Unix sockets, and large arguments are not copied twice."""
+    provider = emptied.provider(address="auto")
+    with sky.Compute(provider, options=QUIET) as compute:
+        data = bytes(range(256)) * (1 << 16)
+        assert sky.function(len)(data) >> compute == len(data)
+        assert _shares(compute)
+
+
+def _shares(compute: sky.Compute) -> bool:
+    pool: Any = compute._open_pool
+    return all(
+        lane.channel.shares_memory for node in pool._fleet.nodes for lane in node.lanes.values()
+    )
+
+
 def test_gpus_are_those_that_ray_assigns(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

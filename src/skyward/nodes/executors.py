@@ -69,6 +69,15 @@ class Executors:
     ) -> None:
         try:
             channel, _ = approach.attempt()
+            near = node.host.near(up.endpoint)
+            channel, _ = reach(
+                near or node.host.route(up.endpoint),
+                hello,
+                None if near else self._credentials,
+                node_name(self._id, node.index),
+                node.host.dial,
+                persist=lambda: not self._roster.closed and node.control is control is not None,
+            )
         except (OSError, EOFError, SkywardError) as problem:
             pause = approach.pause_after(problem)
             persists = not self._roster.closed and node.control is control is not None
@@ -92,6 +101,8 @@ class Executors:
 
     def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
         worker = self._worker
+        if channel.shares_memory:
+            self._dispatcher.packer.share()
         capacity = worker.concurrency if worker.executor == "thread" else 1
         address = _among(up.endpoint, node.host.address)
         lane = Lane(

@@ -36,6 +36,7 @@ class RayMachine:
         self.id = f"ray://{pool}/{node}"
         self.node, self.python = node, python
         self.address = place.address
+        self.may_be_here = True
         self.direct = place.address if direct and place.address else None
         self._relayed = False
         """Whether the keeper can only be reached through the driver."""
