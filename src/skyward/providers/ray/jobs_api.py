@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from skyward.errors import PoolStartError, UnreachableError
 
 SECONDS = 15.0
 """How long an answer may take."""
+AGENT_SECONDS = 60.0
+"""How long a cluster that has just started may take until it accepts jobs."""
 OVER = ("STOPPED", "SUCCEEDED", "FAILED")
 METADATA = "skyward_pool"
 """The entry of a job's metadata that names its pool."""
@@ -82,8 +85,16 @@ class JobsApi:
     def submit(self, job: str, entrypoint: str, metadata: Mapping[str, str]) -> None:
         """Start a job."""
         body = {"entrypoint": entrypoint, "submission_id": job, "metadata": dict(metadata)}
-        if self.call("POST", "/api/jobs/", body) is None:
-            raise PoolStartError(self._refusal(404, "POST", "/api/jobs/", ""))
+        deadline = time.monotonic() + AGENT_SECONDS
+        while True:
+            try:
+                if self.call("POST", "/api/jobs/", body) is None:
+                    raise PoolStartError(self._refusal(404, "POST", "/api/jobs/", ""))
+                return
+            except PoolStartError as problem:
+                if "No available agent" not in str(problem) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def state(self, job: str) -> tuple[str, str]:
         """A job's status and message; both are empty if there is no such job."""

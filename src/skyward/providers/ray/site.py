@@ -182,7 +182,9 @@ def grows(ray: Any) -> bool:
     with contextlib.suppress(Exception):
         kv = importlib.import_module("ray.experimental.internal_kv")
         told = json.loads(kv._internal_kv_get("__autoscaling_status") or "{}")
-        kinds = set((told.get("autoscaler_report") or {}).get("active_nodes") or {})
+        report = told.get("autoscaler_report") or {}
+        kinds = {*(report.get("active_nodes") or {})}
+        kinds |= set((report.get("node_type_mapping") or {}).values())
     if not kinds:
         with contextlib.suppress(Exception):
             sdk = importlib.import_module("ray.autoscaler.v2.sdk")
