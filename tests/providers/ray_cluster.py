@@ -40,6 +40,8 @@ from ray.cluster_utils import Cluster
 store = int(sys.argv[2])
 head = dict(num_cpus=2, object_store_memory=store, include_dashboard=True)
 head.update(dashboard_host="127.0.0.1", dashboard_port=int(sys.argv[1]))
+# The usual port may be another cluster's, and without it the head accepts no jobs.
+head.update(dashboard_agent_listen_port=int(sys.argv[3]))
 cluster = Cluster(initialize_head=True, head_node_args=head)
 nodes = [cluster.add_node(num_cpus=2, object_store_memory=store)]
 nodes += [cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=store, resources={"big": 2})]
@@ -51,37 +53,6 @@ for line in sys.stdin:
         nodes.insert(0, cluster.add_node(num_cpus=2, object_store_memory=store))
     print("done", flush=True)
 cluster.shutdown()
-"""
-
-
-# A head with one CPU, whose autoscaler adds nodes with two: pretended ones, on this machine.
-_GROWING = """
-import json, os, subprocess, sys
-worker = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-head = {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0}
-provider = {"type": "fake_multinode", "fake_cluster_name": "growing"}
-config = {
-    "cluster_name": "growing", "max_workers": 2, "idle_timeout_minutes": 60, "provider": provider,
-    "available_node_types": {"worker": worker, "ray.head.default": head},
-    "head_node_type": "ray.head.default", "upscaling_speed": 10, "auth": {}, "docker": {},
-    "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
-    "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
-    "file_mounts": {}, "cluster_synced_files": [], "file_mounts_sync_continuously": False,
-    "rsync_exclude": [], "rsync_filter": [],
-}
-path = os.path.join(os.environ["RAY_TMPDIR"], "growing.json")
-with open(path, "w") as file:
-    json.dump(config, file)
-command = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
-options = ["--head", "--num-cpus=1", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-options += [f"--autoscaling-config={path}", f"--dashboard-port={sys.argv[1]}"]
-options += [f"--object-store-memory={sys.argv[2]}", f"--port={sys.argv[3]}"]
-environment = {**os.environ, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
-subprocess.run(
-    [sys.executable, "-c", command, "start", *options], env=environment, check=True, stdout=2
-)
-print(json.dumps({"address": f"127.0.0.1:{sys.argv[3]}"}), flush=True)
-sys.stdin.read()
 """
 
 
@@ -97,7 +68,7 @@ def skip_if_absent() -> None:
 class RayCluster:
     """The cluster, its addresses, and what is in it."""
 
-    def __init__(self, store_bytes: int = STORE_BYTES, *, grows: bool = False) -> None:
+    def __init__(self, store_bytes: int = STORE_BYTES) -> None:
         # Short, because Ray makes Unix sockets below it.
         self.folder = Path(tempfile.mkdtemp(prefix="skyray-", dir="/tmp"))
         (self.folder / "ray").mkdir()
@@ -118,7 +89,7 @@ class RayCluster:
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(
             [
-                *(str(PYTHON), "-c", _GROWING if grows else _SCRIPT),
+                *(str(PYTHON), "-c", _SCRIPT),
                 *(str(port), str(store_bytes), str(free_port())),
             ],
             stdin=subprocess.PIPE,
@@ -129,7 +100,6 @@ class RayCluster:
             start_new_session=True,
         )
         self.address = ""
-        self._size = 1 if grows else 3
 
     def wait(self) -> None:
         """Wait until the cluster is up."""
@@ -143,7 +113,7 @@ class RayCluster:
 
     def _has_dashboard(self) -> bool:
         with contextlib.suppress(OSError):
-            return len(self.nodes()) == self._size
+            return len(self.nodes()) == 3
         return False
 
     def stop(self) -> None:

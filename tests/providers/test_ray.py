@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import skyward as sky
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
-from skyward.providers.ray import Ray, programs, records
+from skyward.providers.ray import Ray, programs, records, site
 from skyward.providers.ray.link import DriverLink
 from skyward.testing import ProviderSuite, plain_request
 
@@ -67,8 +68,8 @@ class TestRay(ProviderSuite):
 
     @pytest.fixture
     def provider(self, ray: RayCluster) -> sky.Ray:
-        """Through the jobs API."""
-        return ray.provider()
+        """With the driver beside the client."""
+        return ray.provider(address="auto")
 
     @pytest.fixture
     def machine_request(self) -> Request:
@@ -77,13 +78,13 @@ class TestRay(ProviderSuite):
 
 
 @only_in_all
-class TestRayFromInside(TestRay):
-    """The same, with the driver beside the client."""
+class TestRayJobs(TestRay):
+    """The same, with the driver as a job."""
 
     @pytest.fixture
     def provider(self, ray: RayCluster) -> sky.Ray:
-        """As `ray.init` finds it."""
-        return ray.provider(address="auto")
+        """Through the jobs API."""
+        return ray.provider()
 
 
 # Pools.
@@ -171,6 +172,7 @@ def _shares(compute: sky.Compute) -> bool:
     )
 
 
+@only_in_all
 def test_gpus_are_those_that_ray_assigns(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +184,7 @@ def test_gpus_are_those_that_ray_assigns(
         assert sorted(gpus for _, gpus, _ in where() @ compute) == ["0", "1"]
 
 
+@only_in_all
 def test_a_client_that_reaches_the_driver_alone_reaches_all_nodes(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +214,7 @@ def _links() -> list[DriverLink]:
     return list(ray._links.values())
 
 
+@only_in_all
 def test_a_driver_out_of_reach_is_said_with_the_next_step(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,25 +331,31 @@ def _groups(ray: RayCluster) -> list[Any]:
     return [each for each in ray._listed("placement_groups") if each["state"] == "CREATED"]
 
 
-@only_in_all
-@pytest.mark.timeout(300)
-def test_a_pool_grows_with_rays_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the cluster does not have yet is not refused: Ray adds a node for each group."""
-    skip_if_absent()
-    growing = RayCluster(grows=True)
-    try:
-        growing.wait()
-        for name, value in growing.variables.items():
-            monkeypatch.setenv(name, value)
-        provider = growing.provider(timeout=120)
-        with sky.Compute(provider, nodes=(1, 2), vcpus=2, options=QUIET) as compute:
-            assert len(growing.nodes()) == 2
-            compute.resize(2)
-            growing.until(lambda: [n.state for n in compute.nodes] == ["ready"] * 2, 120)
-            assert len(growing.nodes()) == 3
-        growing.until_empty()
-    finally:
-        growing.stop()
+@pytest.mark.parametrize(
+    ("kinds", "grows"),
+    [
+        ({"fff0": "ray.head.default"}, True),
+        ({"a" * 56: f"node_{'a' * 56}"}, False),
+        ({"a" * 56: f"node_{'a' * 56}", "b": "workergroup"}, True),
+    ],
+)
+def test_whether_a_cluster_grows_is_known_from_its_kinds_of_nodes(
+    kinds: dict[str, str], grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray 2.60 reports them: without an autoscaler, each node is a kind of its own."""
+    told = json.dumps({"autoscaler_report": {"active_nodes": {}, "node_type_mapping": kinds}})
+    store = types.SimpleNamespace(_internal_kv_get=lambda key: told.encode())
+    monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", store)
+    assert site.grows(None) is grows
+
+
+def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet(
+    emptied: RayCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provider = emptied.provider(address="auto", autoscales=True, timeout=4)
+    with pytest.raises(sky.PoolStartError, match="did not have it within 4 s"):
+        sky.Compute(provider, vcpus=64, options=sky.Options(console=True)).__enter__()
+    assert "reserve 64 CPU: 6 of 6 CPU free; the cluster may grow" in capsys.readouterr().err
 
 
 @only_in_all
@@ -441,6 +451,7 @@ def test_what_the_cluster_can_never_have_is_refused_at_once(
         sky.Compute(emptied.provider(), **asked, options=QUIET).__enter__()
 
 
+@only_in_all
 def test_what_a_node_waits_for_is_told(
     emptied: RayCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
