@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from skyward.providers.container import Container as Container
     from skyward.providers.kubernetes import Kubernetes as Kubernetes
     from skyward.providers.local import Local as Local
-    from skyward.providers.slurm import Slurm as Slurm
     from skyward.providers.ray import Ray as Ray
+    from skyward.providers.slurm import Slurm as Slurm
     from skyward.providers.ssh import SSH as SSH
     from skyward.sharding import shard as shard
     from skyward.spec import Image as Image

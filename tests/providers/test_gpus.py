@@ -17,7 +17,6 @@ from skyward.providers import Order, Request
 from skyward.providers.local import cards
 from skyward.spec import Image
 from skyward.worker.supervision import nth_card
-from skyward.worker.supervision import visible_card
 
 from .docker_service import DOCKER, Service, podman, serving
 from .ssh_hosts import Sshd
@@ -173,8 +172,7 @@ class Driver:
         gpu = self._folder / "gpus" / f"0000:0{number}:00.0"
         gpu.mkdir(parents=True)
         (gpu / "information").write_text(
-            f"Model: \t\t {model}\nIRQ:   \t\t 41\nGPU UUID: \t GPU-{number}a\n"
-            f"Device Minor: \t {number}\n"
+            f"Model: \t\t {model}\nIRQ:   \t\t 41\nDevice Minor: \t {number}\n"
         )
         if device:
             (self._folder / "dev" / f"nvidia{number}").touch()
@@ -256,42 +254,6 @@ def test_a_worker_gets_one_of_the_cards_that_the_scheduler_named(
     assert [nth_card("0"), nth_card("1")] == ["4", "GPU-5a5b"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert nth_card("1") == "1"
-@pytest.mark.parametrize(
-    ("visible", "models"),
-    [
-        ("", []),
-        ("1", ["B"]),
-        ("2,0", ["C", "A"]),
-        ("GPU-1a,GPU-2a", ["B", "C"]),
-        ("0,7,1", ["A"]),
-        ("MIG-77", ["A"]),
-        ("*", []),
-    ],
-)
-def test_of_the_cards_a_scheduler_gave_to_others_nothing_is_told(
-    driver: Driver, visible: str, models: list[str]
-) -> None:
-    """Ray and Slurm name cards by number or by UUID in CUDA_VISIBLE_DEVICES."""
-    for number, model in enumerate("ABC"):
-        driver.add(number, f"{model} 8GB")
-    driver.program("exit 1")
-    told = driver.told(CUDA_VISIBLE_DEVICES=visible)
-    assert told == [f"card ?, {model} 8GB" for model in models]
-
-
-@pytest.mark.parametrize(
-    ("index", "inherited", "name"),
-    [
-        ("1", None, "1"),
-        ("1", "4,6", "6"),
-        ("0", "GPU-5ef3,GPU-8a01", "GPU-5ef3"),
-        ("1", "GPU-5ef3,GPU-8a01", "GPU-8a01"),
-    ],
-)
-def test_a_worker_sees_one_of_the_cards_that_its_node_was_given(
-    index: str, inherited: str | None, name: str
-) -> None:
-    assert visible_card(index, inherited) == name
 
 
 def test_this_machine_is_asked_for_its_own_cards(

@@ -55,10 +55,11 @@ class Executors:
 
     def up(self, node: Node, up: ExecutorUp) -> None:
         """Connect to an executor that its agent has announced; waits for the first attempt."""
+        near = node.host.near(up.endpoint)
         approach = Approach(
-            node.host.route(up.endpoint),
+            near or node.host.route(up.endpoint),
             Hello(self._id, "data", versions=self._versions, pid=os.getpid()),
-            self._credentials,
+            None if near else self._credentials,
             node_name(self._id, node.index),
             node.host.dial,
         )
@@ -69,15 +70,6 @@ class Executors:
     ) -> None:
         try:
             channel, _ = approach.attempt()
-            near = node.host.near(up.endpoint)
-            channel, _ = reach(
-                near or node.host.route(up.endpoint),
-                hello,
-                None if near else self._credentials,
-                node_name(self._id, node.index),
-                node.host.dial,
-                persist=lambda: not self._roster.closed and node.control is control is not None,
-            )
         except (OSError, EOFError, SkywardError) as problem:
             pause = approach.pause_after(problem)
             persists = not self._roster.closed and node.control is control is not None

@@ -35,17 +35,6 @@ STARTS_MAX = 3
 """After so many failed starts in a row, the agent does not start an executor again."""
 LEAVE_SECONDS = 3.0
 """How long executors have to leave their plugins' hooks before they are killed."""
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_card(index: str, inherited: str | None) -> str:
-    """The name of a card of the node, of which a scheduler may have given the node only some.
-
-    >>> visible_card("1", "GPU-5ef3,GPU-8a01")
-    'GPU-8a01'
-    """
-    names = [each.strip() for each in (inherited or "").split(",") if each.strip()]
-    return names[int(index)] if int(index) < len(names) else index
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +84,6 @@ class ExecutorProcesses:
         environment = {**os.environ, context.VARIABLE: self.compute_pool[worker]}
         if config.visible[worker]:
             environment["CUDA_VISIBLE_DEVICES"] = nth_card(config.visible[worker])
-            environment[VISIBLE] = visible_card(config.visible[worker], os.environ.get(VISIBLE))
         where = config.place(f"{worker}.{slot}.{time.monotonic_ns() % 10**9}", for_peers=True)
         try:
             child = ChildProcess(

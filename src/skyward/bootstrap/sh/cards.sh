@@ -5,22 +5,20 @@ isolated=
 for device in "$devices"[0-9]*; do
     if [ -e "$device" ]; then isolated=yes; fi
 done
-cards= unmeasured= uuids=
+cards= unmeasured=
 for card in "$gpus"/*/information; do
     [ -r "$card" ] || continue
-    model=NVIDIA number= uuid=?
+    model=NVIDIA number=
     while read -r name first rest; do
         case $name,$first in
             Model:,*) model=$first${rest:+ $rest} ;;
             Device,Minor:) number=$rest ;;
-            GPU,UUID:) uuid=$rest ;;
         esac
     done <"$card"
     # A container sees all cards of its machine in /proc, and has the devices of some.
     if [ -n "$isolated" ] && [ -n "$number" ] && [ ! -e "$devices$number" ]; then continue; fi
     cards="$cards?, $model
 "
-    uuids="$uuids $uuid"
     case $model in
         *[0-9]G*) ;;
         *) unmeasured=yes ;;
@@ -33,32 +31,8 @@ if [ -n "$unmeasured" ] && have nvidia-smi &&
 fi
 # Where a scheduler gave the node some of the machine's cards, the others are somebody else's.
 room=-1
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    room=$(IFS=,; set -- $CUDA_VISIBLE_DEVICES; printf '%s' "$#")
-# A scheduler, such as those of Ray and Slurm, names the cards that are ours by number or by UUID.
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    ours=
-    for wanted in $(IFS=,; set -f; printf '%s ' $CUDA_VISIBLE_DEVICES); do
-        found= number=0
-        while read -r card; do
-            [ -n "$card" ] || continue
-            set -- $uuids
-            shift "$number" 2>/dev/null || shift $#
-            # A part of a card (MIG) has a UUID that no card has: it counts as the first one.
-            case $wanted in
-                "$number" | "${1:-?}") found=$card; break ;;
-                MIG-*) found=${found:-$card} ;;
-            esac
-            number=$((number + 1))
-        done <<END
-$cards
-END
-        # CUDA stops at the first name that it does not know.
-        [ -n "$found" ] || break
-        ours="$ours$found
-"
-    done
-    cards=$ours
+    room=$(IFS=,; set -- $CUDA_VISIBLE_DEVICES; printf '%s' "$#")
 fi
 printf '%s\n' "$cards" | while read -r card; do
     if [ -n "$card" ] && [ "$room" != 0 ]; then
