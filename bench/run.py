@@ -39,6 +39,7 @@ SUITES = {
     "machines": "Containers and SSH hosts",
     "kubernetes": "Kubernetes",
     "slurm": "Slurm",
+    "ray": "Ray",
     "aws": "AWS, in a simulated account",
     "scale": "A thousand simulated nodes",
 }

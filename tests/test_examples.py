@@ -157,6 +157,7 @@ ELSEWHERE = {
     "container_roundtrip",
     "kubernetes_ddp",
     "slurm_ddp",
+    "ray_pool",
     "ssh_ddp",
 }
 

@@ -90,6 +90,7 @@ PUBLIC = [
     "TaskCancelledError",
     "WorkerDiedError",
     "NodeLostError",
+    "Ray",
     "RemoteError",
     "BroadcastError",
     "Outcome",

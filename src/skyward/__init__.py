@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from skyward.providers.container import Container as Container
     from skyward.providers.kubernetes import Kubernetes as Kubernetes
     from skyward.providers.local import Local as Local
+    from skyward.providers.ray import Ray as Ray
     from skyward.providers.slurm import Slurm as Slurm
     from skyward.providers.ssh import SSH as SSH
     from skyward.sharding import shard as shard
@@ -153,6 +154,7 @@ _HOMES = {
     "providers.local": ("Local",),
     "providers.kubernetes": ("Kubernetes",),
     "providers.slurm": ("Slurm",),
+    "providers.ray": ("Ray",),
     "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),

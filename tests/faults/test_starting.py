@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.nodes import contact
 from skyward.providers import Machine, Order
 
 QUIET = sky.Options(console=False)
@@ -183,6 +185,22 @@ def test_a_pool_that_did_not_start_can_be_made_anew() -> None:
         failing.__enter__()
     with sky.Compute(options=QUIET) as compute:
         assert sky.function(abs)(-1) >> compute == 1
+
+
+def test_a_plugin_that_takes_long_costs_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents hear of their client meanwhile, and the client of its agents."""
+    monkeypatch.setattr(contact, "LOST_SECONDS", 1.5)
+    slow = sky.Plugin.create("slow").with_around_process(_slow)
+    options = sky.Options(console=False, orphan_timeout=1.5)
+    with sky.Compute(plugins=[slow], options=options) as compute:
+        time.sleep(1.0)
+        assert sky.function(abs)(-1) >> compute == 1
+        assert compute.stats().nodes_lost == 0
+
+
+def _slow(info: sky.InstanceInfo) -> Iterator[None]:
+    time.sleep(3.0)
+    yield
 
 
 def test_pools_that_come_and_go_leave_no_thread_and_no_descriptor(eventually: Any) -> None:

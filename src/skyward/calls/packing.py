@@ -71,12 +71,17 @@ class Packer:
         """The executors that may keep objects that were packed here."""
         self._encrypted = encrypted
         self._relayed = relayed
+        self._shares = not encrypted
         self.cap, folder = blob_room()
         self.store = BlobStore(self.cap, folder)
         self._sources = Sources()
         self._definitions: OrderedDict[bytes, NamedParcel] = OrderedDict()
         self._forgotten: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._lock = threading.Lock()
+
+    def share(self) -> None:
+        """Copy large buffers to shared memory from now on: an executor of this host maps them."""
+        self._shares = True
 
     def call(
         self,
@@ -116,7 +121,7 @@ class Packer:
             ]
         if not large:
             return parcel
-        held = keep or not self._encrypted
+        held = keep or self._shares
         before = self._sources.surely_new(large) if held else None
         if before is not None:
             if before:

@@ -55,10 +55,11 @@ class Executors:
 
     def up(self, node: Node, up: ExecutorUp) -> None:
         """Connect to an executor that its agent has announced; waits for the first attempt."""
+        near = node.host.near(up.endpoint)
         approach = Approach(
-            node.host.route(up.endpoint),
+            near or node.host.route(up.endpoint),
             Hello(self._id, "data", versions=self._versions, pid=os.getpid()),
-            self._credentials,
+            None if near else self._credentials,
             node_name(self._id, node.index),
             node.host.dial,
         )
@@ -92,6 +93,8 @@ class Executors:
 
     def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
         worker = self._worker
+        if channel.shares_memory:
+            self._dispatcher.packer.share()
         capacity = worker.concurrency if worker.executor == "thread" else 1
         address = _among(up.endpoint, node.host.address)
         lane = Lane(

@@ -88,6 +88,7 @@ class Fleet:
         self._is_here = is_here(spec.provider)
         self._beats = 0
         self._opened = False
+        self._started = False
         """Whether the provider may have been asked for machines."""
         self._journal = NoJournal() if self._is_here else Journal()
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
@@ -195,10 +196,12 @@ class Fleet:
             self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
         )
         self._need(nodes)
+        self._loop.later(PING_SECONDS, self._ping_while_starting)
         self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
         if not self._is_here or self._roster.coming:
             # The addresses of the nodes, and which nodes are there, are known only now.
             self._briefing.tell_all()
+        self._started = True
         self._loop.later(PING_SECONDS, self._beat)
 
     def resize(self, nodes: int | Nodes) -> None:
@@ -431,6 +434,15 @@ class Fleet:
             self._joining.become_ready(node, expected)
 
     # At every beat: heartbeats, tasks behind slow ones, nodes that did not start, scaling.
+
+    def _ping_while_starting(self) -> None:
+        """Have agents know that the client is there, however long plugins take to start."""
+        if self.closed or self._started:
+            return
+        self._loop.later(PING_SECONDS, self._ping_while_starting)
+        for node in self.nodes:
+            if node.control is not None:
+                node.ping()
 
     def _beat(self) -> None:
         if self.closed:

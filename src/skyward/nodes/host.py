@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from skyward.providers import (
     forwards,
     is_here,
     listening_address,
+    may_be_here,
     notice_of,
     offer_of,
     sells,
@@ -314,6 +316,20 @@ class Host:
             listens = f":{forwarding_address(self._machine)}:"
             return next(each for each in endpoints.split() if listens in each)
         return next(each for each in endpoints.split() if each.startswith("unix:"))
+
+    def near(self, endpoints: str) -> str:
+        """The Unix socket of a process of the node, if the node is on this machine; else empty."""
+        machine = self._machine
+        if machine is None or self._child is not None or not may_be_here(machine):
+            return ""
+        for endpoint in endpoints.split():
+            path = endpoint.removeprefix("unix:")
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as end:
+                if path != endpoint and os.stat(path).st_uid == os.getuid():
+                    end.settimeout(DIRECT_SECONDS)
+                    end.connect(path)
+                    return endpoint
+        return ""
 
     def for_peers(self, endpoints: str) -> tuple[str, ...]:
         """The endpoints that processes of other nodes may try, of those where one listens.

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from skyward.plugins.frameworks.jax import jax as jax
     from skyward.plugins.frameworks.joblib import joblib as joblib
     from skyward.plugins.frameworks.keras import keras as keras
+    from skyward.plugins.frameworks.ray import ray as ray
     from skyward.plugins.frameworks.sklearn import sklearn as sklearn
     from skyward.plugins.frameworks.torch import torch as torch
 
 GROUP = "skyward.plugins"
 """The group of entry points under which other packages register plugins."""
 
-_OURS = ("accelerate", "huggingface", "jax", "joblib", "keras", "sklearn", "torch")
+_OURS = ("accelerate", "huggingface", "jax", "joblib", "keras", "ray", "sklearn", "torch")
 
-__all__ = ["accelerate", "huggingface", "jax", "joblib", "keras", "sklearn", "torch"]
+__all__ = ["accelerate", "huggingface", "jax", "joblib", "keras", "ray", "sklearn", "torch"]
 
 
 def __getattr__(name: str) -> Any:

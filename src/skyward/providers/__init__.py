@@ -289,6 +289,15 @@ def listening_address(machine: Machine) -> str:
     return str(getattr(machine, "listens", "") or machine.direct or "")
 
 
+def may_be_here(machine: Machine) -> bool:
+    """Whether a machine may be the client's own, by its attribute `may_be_here`.
+
+    Then the client tries the Unix sockets of the node's processes first, and shares memory with
+    them. A socket's path has the pool's id in it: another machine has none, or nobody listens.
+    """
+    return bool(getattr(machine, "may_be_here", False))
+
+
 def notice_of(machine: Machine) -> str:
     """The machine's attribute `notice`; empty if it has none.
 
@@ -366,6 +375,7 @@ BUILT_IN = {
     "kubernetes": "skyward.providers.kubernetes:Kubernetes",
     "aws": "skyward.providers.aws:AWS",
     "slurm": "skyward.providers.slurm:Slurm",
+    "ray": "skyward.providers.ray:Ray",
 }
 """The class of each provider that is part of Skyward."""
 

@@ -31,7 +31,7 @@ if [ -n "$unmeasured" ] && have nvidia-smi &&
 fi
 # Where a scheduler gave the node some of the machine's cards, the others are somebody else's.
 room=-1
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     room=$(IFS=,; set -- $CUDA_VISIBLE_DEVICES; printf '%s' "$#")
 fi
 printf '%s\n' "$cards" | while read -r card; do

@@ -1,0 +1,245 @@
+"""Ray: nodes as bundles of a Ray cluster, from inside it or from a laptop through its jobs API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from skyward import checks
+from skyward.errors import ConfigurationError, PoolError, UnreachableError
+from skyward.providers import Order, Request
+from skyward.providers.ray import records
+from skyward.providers.ray.jobs_api import JobsApi
+from skyward.providers.ray.link import Ask, DriverLink, NodeReport
+from skyward.providers.ray.machine import RayMachine
+from skyward.providers.ray.programs import ChildProgram, DriverProgram, JobProgram
+
+__all__ = ["Ray"]
+
+_ADDRESS = re.compile(r"auto|local|https?://[^\s/]+(?:/\S*)?|[^\s/:]+:\d+")
+_STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
+_LISTED_SECONDS = 10.0
+"""How long `find` waits for an existing driver to say which nodes it has."""
+_links: dict[tuple[asyncio.AbstractEventLoop, str, str], DriverLink] = {}
+"""The links that this process has, each on the event loop that asked for it."""
+
+Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Nodes in a Ray cluster: each is a bundle of a placement group with our agent in it.
+
+    `address` is the dashboard's, "http://head:8265", and then no Ray is needed here; or, inside the
+    cluster, "auto" or "host:port", as for `ray.init`. Left out, it is `RAY_API_SERVER_ADDRESS`,
+    `RAY_ADDRESS`, or "auto". With `spread`, nodes go to different machines as far as there are
+    enough; without, to as few as possible; or name a strategy of placement groups, such as
+    "STRICT_SPREAD". `resources` are custom resources that each node needs besides the accelerators,
+    the `vcpus` (1 if left out) and the `memory_gb` of the `Compute`.
+
+    `python` names an interpreter on the machines that has skyward and all that is needed. `port` is
+    the one port at which the driver listens, to forward it beside the dashboard's. `headers` go
+    with requests to the dashboard; so do `RAY_JOB_HEADERS` and `RAY_AUTH_TOKEN`.
+
+    >>> with sky.Compute(sky.Ray("http://head:8265"), nodes=2) as compute: ...
+    """
+
+    address: str | None = None
+    _: KW_ONLY
+    spread: bool | Strategy = True
+    resources: Mapping[str, float] | None = None
+    namespace: str | None = None
+    python: str | None = None
+    port: int | None = None
+    headers: Mapping[str, str] | None = None
+    direct: bool = True
+    """Whether to try the nodes' own addresses before connections go through the driver."""
+    autoscales: bool | None = None
+    """Whether the cluster adds nodes by itself; if left out, the cluster is asked."""
+    timeout: float = 1800.0
+    """How many seconds a node may be pending."""
+
+    name = "ray"
+
+    def __post_init__(self) -> None:
+        variables = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+        usual = next((os.environ[each] for each in variables if os.environ.get(each)), "auto")
+        address = usual if self.address is None else checks.text(self, "address", self.address)
+        if not _ADDRESS.fullmatch(address):
+            hint = "; ray:// is Ray's own client, which cannot start agents" * ("ray://" in address)
+            raise checks.refused(
+                self,
+                {"address": address},
+                f"give 'http://head:8265', 'auto' or 'head:6379'{hint}",
+            )
+        if self.spread not in (True, False, *_STRATEGIES):
+            raise checks.refused(
+                self, {"spread": self.spread}, f"choose True, False or {', '.join(_STRATEGIES)}"
+            )
+        for what in ("namespace", "python"):
+            if (value := getattr(self, what)) is not None:
+                checks.text(self, what, value)
+        for what in ("resources", "headers"):
+            if (value := getattr(self, what)) is not None and not isinstance(value, Mapping):
+                raise checks.refused(self, {what: value}, f"not a mapping: {checks.kind(value)}")
+        for resource, amount in (self.resources or {}).items():
+            if resource in ("CPU", "GPU", "memory") or not isinstance(amount, (int, float)):
+                raise checks.refused(
+                    self,
+                    {"resources": self.resources},
+                    f"{resource!r}: {amount!r}; name custom resources with numbers, and write "
+                    "Compute(vcpus=, memory_gb=, accelerator=) for the others",
+                )
+        if self.port is not None:
+            port = checks.whole(self, "port", self.port, at_least=1)
+            if port >= 1 << 16:
+                raise checks.refused(self, {"port": port}, "write a port from 1 to 65535")
+        if self.autoscales is not None:
+            checks.flag(self, "autoscales", self.autoscales)
+        checks.store(
+            self,
+            address=address,
+            direct=checks.flag(self, "direct", self.direct),
+            timeout=checks.seconds(self, "timeout", self.timeout),
+        )
+
+    def __repr__(self) -> str:
+        return checks.shown(self)
+
+    def __hash__(self) -> int:
+        return hash((self.address, self.spread, self.namespace, self.python, self.port))
+
+    @property
+    def _cluster(self) -> str:
+        assert self.address is not None
+        return self.address
+
+    @property
+    def _strategy(self) -> str:
+        if isinstance(self.spread, str):
+            return self.spread
+        return "SPREAD" if self.spread else "PACK"
+
+    def check(self, request: Request) -> None:
+        """Refuse volumes: nothing is mounted on a machine of the cluster."""
+        for volume in request.volumes:
+            if volume.target != volume.source:
+                raise ConfigurationError(
+                    f"{volume}: the files of a Ray node stay where they are; leave target out and "
+                    "give the path as it is on the nodes, or use a provider with containers"
+                )
+
+    def describe(self) -> Mapping[str, Any]:
+        """Where the cluster is; `headers` may hold secrets, and `sky down` reads the variables."""
+        return {
+            "address": self.address,
+            "namespace": self.namespace,
+            "python": self.python,
+            "port": self.port,
+            "direct": self.direct,
+        }
+
+    def price(self, request: Request) -> float | None:
+        """None: what a cluster's machines cost is unknown."""
+        return None
+
+    async def create(self, order: Order) -> RayMachine:
+        """Have Ray reserve a bundle for the node, and wait until its keeper listens."""
+        link = self._link(order.pool)
+        place = await link.get(order.node, self._ask(order.request), order.tell, self.timeout)
+        return self._machine(link, order.pool, order.node, place)
+
+    def _link(self, pool: str) -> DriverLink:
+        key = asyncio.get_running_loop(), self._cluster, pool
+        link = _links.get(key)
+        if link is None or link.closed:
+            link = _links[key] = DriverLink(
+                pool,
+                self._cluster,
+                functools.partial(self._program, pool),
+                settings={
+                    "namespace": self.namespace,
+                    "port": self.port or 0,
+                    "autoscales": self.autoscales,
+                },
+                forget=lambda closed: _forget(key, closed),
+            )
+        return link
+
+    def _program(self, pool: str, id: str = "") -> DriverProgram:
+        if "://" in self._cluster:
+            return JobProgram(JobsApi(self._cluster, self.headers), id)
+        return ChildProgram(self._cluster, pool, id)
+
+    def _machine(self, link: DriverLink, pool: str, node: int, place: NodeReport) -> RayMachine:
+        return RayMachine(link, pool, node, place, self.python, direct=self.direct)
+
+    def _ask(self, request: Request) -> Ask:
+        bundle: dict[str, float] = {"CPU": request.vcpus or 1}
+        if request.accelerator is not None:
+            bundle["GPU"] = request.accelerator.count
+        if request.memory_gb is not None:
+            bundle["memory"] = int(request.memory_gb * 1e9)
+        bundle.update(self.resources or {})
+        kind = "" if request.accelerator is None else request.accelerator.name
+        return Ask(bundle, self._strategy, kind, keeps_threads=request.vcpus is not None)
+
+    async def find(self, pool: str) -> Sequence[RayMachine]:
+        """The nodes that the pool's driver has, also one that another process has started."""
+        key = asyncio.get_running_loop(), self._cluster, pool
+        link = _links.get(key)
+        if link is None or link.closed:
+            link = await self._found(pool)
+        if link is None:
+            return []
+        return [self._machine(link, pool, node, link.place(node)) for node in link.nodes]
+
+    async def _found(self, pool: str) -> DriverLink | None:
+        """A link to the driver that the pool's record names, or that the cluster knows."""
+        key = asyncio.get_running_loop(), self._cluster, pool
+        record = records.read(pool)
+        if record is None or not record.program:
+            return await self._found_without_keys(pool)
+        program = self._program(pool, record.program)
+        if await asyncio.to_thread(program.why_over):
+            with contextlib.suppress(PoolError):
+                await asyncio.to_thread(program.forget)
+            records.remove(pool)
+            return None
+        link = _links[key] = DriverLink(
+            pool,
+            self._cluster,
+            functools.partial(self._program, pool),
+            settings={},
+            record=record,
+            forget=lambda closed: _forget(key, closed),
+        )
+        with contextlib.suppress(UnreachableError):
+            await link.listed(_LISTED_SECONDS)
+        link.assume(record.nodes or [0])
+        return link
+
+    async def _found_without_keys(self, pool: str) -> DriverLink | None:
+        """A link that can only end the pool's job: its keys are on another machine."""
+        if "://" not in self._cluster:
+            return None
+        api = JobsApi(self._cluster, self.headers)
+        jobs = await asyncio.to_thread(api.jobs_of, pool)
+        if not jobs:
+            return None
+        record = records.Record("", "", "", program=jobs[0])
+        known = functools.partial(self._program, pool)
+        link = DriverLink(pool, self._cluster, known, settings={}, record=record)
+        link.assume([0])
+        return link
+
+
+def _forget(key: tuple[asyncio.AbstractEventLoop, str, str], link: DriverLink) -> None:
+    if _links.get(key) is link:
+        del _links[key]

@@ -1,0 +1,197 @@
+"""A bundle of a Ray cluster as a machine: its keeper runs commands and connects to sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyward.errors import UnreachableError
+from skyward.providers.ray.keeper import CHUNK, read_frame, write_frame
+from skyward.providers.ray.link import DriverLink, NodeReport
+
+END_SECONDS = 2.0
+"""How long a machine's end may take to be known after a connection to it failed."""
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_bridges: set[asyncio.Task[None]] = set()
+
+
+class RayMachine:
+    """The machine of one node."""
+
+    def __init__(
+        self,
+        link: DriverLink,
+        pool: str,
+        node: int,
+        place: NodeReport,
+        python: str | None,
+        *,
+        direct: bool,
+    ) -> None:
+        self._link, self._place = link, place
+        self.id = f"ray://{pool}/{node}"
+        self.node, self.python = node, python
+        self.address = place.address
+        self.may_be_here = True
+        self.direct = place.address if direct and place.address else None
+        self._relayed = False
+        """Whether the keeper can only be reached through the driver."""
+        self._destroyed = False
+
+    def __repr__(self) -> str:
+        return f"RayMachine({self.id!r})"
+
+    async def _connection(self, asked: dict[str, Any]) -> _Streams:
+        """A connection to the keeper: direct if that works, else through the driver."""
+        if not self._place.port or self._destroyed:
+            raise UnreachableError(f"node {self.node} has no machine in the Ray cluster")
+        problem: Exception | None = None
+        for relayed in (self._relayed, True) if not self._relayed else (True,):
+            try:
+                found = await self._link.reach(self.node, self._place, asked, relayed=relayed)
+            except (OSError, TimeoutError) as failed:
+                problem = problem or failed
+                if await self._is_gone():
+                    break
+                continue
+            self._relayed = relayed
+            return found
+        raise UnreachableError(await self._why_unreachable(problem)) from problem
+
+    async def _why_unreachable(self, problem: Exception | None) -> str:
+        if await self._is_gone():
+            return f"node {self.node}: {await self._how_it_ended()}"
+        return (
+            f"node {self.node}: its keeper on {self._place.hostname} is not reached at "
+            f"{self._place.address}:{self._place.port} ({problem}), and not through the driver"
+        )
+
+    async def _is_gone(self) -> bool:
+        with contextlib.suppress(UnreachableError):
+            return not await self.alive()
+        return False
+
+    async def _how_it_ended(self) -> str:
+        with contextlib.suppress(UnreachableError):
+            reason = self._link.place(self.node).reason
+            return await self._link.why_over() or reason or "it has ended"
+        return "it has ended"
+
+    # Commands.
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Run a process in the machine's folder, through its keeper."""
+        reader, writer = await self._connection({"do": "run", "command": list(command)})
+        feeding = asyncio.ensure_future(_feed(writer, input))
+        try:
+            while True:
+                kind, data = await read_frame(reader)
+                if kind == b"o" and output is not None:
+                    output(data)
+                elif kind == b"s":
+                    return int(data)
+        except (EOFError, OSError) as problem:
+            if not self._destroyed:
+                await self._until_gone()
+            raise UnreachableError(await self._why_unreachable(problem)) from problem
+        finally:
+            feeding.cancel()
+            writer.close()
+
+    async def _until_gone(self) -> None:
+        """Give the driver time to say that the machine has ended, if it has."""
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while not await self._is_gone() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.1)
+
+    # Connections.
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect through the keeper, which copies what comes to the socket."""
+        reader, writer = await self._connection({"do": "dial", "endpoint": endpoint})
+        try:
+            _, refusal = await read_frame(reader)
+            if refusal:
+                number, _, words = refusal.decode(errors="replace").partition(" ")
+                raise OSError(int(number), f"{endpoint} on {self.id}: {words}")
+            mine, given = socket.socketpair()
+            mine.setblocking(False)
+            near = await asyncio.open_unix_connection(sock=mine)
+        except EOFError:
+            writer.close()
+            raise ConnectionResetError(f"{endpoint} on {self.id}: the connection ended") from None
+        except BaseException:
+            writer.close()
+            raise
+        bridge = asyncio.ensure_future(_bridge((reader, writer), near))
+        _bridges.add(bridge)
+        bridge.add_done_callback(_bridges.discard)
+        return given
+
+    # Its end.
+
+    async def alive(self) -> bool:
+        """Whether Ray still has the machine."""
+        if self._destroyed or not self._link.has(self.node, self._place):
+            return False
+        if self._link.connected:
+            return True
+        if await self._link.why_over():
+            return False
+        raise UnreachableError("the driver in the Ray cluster is out of reach")
+
+    async def destroy(self) -> None:
+        """End the machine, and with the pool's last one the driver and all that it made."""
+        if not self._destroyed:
+            await self._link.release(self.node, self._place)
+            self._destroyed = True
+
+
+async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        for start in range(0, len(data), CHUNK):
+            if writer.is_closing():
+                return
+            write_frame(writer, b"i", data[start : start + CHUNK])
+            await writer.drain()
+        write_frame(writer, b"e")
+        await writer.drain()
+
+
+async def _bridge(far: _Streams, near: _Streams) -> None:
+    """Copy bytes between the keeper's frames and a socket, until both directions have ended."""
+
+    async def inwards() -> None:
+        while True:
+            kind, data = await read_frame(far[0])
+            if kind == b"e":
+                near[1].write_eof()
+                return
+            near[1].write(data)
+            await near[1].drain()
+
+    async def outwards() -> None:
+        while data := await near[0].read(CHUNK):
+            write_frame(far[1], b"i", data)
+            await far[1].drain()
+        write_frame(far[1], b"e")
+        await far[1].drain()
+
+    try:
+        # If one direction breaks, the other is over as well.
+        await asyncio.gather(inwards(), outwards())
+    except (OSError, EOFError):
+        pass
+    finally:
+        far[1].close()
+        near[1].close()
