@@ -24,7 +24,7 @@ from skyward.device import pump
 from skyward.device.core import core
 from skyward.errors import ProtocolError
 from skyward.nodes import fleet
-from skyward.wire.channel import Channel
+from skyward.nodes.contact import Approach
 from skyward.wire.connecting import GREETING_SECONDS
 from skyward.wire.dial import Dialer
 from skyward.wire.link import backlog
@@ -49,20 +49,17 @@ def pool(**options: float) -> sky.Compute:
 def proxies() -> Iterator[list[Proxy]]:
     """One in front of each device, the latest last; the pools' own connections have none."""
     made: list[Proxy] = []
-    reach = fleet.reach
 
-    def redirected(
-        endpoint: str, hello: Hello, *rest: Any, **options: Any
-    ) -> tuple[Channel, Welcome]:
+    def redirected(endpoint: str, hello: Hello, *rest: Any, **options: Any) -> Approach:
         if hello.role not in pump.BACKLOGS:
-            return reach(endpoint, hello, *rest, **options)
+            return Approach(endpoint, hello, *rest, **options)
         if endpoint not in [proxy.server for proxy in made]:
             made.append(Proxy(endpoint))
         proxy = next(proxy for proxy in made if proxy.server == endpoint)
-        return reach(proxy.endpoint, hello, *rest, **options)
+        return Approach(proxy.endpoint, hello, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "reach", redirected)
+        patch.setattr(fleet, "Approach", redirected)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield made
     for proxy in made:
