@@ -380,7 +380,14 @@ def test_a_cancelled_call_leaves_no_memory(alone, tmp_path: Path, eventually) ->
         future.cancel()
         del future
     eventually(lambda: in_use(device) <= before)
-    assert (sky.remote(make)(3) >> compute).sum().item() == 3
+
+    def is_answered() -> bool:
+        # On a busy machine a cancelled call may end with its executor.
+        with contextlib.suppress(sky.WorkerDiedError):
+            return (sky.remote(make)(3) >> compute).sum().item() == 3
+        return False
+
+    eventually(is_answered)
 
 
 def test_an_executor_that_dies_leaves_no_memory(alone, eventually) -> None:
