@@ -190,7 +190,7 @@ def test_a_terminal_shows_many_nodes_in_a_few_rows(monkeypatch: pytest.MonkeyPat
         face.end("")
 
 
-def test_a_crew_has_no_more_threads_than_it_may() -> None:
+def test_a_staff_has_no_more_threads_than_it_may() -> None:
     staff, gate, at_once = Staff("test-staff", most=4), threading.Event(), threading.Barrier(4)
 
     def work(number: int) -> int:
@@ -205,14 +205,14 @@ def test_a_crew_has_no_more_threads_than_it_may() -> None:
     assert [future.result(10) for future in futures] == list(range(100))
 
 
-def test_a_crew_without_work_has_no_threads(eventually: Any) -> None:
+def test_a_staff_without_work_has_no_threads(eventually: Any) -> None:
     staff = Staff("test-idle", most=4)
     assert staff.submit(lambda: 1).result(10) == 1
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "test-idle"])
     assert staff.submit(lambda: 2).result(10) == 2
 
 
-def test_what_a_crew_does_later_takes_one_thread_until_then() -> None:
+def test_what_a_staff_does_later_takes_one_thread_until_then() -> None:
     staff, done = Staff("test-later", most=8), threading.Semaphore(0)
     for number in range(50):
         staff.later(0.2 + number / 1000, done.release)
@@ -221,7 +221,7 @@ def test_what_a_crew_does_later_takes_one_thread_until_then() -> None:
         assert done.acquire(timeout=10)
 
 
-def test_what_a_crew_does_later_is_done_at_the_same_time() -> None:
+def test_what_a_staff_does_later_is_done_at_the_same_time() -> None:
     staff, at_once = Staff("test-together", most=8), threading.Barrier(8)
     done = threading.Semaphore(0)
 
@@ -236,7 +236,17 @@ def test_what_a_crew_does_later_is_done_at_the_same_time() -> None:
         assert done.acquire(timeout=10)
 
 
-def test_a_future_of_a_crew_has_the_exception() -> None:
+def test_the_only_thread_does_other_work_while_it_waits_for_the_time_of_an_action(
+    eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.staff.IDLE_SECONDS", 0.0)
+    staff = Staff("test-waiting", most=1)
+    staff.later(5, lambda: None)
+    eventually(lambda: bool(staff._changed._waiters))  # type: ignore[attr-defined]
+    assert staff.submit(lambda: 1).result(2) == 1
+
+
+def test_a_future_of_a_staff_has_the_exception() -> None:
     with pytest.raises(ZeroDivisionError):
         Staff("test-failing", most=1).submit(lambda: 1 / 0).result(10)
 

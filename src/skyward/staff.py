@@ -79,9 +79,11 @@ class Staff(ThreadPoolExecutor):
 
     def _provide_thread(self) -> None:
         # A thread that has just been started is not busy, though it does not wait yet.
-        if self._present - self._busy >= len(self._actions) + bool(self._timed):
+        enough = self._present - self._busy >= len(self._actions) + bool(self._timed)
+        if enough or self._present >= self._most:
+            # The last one allowed may wait for the time of an action, and can do another first.
             self._changed.notify()
-        elif self._present < self._most:
+        else:
             self._present += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
