@@ -67,7 +67,7 @@ PINGS_A_BEAT = 250
 BEATS_MOST = 4
 """How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
 LAUNCH_SECONDS = 5.0
-"""How long the end of a node waits for the thread that starts it."""
+"""How long the end of nodes waits for the starts of those that are still starting."""
 
 
 class Fleet:
@@ -263,10 +263,22 @@ class Fleet:
             node.shut_down()
             # An agent without a connection was not told to end, and will not end by itself.
             ends.append(node.host.stop(seconds if node.is_connected else 0))
-        for node, end in zip(nodes, ends, strict=True):
-            end.result()
-            node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
+        problems = []
+        for end in ends:
+            try:
+                end.result()
+            except Exception as problem:
+                # The other nodes end all the same.
+                problems.append(problem)
+        until = time.monotonic() + DESTROY_SECONDS
+        for node in nodes:
+            node.await_removal(until)
+        until = time.monotonic() + LAUNCH_SECONDS
+        for node in nodes:
+            node.await_launch(until)
             self._forget_node(node)
+        if problems:
+            raise problems[0]
 
     def _forget_node(self, node: Node) -> None:
         if node.control is not None:
