@@ -74,6 +74,13 @@ class Staff(ThreadPoolExecutor):
             heapq.heappush(self._timed, (time.monotonic() + seconds, next(self._count), action))
             self._provide_thread()
 
+    def allow(self, most: int) -> None:
+        """Have at most so many threads from now on; those that are busy finish their work."""
+        with self._changed:
+            self._most = most
+            if self._actions:
+                self._provide_thread()
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: threads without work end by themselves."""
 
