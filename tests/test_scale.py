@@ -115,44 +115,66 @@ def test_an_idle_channel_keeps_hardly_any_memory() -> None:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The limits of open files, soft and hard; the last one counts."""
+    """The limits of open files, soft and hard; the last one counts, and 10 files are open."""
+    monkeypatch.setattr(descriptors, "open_now", lambda: 10)
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     return limits
 
 
-def test_a_node_takes_four_descriptors_over_a_network() -> None:
-    one, thousand = (descriptors.needed(count, 1, encrypted=True) for count in (0, NODES))
-    assert thousand - one == 4 * NODES
+def test_a_node_takes_four_connections_over_a_network() -> None:
+    assert descriptors.connections(NODES, 1, encrypted=True) == 4 * NODES
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_needed(limit: list[tuple[int, int]]) -> None:
-    descriptors.allow(1000, 200)
+def test_the_limit_of_open_files_is_raised_with_room_for_another_pool(
+    limit: list[tuple[int, int]],
+) -> None:
+    descriptors.allow(300, 75, dialled=False)
     assert limit == [(1024, 4096)]
-    descriptors.allow(4000, 900)
-    assert limit[-1] == (4000, 4096)
+    descriptors.allow(1000, 250, dialled=False)
+    assert limit[-1] == (10 + 2000 + 256, 4096)
+
+
+def test_connections_that_a_provider_carries_take_two_files_each(
+    limit: list[tuple[int, int]],
+) -> None:
+    descriptors.allow(300, 75, dialled=True)
+    assert limit[-1] == (10 + 1200 + 256, 4096)
+
+
+def test_a_limit_that_may_suffice_is_used_to_the_full(limit: list[tuple[int, int]]) -> None:
+    descriptors.allow(4000, 1000, dialled=True)
+    assert limit[-1] == (4096, 4096)
 
 
 def test_a_limit_that_is_too_low_is_an_error_with_both_numbers(
     limit: list[tuple[int, int]],
 ) -> None:
     with pytest.raises(
-        sky.ConfigurationError, match=r"nodes=2000: .* 8256 open files.* 4096; raise"
+        sky.ConfigurationError, match=r"nodes=2000: .* 8010 open files.* 4096; raise"
     ):
-        descriptors.allow(descriptors.needed(2000, 1, encrypted=True), 2000)
+        descriptors.allow(8000, 2000, dialled=False)
     assert limit == [(1024, 4096)]
 
 
-def test_a_system_that_refuses_is_an_error_too(
+def test_a_system_that_refuses_is_an_error_only_if_the_limit_is_too_low(
     limit: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    with pytest.raises(sky.ConfigurationError, match=r"2256 open files.* 1024; raise"):
-        descriptors.allow(2256, 500)
+    descriptors.allow(1000, 250, dialled=False)
+    with pytest.raises(sky.ConfigurationError, match=r"2010 open files.* 1024; raise"):
+        descriptors.allow(2000, 500, dialled=False)
+
+
+def test_the_open_files_of_this_process_are_counted() -> None:
+    before = descriptors.open_now()
+    with socket.socket(), socket.socket():
+        assert descriptors.open_now() == before + 2
+    assert before > 0
 
 
 PHASES = ("starting", "creating", "connecting", "starting workers", "ready")

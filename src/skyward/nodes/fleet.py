@@ -227,7 +227,9 @@ class Fleet:
     def _allow_descriptors(self, nodes: int) -> None:
         executors = self._workers_of_a_node() * self._processes
         secret = self._credentials is not None
-        descriptors.allow(descriptors.needed(nodes, executors, encrypted=secret), nodes)
+        more = max(0, nodes - len(self.nodes))
+        count = descriptors.connections(more, executors, encrypted=secret)
+        descriptors.allow(count, nodes, dialled=not self._is_here)
 
     def _need(self, nodes: Nodes) -> None:
         """Say without how many nodes the pool is of no use, and how many it may have."""
