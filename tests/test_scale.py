@@ -115,44 +115,66 @@ def test_an_idle_channel_keeps_hardly_any_memory() -> None:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The limits of open files, soft and hard; the last one counts."""
+    """The limits of open files, soft and hard; the last one counts, and 10 files are open."""
+    monkeypatch.setattr(descriptors, "open_now", lambda: 10)
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     return limits
 
 
-def test_a_node_takes_four_descriptors_over_a_network() -> None:
-    one, thousand = (descriptors.needed(count, 1, encrypted=True) for count in (0, NODES))
-    assert thousand - one == 4 * NODES
+def test_a_node_takes_four_connections_over_a_network() -> None:
+    assert descriptors.connections(NODES, 1, encrypted=True) == 4 * NODES
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_needed(limit: list[tuple[int, int]]) -> None:
-    descriptors.allow(1000, 200)
+def test_the_limit_of_open_files_is_raised_with_room_for_another_pool(
+    limit: list[tuple[int, int]],
+) -> None:
+    descriptors.allow(300, 75, dialled=False)
     assert limit == [(1024, 4096)]
-    descriptors.allow(4000, 900)
-    assert limit[-1] == (4000, 4096)
+    descriptors.allow(1000, 250, dialled=False)
+    assert limit[-1] == (10 + 2000 + 256, 4096)
+
+
+def test_connections_that_a_provider_carries_take_two_files_each(
+    limit: list[tuple[int, int]],
+) -> None:
+    descriptors.allow(300, 75, dialled=True)
+    assert limit[-1] == (10 + 1200 + 256, 4096)
+
+
+def test_a_limit_that_may_suffice_is_used_to_the_full(limit: list[tuple[int, int]]) -> None:
+    descriptors.allow(4000, 1000, dialled=True)
+    assert limit[-1] == (4096, 4096)
 
 
 def test_a_limit_that_is_too_low_is_an_error_with_both_numbers(
     limit: list[tuple[int, int]],
 ) -> None:
     with pytest.raises(
-        sky.ConfigurationError, match=r"nodes=2000: .* 8256 open files.* 4096; raise"
+        sky.ConfigurationError, match=r"nodes=2000: .* 8010 open files.* 4096; raise"
     ):
-        descriptors.allow(descriptors.needed(2000, 1, encrypted=True), 2000)
+        descriptors.allow(8000, 2000, dialled=False)
     assert limit == [(1024, 4096)]
 
 
-def test_a_system_that_refuses_is_an_error_too(
+def test_a_system_that_refuses_is_an_error_only_if_the_limit_is_too_low(
     limit: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    with pytest.raises(sky.ConfigurationError, match=r"2256 open files.* 1024; raise"):
-        descriptors.allow(2256, 500)
+    descriptors.allow(1000, 250, dialled=False)
+    with pytest.raises(sky.ConfigurationError, match=r"2010 open files.* 1024; raise"):
+        descriptors.allow(2000, 500, dialled=False)
+
+
+def test_the_open_files_of_this_process_are_counted() -> None:
+    before = descriptors.open_now()
+    with socket.socket(), socket.socket():
+        assert descriptors.open_now() == before + 2
+    assert before > 0
 
 
 PHASES = ("starting", "creating", "connecting", "starting workers", "ready")
@@ -190,7 +212,7 @@ def test_a_terminal_shows_many_nodes_in_a_few_rows(monkeypatch: pytest.MonkeyPat
         face.end("")
 
 
-def test_a_crew_has_no_more_threads_than_it_may() -> None:
+def test_a_staff_has_no_more_threads_than_it_may() -> None:
     staff, gate, at_once = Staff("test-staff", most=4), threading.Event(), threading.Barrier(4)
 
     def work(number: int) -> int:
@@ -205,14 +227,14 @@ def test_a_crew_has_no_more_threads_than_it_may() -> None:
     assert [future.result(10) for future in futures] == list(range(100))
 
 
-def test_a_crew_without_work_has_no_threads(eventually: Any) -> None:
+def test_a_staff_without_work_has_no_threads(eventually: Any) -> None:
     staff = Staff("test-idle", most=4)
     assert staff.submit(lambda: 1).result(10) == 1
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "test-idle"])
     assert staff.submit(lambda: 2).result(10) == 2
 
 
-def test_what_a_crew_does_later_takes_one_thread_until_then() -> None:
+def test_what_a_staff_does_later_takes_one_thread_until_then() -> None:
     staff, done = Staff("test-later", most=8), threading.Semaphore(0)
     for number in range(50):
         staff.later(0.2 + number / 1000, done.release)
@@ -221,7 +243,7 @@ def test_what_a_crew_does_later_takes_one_thread_until_then() -> None:
         assert done.acquire(timeout=10)
 
 
-def test_what_a_crew_does_later_is_done_at_the_same_time() -> None:
+def test_what_a_staff_does_later_is_done_at_the_same_time() -> None:
     staff, at_once = Staff("test-together", most=8), threading.Barrier(8)
     done = threading.Semaphore(0)
 
@@ -236,7 +258,17 @@ def test_what_a_crew_does_later_is_done_at_the_same_time() -> None:
         assert done.acquire(timeout=10)
 
 
-def test_a_future_of_a_crew_has_the_exception() -> None:
+def test_the_only_thread_does_other_work_while_it_waits_for_the_time_of_an_action(
+    eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.staff.IDLE_SECONDS", 0.0)
+    staff = Staff("test-waiting", most=1)
+    staff.later(5, lambda: None)
+    eventually(lambda: bool(staff._changed._waiters))  # type: ignore[attr-defined]
+    assert staff.submit(lambda: 1).result(2) == 1
+
+
+def test_a_future_of_a_staff_has_the_exception() -> None:
     with pytest.raises(ZeroDivisionError):
         Staff("test-failing", most=1).submit(lambda: 1 / 0).result(10)
 

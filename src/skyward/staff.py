@@ -74,14 +74,23 @@ class Staff(ThreadPoolExecutor):
             heapq.heappush(self._timed, (time.monotonic() + seconds, next(self._count), action))
             self._provide_thread()
 
+    def allow(self, most: int) -> None:
+        """Have at most so many threads from now on; those that are busy finish their work."""
+        with self._changed:
+            self._most = most
+            if self._actions:
+                self._provide_thread()
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: threads without work end by themselves."""
 
     def _provide_thread(self) -> None:
         # A thread that has just been started is not busy, though it does not wait yet.
-        if self._present - self._busy >= len(self._actions) + bool(self._timed):
+        enough = self._present - self._busy >= len(self._actions) + bool(self._timed)
+        if enough or self._present >= self._most:
+            # The last one allowed may wait for the time of an action, and can do another first.
             self._changed.notify()
-        elif self._present < self._most:
+        else:
             self._present += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 

@@ -17,8 +17,14 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes import contact
+from skyward.nodes import contact, provider_loop
+from skyward.nodes.host import Host
+from skyward.nodes.journal import NoJournal
+from skyward.nodes.membership import Membership
+from skyward.nodes.node import Node
+from skyward.nodes.roster import Roster
 from skyward.providers import Machine, Order
+from skyward.testing import plain_request
 
 QUIET = sky.Options(console=False)
 SOON = 15.0
@@ -84,6 +90,36 @@ def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
     with pytest.raises(sky.PoolStartError, match="there is no such machine"):
         sky.Compute(Mixed(), nodes=2, options=QUIET).__enter__()
     assert time.monotonic() - began < SOON
+
+
+@dataclass(frozen=True)
+class Queued(sky.Local):
+    """A provider whose machines wait in a queue first."""
+
+    made: list[Machine] = field(default_factory=list, compare=False)
+
+    async def create(self, order: Order) -> Any:
+        """Wait, and make a machine."""
+        await asyncio.sleep(0.4)
+        self.made.append(await super().create(order))
+        return self.made[-1]
+
+
+def test_the_time_in_a_providers_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyward.nodes.membership.READY_SECONDS", 0.05)
+    provider: Any = Queued()
+    order = Order("pool", 3, plain_request())
+    host = Host(provider, order, NoJournal(), lambda _: None, lambda _: None)
+    parts: list[Any] = [None] * 5
+    membership = Membership(Roster(), *parts, is_slow=False, stop_nodes=lambda *_: None)
+    preparing = provider_loop.submit(host.prepare())
+    try:
+        with pytest.raises(sky.PoolStartError, match="node 3 was not ready 0 s after its machine"):
+            membership._await_ready([Node(3, host)], 1)
+        assert provider.made
+    finally:
+        preparing.result(SOON)
+        host.stop(0).result(SOON)
 
 
 class BehindAWall:

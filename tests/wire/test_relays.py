@@ -128,6 +128,34 @@ def test_after_three_sources_the_client_sends_it() -> None:
     assert len(told) == len(set(map(id, told))) == 3
 
 
+def test_a_source_that_has_it_again_from_one_behind_it_is_no_endless_way_up() -> None:
+    plan = Plan(0)
+    source, one, other = (Neighbor(f"tcp:10.0.0.1:{number}") for number in range(3))
+    plan.give(source)
+    plan.give(one)
+    one.connected = False
+    plan.give(other)
+    one.connected = True
+    assert plan.sources[one] is plan.sources[other] is source
+    plan.relays.take(source, [DIGEST])
+    plan.give(source)
+    assert plan.sources[source] is other
+    plan.again(one)
+    assert plan.sources[one] is None
+    assert plan.sources[source] is other
+
+
+def test_who_is_told_another_source_passes_on_no_more_than_before() -> None:
+    plan = Plan(CHAIN + 40)
+    for each in plan.executors[1:]:
+        plan.again(each)
+    copies = plan.relays._copies[DIGEST]
+    waiting = [*copies.free, *copies.busy]
+    assert len(waiting) == len(set(waiting)) == len(plan.executors)
+    told = sum(copy.passed_on for copy in copies.held.values())
+    assert told == len(plan.executors) - 1
+
+
 def test_what_was_dropped_is_fetched_from_those_who_still_have_it() -> None:
     plan = Plan(20)
     for each in plan.executors[:-1]:

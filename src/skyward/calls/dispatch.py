@@ -6,6 +6,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from skyward.calls.answers import Failed, Streaming, Value, remote_failure
 from skyward.calls.cancelling import Canceller
@@ -16,6 +17,7 @@ from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.sending import Sending
 from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
 from skyward.calls.task import Task
@@ -28,7 +30,6 @@ from skyward.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
-from skyward.staff import Staff
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
@@ -47,8 +48,6 @@ from skyward.wire.messages import (
     Written,
 )
 
-sending_threads = Staff("skyward-send", most=64)
-"""The threads that send what is too large for the caller or the loop to wait for."""
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
 
 
@@ -66,6 +65,7 @@ class Dispatcher:
         self._console = console
         self._finisher = Finisher(packer, self.counts)
         self._canceller = Canceller(loop)
+        self._sending = Sending()
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
         loop.after_each_round(self._after_round)
@@ -92,10 +92,12 @@ class Dispatcher:
     def pause(self, lane: Lane) -> None:
         """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
         self.lanes.pause(lane)
+        self._sending.cut_off(lane)
 
     def resume(self, lane: Lane) -> None:
         """Use a lane again that is back within reach."""
         self.lanes.resume(lane)
+        self._sending.release(lane)
 
     def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
         """Give a lane up: its running tasks fail or are retried, its other tasks are requeued."""
@@ -104,6 +106,7 @@ class Dispatcher:
         self.counts.bytes_sent += lane.channel.bytes_sent
         self.counts.bytes_received += lane.channel.bytes_received
         lane.close()
+        self._sending.release(lane)
         for task in started:
             self._retry_or_fail(task, problem(task))
         self.lanes.requeue(reversed(unstarted))
@@ -163,8 +166,12 @@ class Dispatcher:
             return
         # Several large transfers go at the same time. Most executors only get a small message that
         # says where to fetch the large buffers.
-        for sending in [sending_threads.submit(self._send, *pair) for pair in sends]:
+        for sending in [self._submit_send(lane, task) for lane, task in sends]:
             sending.result()
+
+    def _submit_send(self, lane: Lane, task: Task) -> Future[None]:
+        self._set_timer(task)
+        return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
     def _assign(self, task: Task) -> Lane | None:
         lane = self.lanes.assign(task)
@@ -175,9 +182,12 @@ class Dispatcher:
                 task.finish(Failed.because(self._nowhere_to_run(task)))
         return lane
 
-    def _send(self, lane: Lane, task: Task) -> None:
+    def _set_timer(self, task: Task) -> None:
         if task.timeout is not None and task.timer is None and not task.done:
             task.timer = self._loop.later(task.timeout, lambda: self._time_out(task))
+
+    def _send(self, lane: Lane, task: Task) -> None:
+        self._set_timer(task)
         if task.inputs:
             lane.feed(task)
         try:
@@ -229,7 +239,7 @@ class Dispatcher:
             case Missing():
                 task = lane.tasks.get(message.task)
                 if task is not None:
-                    sending_threads.run(functools.partial(self._resend, lane, task, message))
+                    self._resend(lane, task, message)
             case Room():
                 task = lane.tasks.get(message.task)
                 if task is not None and task.staying is not None:
@@ -291,20 +301,34 @@ class Dispatcher:
             self._finisher.release(task)
 
     def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
+        send = functools.partial(lane.resend, task, missing.digests, missing.keys)
+
+        def pack_and_send() -> None:
+            if self._pack_by_value(lane, task):
+                self._sending.run(lane, send)
+
+        if missing.unreachable and task.parcel.by_value is not None:
+            self._sending.aside(pack_and_send)
+        else:
+            self._sending.run(lane, send)
+
+    def _pack_by_value(self, lane: Lane, task: Task) -> bool:
+        """Pack a task with the bytes of its tensors, which its executor cannot fetch."""
         by_value = task.parcel.by_value
-        if missing.unreachable and by_value is not None:
-            try:
-                parcel = by_value()
-            except Exception as problem:
-                self.lanes.take_back(lane, task)
-                self._finisher.finish(task, Failed.because(problem))
-                self._loop.call_soon(lambda: None)
-                return
-            before, task.parcel = task.parcel, parcel
-            self.packer.release(before)
-            # The task may have been cancelled, and its parcel released, meanwhile.
-            self._finisher.release(task)
-        lane.resend(task, missing.digests, missing.keys)
+        if by_value is None:
+            return True
+        try:
+            parcel = by_value()
+        except Exception as problem:
+            self.lanes.take_back(lane, task)
+            self._finisher.finish(task, Failed.because(problem))
+            self._loop.call_soon(lambda: None)
+            return False
+        before, task.parcel = task.parcel, parcel
+        self.packer.release(before)
+        # The task may have been cancelled, and its parcel released, meanwhile.
+        self._finisher.release(task)
+        return True
 
     def _make_room(
         self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
@@ -349,7 +373,8 @@ class Dispatcher:
         light: list[Task] = []
         while (task := self.lanes.assign_next(lane)) is not None:
             if lane.takes_long(task):
-                sending_threads.run(functools.partial(self._send, lane, task))
+                self._set_timer(task)
+                self._sending.run(lane, functools.partial(self._send, lane, task))
             elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
                 lane.connection.when_free(functools.partial(self._send, lane, task))
             else:

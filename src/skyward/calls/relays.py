@@ -60,6 +60,8 @@ class Copies:
     """Executors that may pass it on; some may have lost it since."""
     busy: list[Neighbor] = field(default_factory=list)
     """Executors that pass it on to as many as they should."""
+    listed: set[Neighbor] = field(default_factory=set)
+    """Those in `free` or `busy`: nobody is there twice."""
 
 
 class Relays:
@@ -102,8 +104,8 @@ class Relays:
             if together and last.others < OTHER_SOURCES:
                 source = _other_source(copies, last)
             number = 0 if source is None else last.number
-            for each in copies:
-                _hold(each, neighbor, Copy(source, number, last.others + 1))
+            for each, copy in zip(copies, missed.values(), strict=True):
+                _hold(each, neighbor, Copy(source, number, last.others + 1, copy.passed_on))
             return None if source is None else (source, number)
 
     def miss(self, neighbor: Neighbor, digests: Iterable[bytes]) -> dict[bytes, Copy]:
@@ -129,8 +131,12 @@ class Relays:
 
 
 def _hold(copies: Copies, neighbor: Neighbor, copy: Copy) -> None:
-    if neighbor not in copies.held and neighbor.address:
+    if neighbor.address and neighbor not in copies.listed:
+        copies.listed.add(neighbor)
         copies.free.append(neighbor)
+    before = copies.held.get(neighbor)
+    if before is not None:
+        copy.passed_on = before.passed_on
     copies.held[neighbor] = copy
 
 
@@ -163,7 +169,7 @@ def _next_source(copies: Sequence[Copies]) -> Neighbor | None:
         neighbor = first.free[0]
         copy = first.held.get(neighbor)
         if copy is None:
-            first.free.popleft()
+            first.listed.discard(first.free.popleft())
         elif copy.passed_on >= BRANCHES:
             first.busy.append(first.free.popleft())
         elif _can_pass_on(neighbor, copies):
@@ -184,11 +190,14 @@ def _other_source(copies: Sequence[Copies], last: Copy) -> Neighbor | None:
             and all(each.held[neighbor].number < last.number for each in copies)
         )
 
-    first, above = copies[0], last.source
+    first, above, number = copies[0], last.source, last.number
     while above is not None:
         # Further up, the bytes have come further.
         if fits(above):
             return above
         known = first.held.get(above)
-        above = known.source if known is not None else None
+        if known is None or known.number >= number:
+            # It has lost the buffer, and may have it again from one that fetched it from there.
+            break
+        above, number = known.source, known.number
     return next(filter(fits, first.held), None)

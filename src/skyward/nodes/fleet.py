@@ -67,7 +67,7 @@ PINGS_A_BEAT = 250
 BEATS_MOST = 4
 """How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
 LAUNCH_SECONDS = 5.0
-"""How long the end of a node waits for the thread that starts it."""
+"""How long the end of nodes waits for the starts of those that are still starting."""
 
 
 class Fleet:
@@ -227,7 +227,9 @@ class Fleet:
     def _allow_descriptors(self, nodes: int) -> None:
         executors = self._workers_of_a_node() * self._processes
         secret = self._credentials is not None
-        descriptors.allow(descriptors.needed(nodes, executors, encrypted=secret), nodes)
+        more = max(0, nodes - len(self.nodes))
+        count = descriptors.connections(more, executors, encrypted=secret)
+        descriptors.allow(count, nodes, dialled=not self._is_here)
 
     def _need(self, nodes: Nodes) -> None:
         """Say without how many nodes the pool is of no use, and how many it may have."""
@@ -263,10 +265,22 @@ class Fleet:
             node.shut_down()
             # An agent without a connection was not told to end, and will not end by itself.
             ends.append(node.host.stop(seconds if node.is_connected else 0))
-        for node, end in zip(nodes, ends, strict=True):
-            end.result()
-            node.await_end(DESTROY_SECONDS, LAUNCH_SECONDS)
+        problems = []
+        for end in ends:
+            try:
+                end.result()
+            except Exception as problem:
+                # The other nodes end all the same.
+                problems.append(problem)
+        until = time.monotonic() + DESTROY_SECONDS
+        for node in nodes:
+            node.await_removal(until)
+        until = time.monotonic() + LAUNCH_SECONDS
+        for node in nodes:
+            node.await_launch(until)
             self._forget_node(node)
+        if problems:
+            raise problems[0]
 
     def _forget_node(self, node: Node) -> None:
         if node.control is not None:

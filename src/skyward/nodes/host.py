@@ -90,6 +90,8 @@ class Host:
         self._order = dataclasses.replace(order, bought=self._bought)
         self._journal = journal
         self._phase, self._note = phase, note
+        self.made_at: float | None = None
+        """When the provider had made the machine; before that, it may wait in a queue."""
         self._machine: Machine | None = None
         self._child: ChildAgent | None = None
         self._environment: Environment | None = None
@@ -165,6 +167,7 @@ class Host:
             raise
         finally:
             self._settled.set()
+        self.made_at = time.monotonic()
         await self._noted_purchase()
         charge = self._charge = self._charge or self._ledger.begin(offer_of(machine))
         await self._recorded(

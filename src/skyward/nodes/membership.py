@@ -16,6 +16,7 @@ from skyward.nodes.roster import Roster
 from skyward.nodes.startup import Startup
 
 READY_SECONDS = 120.0
+"""How long a node may take from its machine to its workers."""
 PREPARE_SECONDS = 1800.0
 """How much longer a start with an image or plugins may take: some download gigabytes."""
 
@@ -121,21 +122,31 @@ class Membership:
         return added
 
     def _await_ready(self, nodes: list[Node], needed: int) -> None:
-        """Wait until so many of these nodes are ready; raises when too many have failed."""
-        deadline = time.monotonic() + self._seconds
+        """Wait until so many of these nodes are ready; raises when too many have failed.
+
+        The wait for a machine has no limit here: it may be in a queue, and its provider says how
+        long it waits.
+        """
+        began = time.monotonic()
+
+        def is_late(node: Node) -> bool:
+            made = node.host.made_at
+            return made is not None and time.monotonic() > max(began, made) + self._seconds
+
         while sum(node.serves for node in nodes) < needed:
             if self._roster.closed:
                 raise PoolClosedError("this pool was closed while it started")
             failures = [node.failure for node in nodes if node.failure is not None]
             if len(nodes) - len(failures) < needed:
                 raise failures[0]
-            waiting = [node for node in nodes if not node.settled.is_set()]
-            if time.monotonic() > deadline:
-                late = next(node.index for node in nodes if not node.serves)
+            starting = [node for node in nodes if not node.serves and node.failure is None]
+            late = [node.index for node in starting if is_late(node)]
+            if late and len(nodes) - len(failures) - len(late) < needed:
                 raise PoolStartError(
-                    f"node {late} was not ready within {self._seconds:.0f} s; see what its "
-                    "machine does, and try again"
+                    f"node {late[0]} was not ready {self._seconds:.0f} s after its machine was "
+                    "there; see what its machine does, and try again"
                 )
+            waiting = [node for node in nodes if not node.settled.is_set()]
             # Short waits, so that a Ctrl-C and the failure of another node are noticed. For the
             # last node: with the first, each of many nodes would end a wait, and be counted again.
             if waiting:

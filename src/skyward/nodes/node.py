@@ -333,15 +333,18 @@ class Node:
         """Begin to remove the machine; the next start, and the end of the node, wait for that."""
         self._removal = self.host.stop(0)
 
-    def await_end(self, removal_seconds: float, launch_seconds: float) -> None:
-        """Wait for the end of the removal of a lost machine, and of the start of the node.
+    def await_removal(self, until: float) -> None:
+        """Wait for the end of the removal of a lost machine, or until that time.
 
         The process may end with the pool, and must not leave a lost machine half removed.
         """
         if self._removal is not None:
-            wait([self._removal], removal_seconds)
+            wait([self._removal], max(0.0, until - time.monotonic()))
+
+    def await_launch(self, until: float) -> None:
+        """Wait for the end of the start of the node, or until that time."""
         if self._launch is not None:
-            wait([self._launch], launch_seconds)
+            wait([self._launch], max(0.0, until - time.monotonic()))
 
     # Its agent and executors.
 

@@ -156,7 +156,10 @@ class Provider(Protocol):
         """The price of a machine for an hour, in US dollars; None if it is unknown."""
 
     async def create(self, order: Order) -> Machine:
-        """Make a machine; if it raises `PoolStartError`, it leaves nothing behind."""
+        """Make a machine; if it raises `PoolStartError`, it leaves nothing behind.
+
+        How long it waits, in a queue for example, is for the provider to say: a pool sets no limit.
+        """
 
     async def find(self, pool: str) -> Sequence[Machine]:
         """Every existing machine of a pool, also one whose `create` was interrupted."""
