@@ -7,7 +7,6 @@ import asyncio
 import datetime
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,73 +29,11 @@ from skyward.providers.slurm.commands import (
 )
 from skyward.providers.slurm.login import Here, here_environment
 from skyward.providers.slurm.on_node import keeper
-from skyward.spec import Image, Volume
+from skyward.spec import Volume
 
-WAITING = "42|PENDING|Priority|gpu|2:00:00|N/A||skyward:0-1\n"
-RUNNING = "42|RUNNING|None|gpu|1-01:59:59|2026-11-17T02:31:27|n[1-2]|skyward:0-1\n"
+from .slurm_site import RUNNING, WAITING, Site, request, site
 
-
-def request(**changed: Any) -> Request:
-    """A request for a machine, as a pool makes it."""
-    given: dict[str, Any] = {
-        "accelerator": None,
-        "vcpus": None,
-        "memory_gb": None,
-        "image": Image(),
-        "volumes": (),
-    }
-    return Request(**{**given, **changed})
-
-
-class Site:
-    """Executables with the names of Slurm's, which write down how they were called."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder = folder
-        self._calls = folder / "calls"
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-        self.answers("sinfo", "slurm 23.11.4")
-        self.answers("sbatch", "42")
-        self.answers("squeue", RUNNING.strip())
-        for name in ("srun", "scontrol", "scancel"):
-            self.answers(name, "")
-
-    def answers(self, name: str, output: str, *, error: str = "", status: int = 0) -> None:
-        """Have an executable say this."""
-        program = self._folder / name
-        lines = [
-            "#!/bin/sh",
-            f'cat >"{self._folder}/{name}.input"' if name == "sbatch" else "",
-            f'(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done; echo) '
-            f'| tr "\\n" " " >>"{self._calls}"; echo >>"{self._calls}"',
-            f"printf '%s\\n' {shlex.quote(output)}",
-            f"printf '%s\\n' {shlex.quote(error)} >&2" if error else "",
-            f"exit {status}",
-        ]
-        program.write_text("\n".join(lines) + "\n")
-        program.chmod(0o755)
-
-    def refuses_tests(self, error: str) -> None:
-        """Have `sbatch` refuse what is only a test."""
-        program = self._folder / "sbatch"
-        refusal = f"*--test-only*) echo {shlex.quote(error)} >&2; exit 1 ;;"
-        first, rest = program.read_text().split("\n", 1)
-        program.write_text(f'{first}\ncase "$*" in {refusal} esac\n{rest}')
-
-    def calls(self, name: str) -> list[list[str]]:
-        """How an executable was called: the arguments of each time."""
-        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
-        found = [line.strip().split("\t") for line in lines]
-        return [each[1:] for each in found if each[0] == name]
-
-    def script(self) -> str:
-        """The script that `sbatch` got."""
-        return (self._folder / "sbatch.input").read_text()
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    return Site(tmp_path, monkeypatch)
+__all__ = ["site"]
 
 
 def submit(provider: sky.Slurm, given: Request, nodes: Sequence[int] = (0, 1)) -> str:

@@ -393,7 +393,9 @@ class Jobs:
 
     async def _cancel_later(self, asked: AskedJob) -> None:
         await asyncio.sleep(REORDER_SECONDS)
-        if not asked.waiting and asked in self._asked:
+        # A node that was ordered again is no longer among the released ones, also when it runs.
+        is_unwanted = set(asked.nodes) <= asked.released and not asked.waiting
+        if is_unwanted and asked in self._asked:
             with contextlib.suppress(PoolError):
                 await self._cancel(asked)
 
