@@ -68,6 +68,17 @@ class Site:
             move = f'mv "{self._folder}/{other}.next" "{self._folder}/{other}" 2>/dev/null'
             program.write("\n".join([*lines[:-1], move, *lines[-1:]]) + "\n")
 
+    def fails_first(self, name: str, times: int, error: str) -> None:
+        """Have an executable fail some times before it says what it says."""
+        program = self._folder / name
+        first, rest = program.read_text().split("\n", 1)
+        count = f"{self._folder}/{name}.failures"
+        fail = (
+            f'echo x >>"{count}"; if [ "$(wc -l <"{count}")" -le {times} ]; then '
+            f"echo {shlex.quote(error)} >&2; exit 1; fi"
+        )
+        program.write_text(f"{first}\n{fail}\n{rest}")
+
     def refuses_tests(self, error: str) -> None:
         """Have `sbatch` refuse what is only a test."""
         program = self._folder / "sbatch"

@@ -7,14 +7,19 @@ import asyncio
 import pytest
 
 import skyward as sky
+from skyward.errors import PoolStartError
+from skyward.providers import Order
 from skyward.providers.slurm import jobs as jobs_module
 from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here
 
-from .slurm_site import Site, site
+from .slurm_site import WAITING, Site, request, site
 
 __all__ = ["site"]
+
+ENDED = "42|CANCELLED|None|gpu|0:00|N/A||skyward:0-1"
+SILENT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
 
 def pool_jobs(provider: sky.Slurm) -> Jobs:
@@ -46,4 +51,60 @@ def test_a_job_that_was_put_back_is_cancelled_only_if_nobody_wants_it(
     assert bool(site.calls("scancel")) is cancelled
 
 
-ENDED = "42|CANCELLED|None|gpu|0:00|N/A||skyward:0-1"
+def wait_for(
+    provider: sky.Slurm, *nodes: int, told: list[str] | None = None
+) -> list[BaseException]:
+    """Order nodes of a pool together, and give what each raised."""
+
+    async def scenario() -> list[BaseException]:
+        jobs = pool_jobs(provider)
+        say = (told if told is not None else []).append
+        orders = [Order("p", node, request(), tell=say) for node in nodes]
+        getting = [jobs.get(order, provider.timeout) for order in orders]
+        found = await asyncio.gather(*getting, return_exceptions=True)
+        assert jobs.closed or any(getattr(each, "leaves_machine", False) for each in found)
+        return [each for each in found if isinstance(each, BaseException)]
+
+    return asyncio.run(scenario())
+
+
+def test_a_job_that_waits_too_long_is_cancelled_once_for_all_its_nodes(site: Site) -> None:
+    site.answers("squeue", WAITING.strip())
+    site.changes("scancel", "squeue", ENDED)
+
+    problems = wait_for(sky.Slurm(timeout=1), 0, 1)
+
+    assert [str(each) for each in problems] == 2 * [
+        "job 42 did not run within 1 s; give a longer timeout=, or ask for less"
+    ]
+    assert site.calls("scancel") == [["42"]]
+
+
+def test_a_job_keeps_its_place_while_the_controller_does_not_answer(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "LONGEST_POLL_SECONDS", 0.05)
+    site.answers("squeue", WAITING.strip())
+    site.fails_first("squeue", 3, SILENT)
+    site.changes("scancel", "squeue", ENDED)
+    told: list[str] = []
+
+    (problem,) = wait_for(sky.Slurm(timeout=1), 0, told=told)
+
+    assert "did not run within 1 s" in str(problem)
+    assert [each.partition(" on ")[0] for each in told] == [
+        "submitting a job",
+        "Slurm's controller does not answer",
+        "job 42 waits: Priority",
+    ]
+
+
+def test_a_job_that_cannot_be_cancelled_is_not_forgotten(site: Site) -> None:
+    site.answers("squeue", WAITING.strip())
+    site.answers("scancel", "", error=SILENT, status=1)
+
+    (problem,) = wait_for(sky.Slurm(timeout=0.5), 0)
+
+    assert isinstance(problem, PoolStartError)
+    assert problem.leaves_machine
+    assert "job 42 could not be cancelled" in problem.__notes__[0]

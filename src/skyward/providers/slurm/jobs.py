@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from skyward.errors import PoolError, PoolStartError, UnavailableError
+from skyward.errors import PoolError, PoolStartError, UnavailableError, UnreachableError
 from skyward.providers import Order
 from skyward.providers.slurm import pending, steps
 from skyward.providers.slurm.asked import AskedJob, how_it_ended
@@ -72,13 +72,17 @@ class Jobs:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(future)
         except TimeoutError:
+            which = f"job {asked.id}" if asked.id else "the job"
             problem = PoolStartError(
-                f"job {asked.id} did not run within {seconds:.0f} s; give a longer timeout=, or "
+                f"{which} did not run within {seconds:.0f} s; give a longer timeout=, or "
                 "ask for less"
             )
-            asked.fail(problem)
-            await self._give_up(asked)
-            raise problem from None
+            if not asked.is_being_given_up:
+                asked.giving_up = self._start(self._give_up(asked, problem))
+            assert asked.giving_up is not None
+            await asyncio.shield(asked.giving_up)
+            # Nodes that waited too long together have one problem.
+            raise future.exception() or problem from None
         except asyncio.CancelledError:
             await self._settle(asked, order.node)
             raise
@@ -133,13 +137,22 @@ class Jobs:
             return
         await asked.submitted.wait()
 
-    async def _give_up(self, asked: AskedJob) -> None:
-        """Leave nothing of a job that does not run; what fails now has failed before."""
-        if asked.following is not None:
-            asked.following.cancel()
-            await asyncio.wait({asked.following})
-        with contextlib.suppress(PoolError):
+    async def _give_up(self, asked: AskedJob, problem: BaseException) -> None:
+        """Leave nothing of a job that does not run, and tell its nodes why."""
+        following = asked.following
+        if following is not None and following is not asyncio.current_task():
+            following.cancel()
+            await asyncio.wait({following})
+        try:
             await self._cancel(asked)
+        except PoolError as failure:
+            if isinstance(problem, PoolStartError):
+                problem.leaves_machine = True
+            problem.add_note(
+                f"job {asked.id} could not be cancelled, and may still be there: {failure}; "
+                f"see `squeue --jobs={asked.id}`"
+            )
+        asked.fail(problem)
 
     # From the request to the keepers.
 
@@ -159,15 +172,17 @@ class Jobs:
             job = await self._until_running(asked)
             await self._greet(asked, job)
         except asyncio.CancelledError:
-            asked.fail(PoolStartError(f"job {asked.id} was given up"))
+            if not asked.is_being_given_up:
+                which = f"job {asked.id}" if asked.id else "the job"
+                asked.fail(
+                    PoolStartError(
+                        f"{which} was given up, because its nodes were ended; enter a new Compute "
+                        "to ask again"
+                    )
+                )
             raise
         except Exception as problem:
-            if asked.id:
-                with contextlib.suppress(PoolError):
-                    await self._cancel(asked)
-            else:
-                self._remove(asked)
-            asked.fail(problem)
+            await self._give_up(asked, problem)
         finally:
             asked.submitted.set()
 
@@ -192,7 +207,14 @@ class Jobs:
         began = time.monotonic()
         told, place, placed = "", None, 0.0
         while True:
-            job = await self._state(asked.id, fresh=True)
+            try:
+                job = await self._state(asked.id, fresh=True)
+            except UnreachableError as problem:
+                # The job keeps its place in the queue: a controller that restarts knows it again.
+                if told != (told := str(problem)):
+                    self._tell(asked, told)
+                await asyncio.sleep(LONGEST_POLL_SECONDS)
+                continue
             if job is None or job.has_ended:
                 raise PoolStartError(how_it_ended(asked.id, job))
             if job.is_running and job.state != "CONFIGURING":
@@ -201,7 +223,9 @@ class Jobs:
                 raise PoolStartError(f"job {job.id} will not run: {why}")
             waited = time.monotonic() - began
             if job.is_waiting and waited > 1 and time.monotonic() - placed > PLACE_SECONDS:
-                place, placed = await self.cluster.place_in_line(job), time.monotonic()
+                placed = time.monotonic()
+                with contextlib.suppress(UnreachableError):
+                    place = await self.cluster.place_in_line(job)
             words = pending.told(job, place) if job.is_waiting else "its nodes are being made ready"
             if words != told:
                 told = words
@@ -210,16 +234,25 @@ class Jobs:
 
     async def _greet(self, asked: AskedJob, job: SlurmJob) -> None:
         """Find the keepers of a job that runs, and give its nodes out."""
-        self._tell(asked, "starting on the nodes")
+        told = "starting on the nodes"
+        self._tell(asked, told)
         deadline = time.monotonic() + GREETING_SECONDS
         while True:
-            hosts = await self.cluster.hostnames(job.hosts)
-            self._spares.prepare(job.id, hosts)
-            greetings, words = await steps.greet(self.cluster, job.id, hosts)
-            if len(greetings) == len(hosts):
-                break
-            self._spares.close(job.id)
-            found = await self._state(job.id, fresh=True)
+            try:
+                hosts = await self.cluster.hostnames(job.hosts)
+                self._spares.prepare(job.id, hosts)
+                greetings, words = await steps.greet(self.cluster, job.id, hosts)
+                if len(greetings) == len(hosts):
+                    break
+                self._spares.close(job.id)
+                found = await self._state(job.id, fresh=True)
+            except UnreachableError as problem:
+                self._spares.close(job.id)
+                if told != (told := str(problem)):
+                    self._tell(asked, told)
+                await asyncio.sleep(LONGEST_POLL_SECONDS)
+                deadline = time.monotonic() + GREETING_SECONDS
+                continue
             if found is None or not found.is_running:
                 raise PoolStartError(how_it_ended(job.id, found))
             job = found
@@ -404,11 +437,21 @@ class Jobs:
         if asked.following is not None and asked.following is not asyncio.current_task():
             asked.following.cancel()
             await asyncio.wait({asked.following})
-        asked.released.update(asked.nodes)
         asked.is_cancelled = True
         if not asked.id:
             self._remove(asked)
             return
+        # If Slurm does not cancel it, the job still has the nodes that it had.
+        released = set(asked.released)
+        asked.released.update(asked.nodes)
+        try:
+            await self._until_cancelled(asked, job)
+        except PoolError:
+            asked.released = released
+            raise
+        self._remove(asked)
+
+    async def _until_cancelled(self, asked: AskedJob, job: SlurmJob | None) -> None:
         deadline = time.monotonic() + GONE_SECONDS
         if job is None or not job.has_ended:
             await self.cluster.cancel(asked.id)
@@ -420,7 +463,6 @@ class Jobs:
                 raise PoolError(f"job {asked.id} does not end: it is {job.state}; see `squeue`")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
-        self._remove(asked)
 
     def _remove(self, asked: AskedJob) -> None:
         self._spares.close(asked.id)
