@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 import skyward as sky
-from skyward.errors import PoolStartError
+from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Order
 from skyward.providers.slurm import jobs as jobs_module
 from skyward.providers.slurm.asked import AskedJob
+from skyward.providers.slurm.commands import SlurmCluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here
 
@@ -108,3 +109,27 @@ def test_a_job_that_cannot_be_cancelled_is_not_forgotten(site: Site) -> None:
     assert isinstance(problem, PoolStartError)
     assert problem.leaves_machine
     assert "job 42 could not be cancelled" in problem.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("queue", "numbers"), [(WAITING.replace("42|", "43|"), ["43"]), (WAITING, [])]
+)
+def test_a_job_that_slurm_took_without_an_answer_is_known(
+    site: Site, queue: str, numbers: list[str]
+) -> None:
+    """Another job of the pool for the same nodes, number 42, is not taken for it."""
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    site.answers("sbatch", "", error=said, status=1)
+    site.passes_tests()
+    site.answers("squeue", queue.strip())
+
+    async def scenario() -> str:
+        submission, order = sky.Slurm()._submission, Order("p", 0, request())
+        return await submission.submit(SlurmCluster(Here()), "p", (0, 1), order, {"42"})
+
+    if numbers:
+        assert [asyncio.run(scenario())] == numbers
+        return
+    with pytest.raises(UnreachableError, match="controller does not answer") as raised:
+        asyncio.run(scenario())
+    assert raised.value.leaves_machine

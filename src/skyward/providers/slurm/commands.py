@@ -121,12 +121,17 @@ def first_words(answer: CommandAnswer) -> str:
     return "; ".join(dict.fromkeys(line.removeprefix("error: ") for line in lines if line))
 
 
+def is_out_of_reach(answer: CommandAnswer) -> bool:
+    """Whether a command failed because Slurm's controller did not answer it."""
+    return bool(answer.status) and any(words in answer.words for words in _OUT_OF_REACH)
+
+
 def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
     """The answer, unless the command failed; raises `UnreachableError` if nobody answered it."""
     if answer.status == 0:
         return answer
     said = first_words(answer) or f"exit status {answer.status}"
-    if any(words in answer.words for words in _OUT_OF_REACH):
+    if is_out_of_reach(answer):
         raise UnreachableError(
             f"Slurm's controller does not answer on {login.name}: {said}; see `scontrol ping`"
         )

@@ -188,8 +188,9 @@ class Jobs:
 
     async def _submit(self, asked: AskedJob, order: Order) -> None:
         """Submit the job; who is cancelled meanwhile still learns its number."""
+        known = {each.id for each in self._asked}
         submitting = self._start(
-            self._submission.submit(self.cluster, self.pool, asked.nodes, order)
+            self._submission.submit(self.cluster, self.pool, asked.nodes, order, known)
         )
         try:
             asked.id = await asyncio.shield(submitting)
