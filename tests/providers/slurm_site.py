@@ -31,7 +31,7 @@ class Site:
     """Executables with the names of Slurm's, which write down how they were called."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder = folder
+        self.folder = folder
         self._calls = folder / "calls"
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         self.answers("sinfo", "slurm 23.11.4")
@@ -42,10 +42,10 @@ class Site:
 
     def answers(self, name: str, output: str, *, error: str = "", status: int = 0) -> None:
         """Have an executable say this."""
-        program = self._folder / name
+        program = self.folder / name
         lines = [
             "#!/bin/sh",
-            f'cat >"{self._folder}/{name}.input"' if name == "sbatch" else "",
+            f'cat >"{self.folder}/{name}.input"' if name == "sbatch" else "",
             f'(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done; echo) '
             f'| tr "\\n" " " >>"{self._calls}"; echo >>"{self._calls}"',
             f"printf '%s\\n' {shlex.quote(output)}",
@@ -57,37 +57,38 @@ class Site:
 
     def changes(self, name: str, other: str, output: str) -> None:
         """Have the call of an executable change what another one says from then on."""
-        now = (self._folder / other).read_text()
+        now = (self.folder / other).read_text()
         self.answers(other, output)
-        (self._folder / other).rename(self._folder / f"{other}.next")
-        (self._folder / other).write_text(now)
-        (self._folder / other).chmod(0o755)
-        with (self._folder / name).open("r+") as program:
+        (self.folder / other).rename(self.folder / f"{other}.next")
+        (self.folder / other).write_text(now)
+        (self.folder / other).chmod(0o755)
+        with (self.folder / name).open("r+") as program:
             lines = program.read().splitlines()
             program.seek(0)
-            move = f'mv "{self._folder}/{other}.next" "{self._folder}/{other}" 2>/dev/null'
+            move = f'mv "{self.folder}/{other}.next" "{self.folder}/{other}" 2>/dev/null'
             program.write("\n".join([*lines[:-1], move, *lines[-1:]]) + "\n")
 
-    def fails_first(self, name: str, times: int, error: str) -> None:
+    def fails_first(self, name: str, times: int, error: str, unless: str = "") -> None:
         """Have an executable fail some times before it says what it says."""
-        program = self._folder / name
+        program = self.folder / name
         first, rest = program.read_text().split("\n", 1)
-        count = f"{self._folder}/{name}.failures"
+        count = f"{self.folder}/{name}.failures"
         fail = (
+            f'case "$*" in {unless or "never"}) ;; *) '
             f'echo x >>"{count}"; if [ "$(wc -l <"{count}")" -le {times} ]; then '
-            f"echo {shlex.quote(error)} >&2; exit 1; fi"
+            f"echo {shlex.quote(error)} >&2; exit 1; fi ;; esac"
         )
         program.write_text(f"{first}\n{fail}\n{rest}")
 
     def passes_tests(self) -> None:
         """Have `sbatch` accept what is only a test, and say to all else what it says."""
-        program = self._folder / "sbatch"
+        program = self.folder / "sbatch"
         first, rest = program.read_text().split("\n", 1)
         program.write_text(f'{first}\ncase "$*" in *--test-only*) exit 0 ;; esac\n{rest}')
 
     def refuses_tests(self, error: str) -> None:
         """Have `sbatch` refuse what is only a test."""
-        program = self._folder / "sbatch"
+        program = self.folder / "sbatch"
         refusal = f"*--test-only*) echo {shlex.quote(error)} >&2; exit 1 ;;"
         first, rest = program.read_text().split("\n", 1)
         program.write_text(f'{first}\ncase "$*" in {refusal} esac\n{rest}')
@@ -100,7 +101,7 @@ class Site:
 
     def script(self) -> str:
         """The script that `sbatch` got."""
-        return (self._folder / "sbatch.input").read_text()
+        return (self.folder / "sbatch.input").read_text()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -15,7 +16,7 @@ from skyward.providers.slurm.commands import SlurmCluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here
 
-from .slurm_site import WAITING, Site, request, site
+from .slurm_site import RUNNING, WAITING, Site, request, site
 
 __all__ = ["site"]
 
@@ -25,7 +26,10 @@ SILENT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
 def pool_jobs(provider: sky.Slurm) -> Jobs:
     """The jobs of a pool on this machine."""
-    return Jobs(Here(), provider._submission, "p", lambda jobs: None)
+    jobs = Jobs(Here(), provider._submission, "p", lambda jobs: None)
+    # Nothing here would use the connections to keepers that are opened ahead.
+    jobs._spares.prepare = lambda job, hosts: None  # type: ignore[method-assign]
+    return jobs
 
 
 def known(jobs: Jobs, *nodes: int) -> AskedJob:
@@ -63,7 +67,6 @@ def wait_for(
         orders = [Order("p", node, request(), tell=say) for node in nodes]
         getting = [jobs.get(order, provider.timeout) for order in orders]
         found = await asyncio.gather(*getting, return_exceptions=True)
-        assert jobs.closed or any(getattr(each, "leaves_machine", False) for each in found)
         return [each for each in found if isinstance(each, BaseException)]
 
     return asyncio.run(scenario())
@@ -133,3 +136,53 @@ def test_a_job_that_slurm_took_without_an_answer_is_known(
     with pytest.raises(UnreachableError, match="controller does not answer") as raised:
         asyncio.run(scenario())
     assert raised.value.leaves_machine
+
+
+def greeting(node: int, host: str) -> str:
+    """What a relay prints for a keeper."""
+    told = {"node": node, "slurm": host, "address": "10.0.0.1", "token": "t", "home": {}}
+    return f"skyward {json.dumps(told)}"
+
+
+def test_a_container_may_take_longer_to_start_than_a_keeper(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "GREETING_SECONDS", 0.0)
+    site.answers("squeue", RUNNING.replace("n[1-2]", "n1").strip())
+    site.answers("srun", f"--container-image\n{greeting(0, 'n1')}")
+    site.fails_first("srun", 2, "skyward: no keeper runs on this node", unless="--help")
+    told: list[str] = []
+
+    problems = wait_for(sky.Slurm(container="pytorch/pytorch:2", timeout=20), 0, told=told)
+
+    assert problems == []
+    assert told == ["submitting a job", "starting the container"]
+
+    site.changes("scancel", "squeue", ENDED)
+    (site.folder / "srun.failures").unlink()
+    (problem,) = wait_for(sky.Slurm(timeout=20), 0)
+    assert "no command can be run there" in str(problem)
+
+
+def test_a_node_that_is_ordered_while_others_are_given_back_gets_its_machine(site: Site) -> None:
+    site.answers("squeue", RUNNING.strip())
+    site.answers("srun", f"{greeting(0, 'n1')}\n{greeting(1, 'n2')}")
+    site.answers("scontrol", "n1\nn2")
+
+    async def scenario() -> list[int]:
+        jobs = pool_jobs(sky.Slurm())
+        asked = known(jobs, 0, 1)
+        asked.submitted.set()
+        asked.add(Order("p", 0, request()))
+        asked.released.add(1)
+        asked.following = jobs._start(jobs._follow(asked))
+        first = await asked.waiting[0]
+        settling = asked.settling
+        assert settling is not None
+        async with asyncio.timeout(10):
+            again = await jobs.get(Order("p", 0, request()), None)
+        await settling
+        return [first.node, again.node]
+
+    assert asyncio.run(scenario()) == [0, 0]
+    assert ["update", "JobId=42", "NodeList=n1", "Comment=skyward:0"] in site.calls("scontrol")

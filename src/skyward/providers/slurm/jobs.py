@@ -89,7 +89,7 @@ class Jobs:
 
     async def _asked_for(self, node: int) -> AskedJob:
         """The job that is to have a node: one that Slurm starts again, or a new one."""
-        for asked in self._asked:
+        for asked in list(self._asked):
             if not asked.is_closed:
                 return asked
             if node in asked.nodes and asked.id:
@@ -235,11 +235,16 @@ class Jobs:
 
     async def _greet(self, asked: AskedJob, job: SlurmJob) -> None:
         """Find the keepers of a job that runs, and give its nodes out."""
-        told = "starting on the nodes"
-        self._tell(asked, told)
         deadline = time.monotonic() + GREETING_SECONDS
+        told = ""
         while True:
             try:
+                # An image that the nodes do not have yet may take longer than any keeper. If it
+                # cannot be had, the job ends.
+                in_container = self._submission.container and await self.cluster.has_pyxis()
+                doing = "starting the container" if in_container else "starting on the nodes"
+                if told != (told := doing):
+                    self._tell(asked, told)
                 hosts = await self.cluster.hostnames(job.hosts)
                 self._spares.prepare(job.id, hosts)
                 greetings, words = await steps.greet(self.cluster, job.id, hosts)
@@ -257,7 +262,7 @@ class Jobs:
             if found is None or not found.is_running:
                 raise PoolStartError(how_it_ended(job.id, found))
             job = found
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not in_container:
                 raise PoolStartError(
                     f"job {job.id} runs on {job.hosts}, but no command can be run there: "
                     f"{words or 'Slurm did not say why'}"
@@ -270,9 +275,9 @@ class Jobs:
             if not future.done():
                 future.set_result(self.machine(job.id, node, by_node.get(node)))
         asked.waiting.clear()
-        if asked.released:
-            kept = [node for node in asked.nodes if node not in asked.released]
-            await self._shrink(asked, job, kept)
+        # In a task of its own: a node that is ordered meanwhile would wait for nobody.
+        if asked.released and (asked.settling is None or asked.settling.done()):
+            asked.settling = self._start(self._give_back(asked))
 
     def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
         """A node of a job; without a greeting, one that is known by its number alone."""
