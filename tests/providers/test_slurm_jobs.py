@@ -186,3 +186,15 @@ def test_a_node_that_is_ordered_while_others_are_given_back_gets_its_machine(sit
 
     assert asyncio.run(scenario()) == [0, 0]
     assert ["update", "JobId=42", "NodeList=n1", "Comment=skyward:0"] in site.calls("scontrol")
+
+
+def test_nodes_that_end_together_look_for_their_jobs_once(site: Site) -> None:
+    site.answers("squeue", WAITING.strip())
+
+    async def scenario() -> list[list[int]]:
+        jobs = pool_jobs(sky.Slurm())
+        found = await asyncio.gather(*(jobs.find() for _ in range(5)))
+        return [[machine.node for machine in each] for each in found]
+
+    assert asyncio.run(scenario()) == 5 * [[0, 1]]
+    assert len(site.calls("squeue")) == 1

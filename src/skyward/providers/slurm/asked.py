@@ -65,4 +65,4 @@ def how_it_ended(id: str, job: SlurmJob | None) -> str:
     said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
     # What it has come to is known only when all its processes have ended.
     state = "" if job.state == "COMPLETING" else f": {job.state}"
-    return f"job {id} ended before it could be used{state}{said}"
+    return f"job {id} has ended{state}{said}; see `sacct --jobs={id}`"

@@ -56,6 +56,8 @@ class Jobs:
         self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spares = Spares(self._pipe)
+        self._finding: asyncio.Task[list[SlurmMachine]] | None = None
+        """The task that looks for nodes, unless it has begun."""
         self._told_home = False
         self.closed = False
 
@@ -227,7 +229,12 @@ class Jobs:
                 placed = time.monotonic()
                 with contextlib.suppress(UnreachableError):
                     place = await self.cluster.place_in_line(job)
-            words = pending.told(job, place) if job.is_waiting else "its nodes are being made ready"
+            if job.is_waiting:
+                words = pending.told(job, place)
+            elif job.is_running:
+                words = "its nodes are being made ready"
+            else:
+                words = f"job {job.id} is {job.state}"
             if words != told:
                 told = words
                 self._tell(asked, words)
@@ -259,7 +266,7 @@ class Jobs:
                 await asyncio.sleep(LONGEST_POLL_SECONDS)
                 deadline = time.monotonic() + GREETING_SECONDS
                 continue
-            if found is None or not found.is_running:
+            if found is None or found.is_waiting or found.has_ended:
                 raise PoolStartError(how_it_ended(job.id, found))
             job = found
             if time.monotonic() > deadline and not in_container:
@@ -311,6 +318,14 @@ class Jobs:
 
     async def find(self) -> list[SlurmMachine]:
         """The nodes of the pool's jobs, also of those that another process submitted."""
+        # All nodes of a pool that ends ask. An answer that was begun earlier may lack a new job.
+        if self._finding is None:
+            self._finding = self._start(self._find())
+        return list(await asyncio.shield(self._finding))
+
+    async def _find(self) -> list[SlurmMachine]:
+        await asyncio.sleep(GATHER_SECONDS)
+        self._finding = None
         found: dict[int, SlurmMachine] = {}
         jobs = await self.cluster.jobs_called(self._submission.job_name(self.pool))
         for job in sorted(jobs, key=lambda job: int(job.id)):
@@ -357,7 +372,7 @@ class Jobs:
     async def has(self, job: str, host: str, token: str) -> bool:
         """Whether a job has a node, and the keeper there is the one with this token."""
         found = await self._state(job)
-        if found is None or not found.is_running:
+        if found is None or found.is_waiting or found.has_ended:
             return False
         if host not in await self.cluster.hostnames(found.hosts):
             return False
@@ -369,7 +384,7 @@ class Jobs:
     async def how_it_is(self, job: str, host: str) -> str:
         """What Slurm says of a job and a node of it."""
         found = await self._state(job, fresh=True)
-        if found is None or not found.is_running:
+        if found is None or found.is_waiting or found.has_ended:
             waits = found is not None and found.is_waiting
             return "Slurm has put it back into the queue" if waits else how_it_ended(job, found)
         return f"Slurm has given {host} up" if await self.cluster.is_down(host) else "it still runs"
