@@ -46,8 +46,9 @@ class Site:
         lines = [
             "#!/bin/sh",
             f'cat >"{self.folder}/{name}.input"' if name == "sbatch" else "",
-            f'(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done; echo) '
-            f'| tr "\\n" " " >>"{self._calls}"; echo >>"{self._calls}"',
+            # In one piece, because several may run at the same time.
+            f'call=$(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done)',
+            f'call=$(printf "%s" "$call" | tr "\\n" " "); printf "%s\\n" "$call" >>"{self._calls}"',
             f"printf '%s\\n' {shlex.quote(output)}",
             f"printf '%s\\n' {shlex.quote(error)} >&2" if error else "",
             f"exit {status}",
