@@ -84,7 +84,8 @@ class Jobs:
             assert asked.giving_up is not None
             await asyncio.shield(asked.giving_up)
             # Nodes that waited too long together have one problem.
-            raise future.exception() or problem from None
+            was_told = future.done() and not future.cancelled()
+            raise (future.exception() if was_told else None) or problem from None
         except asyncio.CancelledError:
             await self._settle(asked, order.node)
             raise
