@@ -58,6 +58,9 @@ class PoolClosedError(PoolError, RuntimeError):
 class PoolStartError(PoolError):
     """A node did not start; the message has the node's output."""
 
+    leaves_machine: bool = False
+    """Whether a machine may be left all the same: the journal keeps it, and `sky down` ends it."""
+
 
 class UnreachableError(PoolStartError, ConnectionError):
     """A machine is out of reach; the message says where it is and what to try."""

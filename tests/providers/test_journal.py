@@ -90,6 +90,39 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
     assert journal.pools()[0].machines == ()
 
 
+class Uncertain(sky.Local):
+    """A provider that fails, cannot say whether it has made a machine, and is asked for it."""
+
+    name, here = "uncertain", False
+    asked: ClassVar[list[str]] = []
+
+    async def create(self, order: Order) -> Any:
+        """Fail, as where the answer to a request is lost."""
+        problem = sky.PoolStartError("nobody answers")
+        problem.leaves_machine = True
+        raise problem
+
+    async def find(self, pool: str) -> Any:
+        """Note the question."""
+        self.asked.append(pool)
+        return []
+
+
+def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_for(
+    journal: Journal,
+) -> None:
+    pool = opened(journal)
+    host = Host(Uncertain(), Order(pool, 3, WISH), journal, lambda _: None, lambda _: None)
+
+    with pytest.raises(sky.PoolStartError, match="nobody answers"):
+        provider_loop.submit(host.prepare()).result()
+    assert [each.node for each in journal.pools()[0].machines] == [3]
+
+    host.stop(0).result()
+    assert Uncertain.asked == [pool]
+    assert journal.pools()[0].machines == ()
+
+
 def test_a_pool_with_machines_left_stays_on_record(journal: Journal) -> None:
     pool = opened(journal)
     journal.intend(pool, 0)

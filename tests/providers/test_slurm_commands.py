@@ -6,8 +6,10 @@ import ast
 import asyncio
 import datetime
 import json
+import os
 import re
-import shlex
+import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,73 +32,11 @@ from skyward.providers.slurm.commands import (
 )
 from skyward.providers.slurm.login import Here, here_environment
 from skyward.providers.slurm.on_node import keeper
-from skyward.spec import Image, Volume
+from skyward.spec import Volume
 
-WAITING = "42|PENDING|Priority|gpu|2:00:00|N/A||skyward:0-1\n"
-RUNNING = "42|RUNNING|None|gpu|1-01:59:59|2026-11-17T02:31:27|n[1-2]|skyward:0-1\n"
+from .slurm_site import RUNNING, WAITING, Site, request, site
 
-
-def request(**changed: Any) -> Request:
-    """A request for a machine, as a pool makes it."""
-    given: dict[str, Any] = {
-        "accelerator": None,
-        "vcpus": None,
-        "memory_gb": None,
-        "image": Image(),
-        "volumes": (),
-    }
-    return Request(**{**given, **changed})
-
-
-class Site:
-    """Executables with the names of Slurm's, which write down how they were called."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder = folder
-        self._calls = folder / "calls"
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-        self.answers("sinfo", "slurm 23.11.4")
-        self.answers("sbatch", "42")
-        self.answers("squeue", RUNNING.strip())
-        for name in ("srun", "scontrol", "scancel"):
-            self.answers(name, "")
-
-    def answers(self, name: str, output: str, *, error: str = "", status: int = 0) -> None:
-        """Have an executable say this."""
-        program = self._folder / name
-        lines = [
-            "#!/bin/sh",
-            f'cat >"{self._folder}/{name}.input"' if name == "sbatch" else "",
-            f'(printf "%s" {name}; for each in "$@"; do printf "\\t%s" "$each"; done; echo) '
-            f'| tr "\\n" " " >>"{self._calls}"; echo >>"{self._calls}"',
-            f"printf '%s\\n' {shlex.quote(output)}",
-            f"printf '%s\\n' {shlex.quote(error)} >&2" if error else "",
-            f"exit {status}",
-        ]
-        program.write_text("\n".join(lines) + "\n")
-        program.chmod(0o755)
-
-    def refuses_tests(self, error: str) -> None:
-        """Have `sbatch` refuse what is only a test."""
-        program = self._folder / "sbatch"
-        refusal = f"*--test-only*) echo {shlex.quote(error)} >&2; exit 1 ;;"
-        first, rest = program.read_text().split("\n", 1)
-        program.write_text(f'{first}\ncase "$*" in {refusal} esac\n{rest}')
-
-    def calls(self, name: str) -> list[list[str]]:
-        """How an executable was called: the arguments of each time."""
-        lines = self._calls.read_text().splitlines() if self._calls.exists() else []
-        found = [line.strip().split("\t") for line in lines]
-        return [each[1:] for each in found if each[0] == name]
-
-    def script(self) -> str:
-        """The script that `sbatch` got."""
-        return (self._folder / "sbatch.input").read_text()
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    return Site(tmp_path, monkeypatch)
+__all__ = ["site"]
 
 
 def submit(provider: sky.Slurm, given: Request, nodes: Sequence[int] = (0, 1)) -> str:
@@ -136,7 +76,7 @@ def test_a_comment_that_the_site_added_to_is_still_read() -> None:
         ("CANCELLED", "has_ended"),
         ("PREEMPTED", "has_ended"),
         ("NODE_FAIL", "has_ended"),
-        ("A_STATE_OF_A_LATER_VERSION", "has_ended"),
+        ("OUT_OF_MEMORY", "has_ended"),
     ],
 )
 def test_the_states_of_a_job(state: str, kind: str) -> None:
@@ -145,6 +85,19 @@ def test_the_states_of_a_job(state: str, kind: str) -> None:
     assert [name for name in ("is_waiting", "is_running", "has_ended") if getattr(job, name)] == [
         kind
     ]
+
+
+def test_a_state_of_a_later_version_is_no_end() -> None:
+    job = SlurmJob("1", "A_STATE_OF_A_LATER_VERSION", "None", "gpu", None, "N/A", "")
+
+    assert (job.is_waiting, job.is_running, job.has_ended) == (False, False, False)
+
+
+def test_the_name_of_a_cluster_has_no_place_in_line(site: Site) -> None:
+    site.answers("squeue", "CLUSTER: other\n41\n40_[1-3]\n42")
+
+    (job,) = read_jobs(WAITING)
+    assert asyncio.run(SlurmCluster(Here()).place_in_line(job)) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -406,6 +359,8 @@ def test_the_keeper_runs_commands_in_the_container(site: Site, tmp_path: Path) -
         ({"time": datetime.timedelta(0)}, "a time limit is above 0"),
         ({"extra": ["--nodes=4"]}, "leave --nodes out: the pool's nodes= says how many"),
         ({"extra": ["-N4"]}, "leave -N out"),
+        ({"extra": ["--clusters=other"]}, "leave --clusters out: .*set SLURM_CLUSTERS"),
+        ({"extra": ["-Mother"]}, "leave -M out"),
         ({"extra": ["nodelist=n1"]}, "'nodelist=n1' is no option of sbatch"),
         ({"login": ["a"]}, "login"),
         ({"login": sky.SSH(["a", "b"])}, "name one login node"),
@@ -438,13 +393,14 @@ def test_the_variables_of_a_job_of_ones_own_are_not_passed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They would be options of `srun`; and some name what only this machine has."""
-    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_CONF", "VIRTUAL_ENV", "MINE"):
+    ours = ("SLURM_JOB_ID", "SLURM_NTASKS", "VIRTUAL_ENV", "SBATCH_CLUSTERS")
+    for name in (*ours, "SLURM_CONF", "MINE"):
         monkeypatch.setenv(name, "x")
 
     found = here_environment()
 
     assert {"SLURM_CONF", "MINE"} <= set(found)
-    assert not {"SLURM_JOB_ID", "SLURM_NTASKS", "VIRTUAL_ENV"} & set(found)
+    assert not set(ours) & set(found)
 
 
 # Programs for the nodes.
@@ -520,3 +476,63 @@ def test_every_executable_is_called_by_itself(site: Site) -> None:
 
     asyncio.run(scenario())
     assert set(called) <= {"sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"}
+
+
+def run_script(site: Site, **variables: str) -> int:
+    """Run the script of a job as Slurm would, and give its exit status."""
+    text = script.batch_script({"pool": "p", "nodes": [0, 1], "idle": 1}, ["--quiet"], ["--step"])
+    env = {"PATH": f"{site.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "42", **variables}
+    return subprocess.run(["sh"], input=text, env=env, timeout=30).returncode
+
+
+def test_why_the_keepers_failed_is_told_though_the_job_has_no_folder_for_files(site: Site) -> None:
+    before = set(Path("/tmp").glob("sky.??????"))
+    site.answers("srun", "", error="skyward: no Python\n", status=78)
+
+    assert run_script(site, TMPDIR="/nothing/here") == 78
+
+    assert site.calls("scontrol") == [["update", "JobId=42", "Comment=skyward: no Python"]]
+    assert set(Path("/tmp").glob("sky.??????")) <= before
+
+
+def test_the_warning_goes_to_all_nodes_in_one_step(site: Site) -> None:
+    site.answers("squeue", "n[1-2]")
+    site.answers("scontrol", "n1\nn2")
+    srun = site.folder / "srun"
+    warn = 'case "$*" in *--step*) ;; *) kill -USR1 $PPID; sleep 0.5 ;; esac'
+    srun.write_text(srun.read_text().replace("exit 0", f"{warn}\nexit 0"))
+
+    assert run_script(site) == 0
+
+    warned = [call for call in site.calls("srun") if call[0] == "--step"]
+    assert [call[1:5] for call in warned] == [
+        ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n[1-2]"]
+    ]
+
+
+@pytest.fixture
+def one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keeper.Keeper:
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setattr(keeper, "PLACES", (str(tmp_path),))
+    return keeper.Keeper({"pool": "p", "nodes": [0], "idle": 1})
+
+
+def test_the_keeper_is_private_and_what_commands_write_is_not(one_keeper: keeper.Keeper) -> None:
+    mask = os.umask(0o022)
+    try:
+        one_keeper.listen().close()
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(mask)
+
+    assert stat.S_IMODE(os.stat(one_keeper.folder).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(f"{one_keeper.folder}/s").st_mode) == 0o700
+
+
+def test_a_client_that_goes_without_a_word_does_no_harm(one_keeper: keeper.Keeper) -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+
+    one_keeper.answer(theirs)
+
+    assert one_keeper.busy == 0

@@ -156,7 +156,9 @@ class Host:
             raise
         try:
             machine = self._machine = await self._provider.create(order)
-        except Exception:
+        except Exception as problem:
+            if isinstance(problem, PoolStartError) and problem.leaves_machine:
+                raise  # The end of this node looks for the machine, and so does `sky down`.
             was_bought = self._end_charge()
             await self._noted_purchase()
             # A `create` that fails leaves no machine, but an earlier machine may have remains.

@@ -29,6 +29,10 @@ _OWNED = {
         ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-a", "--array"),
         "the pool's nodes= says how many",
     ),
+    **dict.fromkeys(
+        ("-M", "--clusters", "--cluster"),
+        "Slurm's other commands would not follow; set SLURM_CLUSTERS where they run",
+    ),
     **dict.fromkeys(("--wrap", "-W", "--wait", "--parsable", "--test-only", "-k", "--no-kill"), ""),
 }
 """Options of `sbatch` that are the provider's own, and why."""

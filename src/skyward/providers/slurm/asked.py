@@ -30,8 +30,14 @@ class AskedJob:
     is_cancelled: bool = False
     """Whether the pool itself has cancelled it."""
     following: asyncio.Task[None] | None = None
+    giving_up: asyncio.Task[None] | None = None
     settling: asyncio.Task[None] | None = None
     """The task that gives nodes back, unless it has begun."""
+
+    @property
+    def is_being_given_up(self) -> bool:
+        """Whether it is being cancelled because it did not run in time."""
+        return self.giving_up is not None and not self.giving_up.done()
 
     def add(self, order: Order) -> asyncio.Future[SlurmMachine]:
         """Have the job include a node, and give what will be the node's machine."""
@@ -59,4 +65,4 @@ def how_it_ended(id: str, job: SlurmJob | None) -> str:
     said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
     # What it has come to is known only when all its processes have ended.
     state = "" if job.state == "COMPLETING" else f": {job.state}"
-    return f"job {id} ended before it could be used{state}{said}"
+    return f"job {id} has ended{state}{said}; see `sacct --jobs={id}`"

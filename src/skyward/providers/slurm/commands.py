@@ -17,6 +17,10 @@ _MARK = re.compile(r"skyward:([\d,-]+)")
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+ENDED = (
+    *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "PREEMPTED"),
+    *("NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL", "OUT_OF_MEMORY", "REVOKED"),
+)
 _OUT_OF_REACH = (
     "Unable to contact slurm controller",
     "Socket timed out",
@@ -62,8 +66,8 @@ class SlurmJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, or is ending."""
-        return not (self.is_waiting or self.is_running)
+        """Whether it has ended, or is ending; of a state that is not known, nothing is said."""
+        return self.state.partition(" ")[0] in ENDED
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -121,12 +125,17 @@ def first_words(answer: CommandAnswer) -> str:
     return "; ".join(dict.fromkeys(line.removeprefix("error: ") for line in lines if line))
 
 
+def is_out_of_reach(answer: CommandAnswer) -> bool:
+    """Whether a command failed because Slurm's controller did not answer it."""
+    return bool(answer.status) and any(words in answer.words for words in _OUT_OF_REACH)
+
+
 def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
     """The answer, unless the command failed; raises `UnreachableError` if nobody answered it."""
     if answer.status == 0:
         return answer
     said = first_words(answer) or f"exit status {answer.status}"
-    if any(words in answer.words for words in _OUT_OF_REACH):
+    if is_out_of_reach(answer):
         raise UnreachableError(
             f"Slurm's controller does not answer on {login.name}: {said}; see `scontrol ping`"
         )
@@ -182,7 +191,8 @@ class SlurmCluster:
         """The place of a job among those that wait in its partition, and how many there are."""
         command = ["squeue", "--noheader", "--states=PENDING", f"--partition={job.partition}"]
         answer = await self.login.call([*command, "--sort=-p,i", "--format=%i"])
-        waiting = answer.output.split()
+        # With SLURM_CLUSTERS, a line with the name of the cluster comes first.
+        waiting = [line.strip() for line in answer.output.splitlines() if line[:1].isdigit()]
         if answer.status or job.id not in waiting:
             return None
         return waiting.index(job.id) + 1, len(waiting)
@@ -198,7 +208,8 @@ class SlurmCluster:
         """Whether Slurm has given a node up."""
         command = ["sinfo", "--noheader", f"--nodes={host}", "--format=%T"]
         answer = check(await self.login.call(command), f"asking for node {host}", self.login)
-        states = answer.output.split()
+        lines = answer.output.splitlines()
+        states = [line.strip() for line in lines if line and not line.startswith("CLUSTER:")]
         return bool(states) and all(state.startswith(("down", "powered_down")) for state in states)
 
     async def cancel(self, id: str) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from skyward.errors import PoolError, PoolStartError, UnavailableError
+from skyward.errors import PoolError, PoolStartError, UnavailableError, UnreachableError
 from skyward.providers import Order
 from skyward.providers.slurm import pending, steps
 from skyward.providers.slurm.asked import AskedJob, how_it_ended
@@ -56,6 +56,8 @@ class Jobs:
         self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spares = Spares(self._pipe)
+        self._finding: asyncio.Task[list[SlurmMachine]] | None = None
+        """The task that looks for nodes, unless it has begun."""
         self._told_home = False
         self.closed = False
 
@@ -72,20 +74,25 @@ class Jobs:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(future)
         except TimeoutError:
+            which = f"job {asked.id}" if asked.id else "the job"
             problem = PoolStartError(
-                f"job {asked.id} did not run within {seconds:.0f} s; give a longer timeout=, or "
+                f"{which} did not run within {seconds:.0f} s; give a longer timeout=, or "
                 "ask for less"
             )
-            asked.fail(problem)
-            await self._give_up(asked)
-            raise problem from None
+            if not asked.is_being_given_up:
+                asked.giving_up = self._start(self._give_up(asked, problem))
+            assert asked.giving_up is not None
+            await asyncio.shield(asked.giving_up)
+            # Nodes that waited too long together have one problem.
+            was_told = future.done() and not future.cancelled()
+            raise (future.exception() if was_told else None) or problem from None
         except asyncio.CancelledError:
             await self._settle(asked, order.node)
             raise
 
     async def _asked_for(self, node: int) -> AskedJob:
         """The job that is to have a node: one that Slurm starts again, or a new one."""
-        for asked in self._asked:
+        for asked in list(self._asked):
             if not asked.is_closed:
                 return asked
             if node in asked.nodes and asked.id:
@@ -133,13 +140,22 @@ class Jobs:
             return
         await asked.submitted.wait()
 
-    async def _give_up(self, asked: AskedJob) -> None:
-        """Leave nothing of a job that does not run; what fails now has failed before."""
-        if asked.following is not None:
-            asked.following.cancel()
-            await asyncio.wait({asked.following})
-        with contextlib.suppress(PoolError):
+    async def _give_up(self, asked: AskedJob, problem: BaseException) -> None:
+        """Leave nothing of a job that does not run, and tell its nodes why."""
+        following = asked.following
+        if following is not None and following is not asyncio.current_task():
+            following.cancel()
+            await asyncio.wait({following})
+        try:
             await self._cancel(asked)
+        except PoolError as failure:
+            if isinstance(problem, PoolStartError):
+                problem.leaves_machine = True
+            problem.add_note(
+                f"job {asked.id} could not be cancelled, and may still be there: {failure}; "
+                f"see `squeue --jobs={asked.id}`"
+            )
+        asked.fail(problem)
 
     # From the request to the keepers.
 
@@ -159,22 +175,25 @@ class Jobs:
             job = await self._until_running(asked)
             await self._greet(asked, job)
         except asyncio.CancelledError:
-            asked.fail(PoolStartError(f"job {asked.id} was given up"))
+            if not asked.is_being_given_up:
+                which = f"job {asked.id}" if asked.id else "the job"
+                asked.fail(
+                    PoolStartError(
+                        f"{which} was given up, because its nodes were ended; enter a new Compute "
+                        "to ask again"
+                    )
+                )
             raise
         except Exception as problem:
-            if asked.id:
-                with contextlib.suppress(PoolError):
-                    await self._cancel(asked)
-            else:
-                self._remove(asked)
-            asked.fail(problem)
+            await self._give_up(asked, problem)
         finally:
             asked.submitted.set()
 
     async def _submit(self, asked: AskedJob, order: Order) -> None:
         """Submit the job; who is cancelled meanwhile still learns its number."""
+        known = {each.id for each in self._asked}
         submitting = self._start(
-            self._submission.submit(self.cluster, self.pool, asked.nodes, order)
+            self._submission.submit(self.cluster, self.pool, asked.nodes, order, known)
         )
         try:
             asked.id = await asyncio.shield(submitting)
@@ -192,7 +211,14 @@ class Jobs:
         began = time.monotonic()
         told, place, placed = "", None, 0.0
         while True:
-            job = await self._state(asked.id, fresh=True)
+            try:
+                job = await self._state(asked.id, fresh=True)
+            except UnreachableError as problem:
+                # The job keeps its place in the queue: a controller that restarts knows it again.
+                if told != (told := str(problem)):
+                    self._tell(asked, told)
+                await asyncio.sleep(LONGEST_POLL_SECONDS)
+                continue
             if job is None or job.has_ended:
                 raise PoolStartError(how_it_ended(asked.id, job))
             if job.is_running and job.state != "CONFIGURING":
@@ -201,8 +227,15 @@ class Jobs:
                 raise PoolStartError(f"job {job.id} will not run: {why}")
             waited = time.monotonic() - began
             if job.is_waiting and waited > 1 and time.monotonic() - placed > PLACE_SECONDS:
-                place, placed = await self.cluster.place_in_line(job), time.monotonic()
-            words = pending.told(job, place) if job.is_waiting else "its nodes are being made ready"
+                placed = time.monotonic()
+                with contextlib.suppress(UnreachableError):
+                    place = await self.cluster.place_in_line(job)
+            if job.is_waiting:
+                words = pending.told(job, place)
+            elif job.is_running:
+                words = "its nodes are being made ready"
+            else:
+                words = f"job {job.id} is {job.state}"
             if words != told:
                 told = words
                 self._tell(asked, words)
@@ -210,20 +243,34 @@ class Jobs:
 
     async def _greet(self, asked: AskedJob, job: SlurmJob) -> None:
         """Find the keepers of a job that runs, and give its nodes out."""
-        self._tell(asked, "starting on the nodes")
         deadline = time.monotonic() + GREETING_SECONDS
+        told = ""
         while True:
-            hosts = await self.cluster.hostnames(job.hosts)
-            self._spares.prepare(job.id, hosts)
-            greetings, words = await steps.greet(self.cluster, job.id, hosts)
-            if len(greetings) == len(hosts):
-                break
-            self._spares.close(job.id)
-            found = await self._state(job.id, fresh=True)
-            if found is None or not found.is_running:
+            try:
+                # An image that the nodes do not have yet may take longer than any keeper. If it
+                # cannot be had, the job ends.
+                in_container = self._submission.container and await self.cluster.has_pyxis()
+                doing = "starting the container" if in_container else "starting on the nodes"
+                if told != (told := doing):
+                    self._tell(asked, told)
+                hosts = await self.cluster.hostnames(job.hosts)
+                self._spares.prepare(job.id, hosts)
+                greetings, words = await steps.greet(self.cluster, job.id, hosts)
+                if len(greetings) == len(hosts):
+                    break
+                self._spares.close(job.id)
+                found = await self._state(job.id, fresh=True)
+            except UnreachableError as problem:
+                self._spares.close(job.id)
+                if told != (told := str(problem)):
+                    self._tell(asked, told)
+                await asyncio.sleep(LONGEST_POLL_SECONDS)
+                deadline = time.monotonic() + GREETING_SECONDS
+                continue
+            if found is None or found.is_waiting or found.has_ended:
                 raise PoolStartError(how_it_ended(job.id, found))
             job = found
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not in_container:
                 raise PoolStartError(
                     f"job {job.id} runs on {job.hosts}, but no command can be run there: "
                     f"{words or 'Slurm did not say why'}"
@@ -236,9 +283,9 @@ class Jobs:
             if not future.done():
                 future.set_result(self.machine(job.id, node, by_node.get(node)))
         asked.waiting.clear()
-        if asked.released:
-            kept = [node for node in asked.nodes if node not in asked.released]
-            await self._shrink(asked, job, kept)
+        # In a task of its own: a node that is ordered meanwhile would wait for nobody.
+        if asked.released and (asked.settling is None or asked.settling.done()):
+            asked.settling = self._start(self._give_back(asked))
 
     def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
         """A node of a job; without a greeting, one that is known by its number alone."""
@@ -272,6 +319,14 @@ class Jobs:
 
     async def find(self) -> list[SlurmMachine]:
         """The nodes of the pool's jobs, also of those that another process submitted."""
+        # All nodes of a pool that ends ask. An answer that was begun earlier may lack a new job.
+        if self._finding is None:
+            self._finding = self._start(self._find())
+        return list(await asyncio.shield(self._finding))
+
+    async def _find(self) -> list[SlurmMachine]:
+        await asyncio.sleep(GATHER_SECONDS)
+        self._finding = None
         found: dict[int, SlurmMachine] = {}
         jobs = await self.cluster.jobs_called(self._submission.job_name(self.pool))
         for job in sorted(jobs, key=lambda job: int(job.id)):
@@ -318,7 +373,7 @@ class Jobs:
     async def has(self, job: str, host: str, token: str) -> bool:
         """Whether a job has a node, and the keeper there is the one with this token."""
         found = await self._state(job)
-        if found is None or not found.is_running:
+        if found is None or found.is_waiting or found.has_ended:
             return False
         if host not in await self.cluster.hostnames(found.hosts):
             return False
@@ -330,7 +385,7 @@ class Jobs:
     async def how_it_is(self, job: str, host: str) -> str:
         """What Slurm says of a job and a node of it."""
         found = await self._state(job, fresh=True)
-        if found is None or not found.is_running:
+        if found is None or found.is_waiting or found.has_ended:
             waits = found is not None and found.is_waiting
             return "Slurm has put it back into the queue" if waits else how_it_ended(job, found)
         return f"Slurm has given {host} up" if await self.cluster.is_down(host) else "it still runs"
@@ -393,7 +448,9 @@ class Jobs:
 
     async def _cancel_later(self, asked: AskedJob) -> None:
         await asyncio.sleep(REORDER_SECONDS)
-        if not asked.waiting and asked in self._asked:
+        # A node that was ordered again is no longer among the released ones, also when it runs.
+        is_unwanted = set(asked.nodes) <= asked.released and not asked.waiting
+        if is_unwanted and asked in self._asked:
             with contextlib.suppress(PoolError):
                 await self._cancel(asked)
 
@@ -402,11 +459,21 @@ class Jobs:
         if asked.following is not None and asked.following is not asyncio.current_task():
             asked.following.cancel()
             await asyncio.wait({asked.following})
-        asked.released.update(asked.nodes)
         asked.is_cancelled = True
         if not asked.id:
             self._remove(asked)
             return
+        # If Slurm does not cancel it, the job still has the nodes that it had.
+        released = set(asked.released)
+        asked.released.update(asked.nodes)
+        try:
+            await self._until_cancelled(asked, job)
+        except PoolError:
+            asked.released = released
+            raise
+        self._remove(asked)
+
+    async def _until_cancelled(self, asked: AskedJob, job: SlurmJob | None) -> None:
         deadline = time.monotonic() + GONE_SECONDS
         if job is None or not job.has_ended:
             await self.cluster.cancel(asked.id)
@@ -418,7 +485,6 @@ class Jobs:
                 raise PoolError(f"job {asked.id} does not end: it is {job.state}; see `squeue`")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
-        self._remove(asked)
 
     def _remove(self, asked: AskedJob) -> None:
         self._spares.close(asked.id)

@@ -28,6 +28,8 @@ _LOCAL = (
     *("TMPDIR", "XDG_RUNTIME_DIR", "SSH_AUTH_SOCK", "DISPLAY", "OLDPWD", "PWD", "INVOCATION_ID"),
 )
 """Variables that name things of the login node, which Slurm would take to the others."""
+_OF_SBATCH = ("SBATCH_CLUSTERS",)
+"""Variables that lead `sbatch` to where the other commands do not look."""
 _OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Of the variables that a job of Slurm's has, those that another job may have, too."""
 
@@ -87,7 +89,8 @@ def here_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in _LOCAL and (not name.startswith("SLURM_") or name in _OF_SLURM)
+        if name not in (*_LOCAL, *_OF_SBATCH)
+        and (not name.startswith("SLURM_") or name in _OF_SLURM)
     }
 
 

@@ -34,17 +34,23 @@ warn() {{
     left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%L 2>/dev/null)
     nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
     told="{{\\"ask\\": \\"notice\\", \\"left\\": \\"$left\\", \\"reason\\": \\"{reason}\\"}}"
-    for node in $(scontrol show hostnames "$nodes"); do
-        srun {step} --nodes=1 --ntasks=1 --nodelist="$node" \\
-            sh -c "$start" sh "$relay" keeper "$told" &
-    done
+    nodes=${{nodes:-$SLURM_JOB_NODELIST}}
+    count=$(scontrol show hostnames "$nodes" | wc -l)
+    srun {step} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \\
+        sh -c "$start" sh "$relay" keeper "$told" &
 }}
 
 trap warn USR1
 # The keepers get this signal, too, and need a moment.
 trap : TERM
-words=$(mktemp)
-srun {launch} sh -c "$start" sh "$keeper" {config} 2>"$words" &
+# TMPDIR may name a folder that only the login node has. Without a name, the file leaves nothing.
+if words=$(mktemp /tmp/sky.XXXXXX 2>/dev/null); then
+    exec 3<>"$words"
+    rm -f "$words"
+else
+    exec 3>/dev/null
+fi
+srun {launch} sh -c "$start" sh "$keeper" {config} 2>&3 &
 keepers=$!
 status=0
 while :; do
@@ -52,11 +58,10 @@ while :; do
     status=$?
     kill -0 "$keepers" 2>/dev/null || break
 done
-if [ "$status" != 0 ] && [ -s "$words" ]; then
+if [ "$status" != 0 ] && [ -s /proc/self/fd/3 ]; then
     # The client reads why, where it cannot read a file of this node.
-    scontrol update JobId="$SLURM_JOB_ID" Comment="$(tail -c 400 "$words" | tr '\\n|' '  ')"
+    scontrol update JobId="$SLURM_JOB_ID" Comment="$(tail -c 400 /proc/self/fd/3 | tr '\\n|' '  ')"
 fi
-rm -f "$words"
 exit "$status"
 """
 

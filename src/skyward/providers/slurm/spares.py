@@ -10,6 +10,11 @@ from typing import Any
 
 from skyward.errors import PoolError
 
+AT_ONCE, STEP_SECONDS = 32, 0.25
+"""How many steps may be starting at the same time, and how long one counts as starting.
+
+All of them ask the one controller, and nothing says when it has answered.
+"""
 Connect = Callable[[str, str], Coroutine[Any, Any, socket.socket]]
 
 
@@ -23,6 +28,7 @@ class Spares:
     def __init__(self, connect: Connect) -> None:
         """`connect` connects to the keeper of a job on a host."""
         self._connect = connect
+        self._limit = asyncio.Semaphore(AT_ONCE)
         self._opening: dict[tuple[str, str], asyncio.Task[socket.socket]] = {}
         self._first: set[asyncio.Task[socket.socket]] = set()
 
@@ -32,9 +38,16 @@ class Spares:
             self._first.add(self._open(job, host))
 
     def _open(self, job: str, host: str) -> asyncio.Task[socket.socket]:
-        opening = asyncio.get_running_loop().create_task(self._connect(job, host))
+        opening = asyncio.get_running_loop().create_task(self._connected(job, host))
         self._opening[job, host] = opening
         return opening
+
+    async def _connected(self, job: str, host: str) -> socket.socket:
+        await self._limit.acquire()
+        try:
+            return await self._connect(job, host)
+        finally:
+            asyncio.get_running_loop().call_later(STEP_SECONDS, self._limit.release)
 
     async def take(self, job: str, host: str) -> socket.socket | None:
         """A connection to a keeper; None if there is none ahead."""

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
+from skyward.errors import (
+    ConfigurationError,
+    PoolError,
+    PoolStartError,
+    UnavailableError,
+    UnreachableError,
+)
 from skyward.providers import Order, Request
 from skyward.providers.slurm import resources, steps
-from skyward.providers.slurm.commands import SlurmCluster, check, first_words, shortened
+from skyward.providers.slurm.commands import (
+    SlurmCluster,
+    check,
+    first_words,
+    is_out_of_reach,
+    shortened,
+)
+from skyward.providers.slurm.login import CommandAnswer
 from skyward.providers.slurm.script import SIGNAL, batch_script
 
 _NOT_THERE = "Requested node configuration is not available"
@@ -37,30 +50,59 @@ class Submission:
         return f"sky-{pool}"
 
     async def submit(
-        self, cluster: SlurmCluster, pool: str, nodes: Sequence[int], order: Order
+        self,
+        cluster: SlurmCluster,
+        pool: str,
+        nodes: Sequence[int],
+        order: Order,
+        known: Collection[str] = (),
     ) -> str:
-        """Submit a job for some nodes, and give its number; raises with Slurm's own words."""
+        """Submit a job for some nodes, and give its number; raises with Slurm's own words.
+
+        `known` has the numbers of the pool's other jobs.
+        """
         request = order.request
         there = await self._nodes(cluster, request)
         asked = resources.options(request, there)
         command = ["sbatch", *self._options(pool, nodes, request), *asked, *self.extra]
         script = await self._script(cluster, pool, nodes, request, asked)
         # A job that can never run is accepted by `sbatch`, but not by its test.
-        for test in (True, False):
-            line = [*command, "--test-only"] if test else [*command, "--parsable"]
-            answer = await cluster.login.call(line, script)
+        test = await cluster.login.call([*command, "--test-only"], script)
+        if test.status:
+            if _NOT_THERE in first_words(test) and await self._some_are_away(cluster):
+                order.tell("waiting for nodes that are down")
+            else:
+                self._refuse(cluster, test, there)
+        try:
+            answer = await cluster.login.call([*command, "--parsable"], script)
             if answer.status:
-                said = first_words(answer)
-                if test and _NOT_THERE in said and await self._some_are_away(cluster):
-                    order.tell("waiting for nodes that are down")
-                    continue
-                with_gpus = request.accelerator is not None
-                self._refuse(cluster, said, there if with_gpus else ())
-                check(answer, "submitting a job", cluster.login)
+                self._refuse(cluster, answer, there)
+        except UnreachableError as problem:
+            return await self._accepted(cluster, pool, nodes, known, problem)
         id = answer.output.strip().splitlines()[-1].partition(";")[0] if answer.output else ""
         if not id.isdigit():
             raise PoolStartError(f"`sbatch` gave no number of a job, but {answer.output!r}")
         return id
+
+    async def _accepted(
+        self,
+        cluster: SlurmCluster,
+        pool: str,
+        nodes: Sequence[int],
+        known: Collection[str],
+        problem: UnreachableError,
+    ) -> str:
+        """The job of an `sbatch` that got no answer, if Slurm has accepted it all the same."""
+        try:
+            jobs = await cluster.jobs_called(self.job_name(pool))
+        except PoolError:
+            jobs = []
+        for job in jobs:
+            if job.id not in known and job.nodes == tuple(nodes):
+                return job.id
+        # The controller may come to it later.
+        problem.leaves_machine = True
+        raise problem
 
     async def _some_are_away(self, cluster: SlurmCluster) -> bool:
         """Whether nodes that are down at the moment might have what is asked for.
@@ -79,12 +121,13 @@ class Submission:
         return ["sinfo", "--noheader", "--Node", f"--format={format}", *where]
 
     def _refuse(
-        self, cluster: SlurmCluster, said: str, there: Sequence[resources.NodeKind]
+        self, cluster: SlurmCluster, answer: CommandAnswer, there: Sequence[resources.NodeKind]
     ) -> None:
+        said = first_words(answer)
         if any(words in said for words in _FOR_A_WHILE):
             raise UnavailableError(f"Slurm on {cluster.login.name} said: {said}")
-        if "Unable to contact" in said or "Socket timed out" in said:
-            return
+        if is_out_of_reach(answer):
+            check(answer, "submitting a job", cluster.login)
         has = f"; the GPUs there: {resources.described(there)}" if there else ""
         raise ConfigurationError(
             f"Slurm on {cluster.login.name} refuses the job: {said}{has}; see `sinfo` for what "

@@ -139,6 +139,8 @@ class Keeper:
         listener = self.listen()
         while not self.ending:
             ready = select.select([listener.fileno(), waking], [], [], 1.0)[0]
+            if waking in ready:
+                os.read(waking, CHUNK)
             if listener.fileno() in ready:
                 connection = listener.accept()[0]
                 threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
@@ -153,7 +155,15 @@ class Keeper:
 
     def listen(self):
         # type: () -> socket.socket
-        os.umask(0o077)
+        """Listen where only this user can connect; what commands make has the user's own mask."""
+        mask = os.umask(0o077)
+        try:
+            return self.listen_privately()
+        finally:
+            os.umask(mask)
+
+    def listen_privately(self):
+        # type: () -> socket.socket
         for place in PLACES:
             folder = os.path.join(place, folder_name())
             # One that is left is from an earlier run of the job: Slurm had to kill its keeper.
@@ -223,7 +233,7 @@ class Keeper:
                 connection.sendall(self.told.encode() + b"\n")
             elif kind == "end":
                 self.ending = True
-        except (OSError, ValueError, KeyError):
+        except (OSError, EOFError, ValueError, KeyError):
             pass
         finally:
             connection.close()
