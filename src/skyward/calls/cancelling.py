@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.task import Task
@@ -14,8 +16,9 @@ CANCEL_GRACE = 1.0
 class Canceller:
     """Stops tasks on their executors."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: Loop, drain: Callable[[Lane], None]) -> None:
+        """`drain` has an executor get no new tasks."""
+        self._loop, self._drain = loop, drain
 
     def stop(self, lane: Lane, task: Task) -> None:
         """Have an executor stop a task; an executor that does not stop it is killed."""
@@ -29,6 +32,8 @@ class Canceller:
             # The cancellation has not reached the executor, or reached it a moment ago.
             self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
         else:
+            # The cancelled task may end before its executor does; another must not begin then.
+            self._drain(lane)
             lane.kill(f"{task.name} was cancelled and did not end within {CANCEL_GRACE} s")
 
     def end_stream(self, lane: Lane, task: Task) -> None:

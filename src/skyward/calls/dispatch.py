@@ -64,7 +64,7 @@ class Dispatcher:
         self._loop = loop
         self._console = console
         self._finisher = Finisher(packer, self.counts)
-        self._canceller = Canceller(loop)
+        self._canceller = Canceller(loop, self.lanes.drain)
         self._sending = Sending()
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
