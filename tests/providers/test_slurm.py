@@ -113,7 +113,8 @@ def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
     reason="this machine has apptainer",
 )
 def test_a_job_whose_keepers_do_not_start_says_why() -> None:
-    with pytest.raises(sky.PoolStartError, match=r"has ended.*; it said: .*there is no apptainer on n"):
+    said = r"has ended.*; it said: .*there is no apptainer on n"
+    with pytest.raises(sky.PoolStartError, match=said):
         with sky.Compute(slurm_testbed.provider(container="x"), options=QUIET):
             pass
 
