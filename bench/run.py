@@ -130,11 +130,11 @@ def main() -> int:
 
     rows: list[Row] = []
     for suite in chosen:
-        load = f"load before the run {os.getloadavg()[0]:.2f}"
+        before = os.getloadavg()[0]
         measured = run(suite, quick=options.quick)
         rows += measured
         if not options.quick:
-            record(suite, measured, load)
+            record(suite, measured, before)
     print(text_table(rows))
     print(verdict(rows))
     if options.quick:
@@ -172,7 +172,7 @@ def verdict(rows: Sequence[Row]) -> str:
     return text
 
 
-def record(suite: str, rows: Sequence[Row], load: str) -> None:
+def record(suite: str, rows: Sequence[Row], load_before: float) -> None:
     """Keep a suite's rows, with where and when they were taken."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     machine = (
@@ -182,7 +182,7 @@ def record(suite: str, rows: Sequence[Row], load: str) -> None:
         f"Python {platform.python_version()}",
         f"torch {version('torch')}",
         f"skyward {version('skyward')}",
-        load,
+        f"load before the run {load_before:.2f}",
     )
     kept = {
         "title": SUITES[suite],
