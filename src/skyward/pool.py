@@ -30,6 +30,7 @@ from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
 from skyward.providers import encrypted
 from skyward.spec import Nodes
+from skyward.wire.asking import ServiceConnection
 
 
 class Pool:
@@ -272,6 +273,11 @@ class Pool:
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
         return self._fleet.usage(node)
+
+    def service(self, node: int, name: str) -> ServiceConnection:
+        """A connection to a service of a node's agent; the caller closes it."""
+        self._check_open()
+        return self._fleet.services.open(node, name)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from executors, over sockets."""

@@ -22,6 +22,7 @@ SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
     types.NoneType: st.none(),
+    Any: st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=20),
 }
 
 

@@ -32,6 +32,7 @@ from skyward.nodes.preparing import Preparer
 from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
+from skyward.nodes.services import ServiceDesk
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
@@ -145,6 +146,8 @@ class Fleet:
         self._authority = authority
         self._devices = DeviceDesk(self._tell_node, self._connect_device, self._locate_device)
         self._usage = UsageDesk(self._ask_node)
+        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
+        """The services of the nodes' agents."""
         self._losses = Losses(
             self._roster,
             loop,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -59,7 +59,8 @@ class Hello(Message):
     """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
 
     Between executors it is "peer"; further bulk connections of a device have a number. Between the
-    processes of two devices it is "peer-LINK-NUMBER".
+    processes of two devices it is "peer-LINK-NUMBER". To a service of an agent it is "service-NAME"
+    for clients alone, or "peer-service-NAME" if processes of the pool's nodes may ask, too.
     """
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
@@ -392,6 +393,25 @@ class Reclaim(Message):
     KIND = 36
     seconds: float
     reason: str
+
+
+class Question(Message):
+    """A question to a service of an agent, or a further part of it; the body may hold bytes."""
+
+    KIND = 37
+    what: str
+    arguments: dict[str, Any] = {}
+
+
+class Reply(Message):
+    """A service's answer, or a part of it; the body may hold bytes."""
+
+    KIND = 38
+    value: Any = None
+    problem: str = ""
+    """Why the service refuses or fails; empty if it does not."""
+    more: bool = False
+    """Whether further replies follow to the same request."""
 
 
 class Room(Message):

@@ -42,6 +42,7 @@ from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.notices import Notices
+from skyward.worker.services import ServedNode, Services
 from skyward.worker.supervision import ExecutorProcesses
 from skyward.worker.usage import Gauge
 
@@ -65,6 +66,7 @@ class Agent:
         self._devices = DeviceProcesses(config, self._tell)
         self._gauge = Gauge()
         self._notices = Notices(config.notice, self._tell)
+        self._services = Services(ServedNode(config, self._executors, self._starts.put))
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock")
         self._listener = Listener(
@@ -100,7 +102,8 @@ class Agent:
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if hello.role != "control":
-            channel.close()
+            with contextlib.closing(channel):
+                self._services.serve(channel, hello.role)
             return
         channel.on_change(self._client_changed)
         with self._lock:
@@ -192,6 +195,7 @@ class Agent:
 
     def _close(self) -> None:
         self._listener.close()
+        self._services.close()
         self._notices.close()
         self._devices.close_all()
         self._executors.close()

@@ -177,7 +177,7 @@ class ExecutorProcesses:
     def look(self) -> None:
         """Kill executors that a signal has stopped, and empty output pipes that stay full."""
         now = time.monotonic()
-        for executor in self._all():
+        for executor in self.all():
             if executor.process.ended:
                 continue
             if _is_stopped(executor.process.pid):
@@ -221,7 +221,7 @@ class ExecutorProcesses:
 
     def close(self) -> None:
         """End all executors, and wait until they have ended."""
-        executors = self._all()
+        executors = self.all()
         if self._config.plugged:
             _let_leave(executors)
         for executor in executors:
@@ -229,7 +229,8 @@ class ExecutorProcesses:
         for executor in executors:
             executor.process.wait()
 
-    def _all(self) -> list[ExecutorProcess]:
+    def all(self) -> list[ExecutorProcess]:
+        """The executors as they are now."""
         with self._lock:
             return list(self._running.values())
 

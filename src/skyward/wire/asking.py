@@ -1,0 +1,72 @@
+"""Asking: questions and answers between a service of an agent and whoever connects to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from skyward.errors import PoolError
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Question, Reply
+
+
+class ServiceConnection:
+    """The asking end of a connection to a service; one thread at a time asks."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        """For services that take turns in other ways than question and answer."""
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """The answer to a question; `PoolError` if the service refuses or fails.
+
+        >>> connection.ask("facts")["pid"]
+        """
+        self.channel.send(Question(what, arguments))
+        return self.next_reply().value
+
+    def next_reply(self) -> Reply:
+        """Wait for the next reply; `PoolError` if it tells of a failure."""
+        frame = self.channel.receive()
+        reply = messages.decode_as(Reply, frame.kind, frame.meta)
+        if reply.problem:
+            raise PoolError(reply.problem)
+        return reply
+
+    def close(self) -> None:
+        """End the connection."""
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def next_question(channel: Channel) -> Question:
+    """Wait for the next question; the answering end of a connection calls this."""
+    frame = channel.receive()
+    return messages.decode_as(Question, frame.kind, frame.meta)
+
+
+def answer(channel: Channel, answers: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:
+    """Answer questions, each with the function of its name, until the other end leaves."""
+    while True:
+        request = next_question(channel)
+        found = answers.get(request.what)
+        if found is None:
+            channel.send(Reply(problem=f"this service does not answer {request.what!r}"))
+            continue
+        try:
+            reply = Reply(found(request.arguments))
+        except Exception as problem:
+            reply = Reply(problem=f"{type(problem).__name__}: {problem}")
+        channel.send(reply)

@@ -1,0 +1,85 @@
+"""Services: what a node's agent does besides its tasks, on connections of their own.
+
+A service is a module of this folder with a function `serve`, which answers on one channel until the
+other end leaves. The agent imports the module when somebody asks for the service.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from skyward.errors import ProtocolError
+from skyward.wire.asking import next_question
+from skyward.wire.channel import Channel
+from skyward.wire.identity import PEER
+from skyward.wire.messages import Reply
+from skyward.worker.config import AgentConfig
+from skyward.worker.supervision import ExecutorProcesses
+
+SERVICE = "service-"
+FOR_CLIENTS = frozenset({"about"})
+"""The services for the pool's clients alone."""
+FOR_NODES: frozenset[str] = frozenset()
+"""The services that processes of the pool's nodes may ask, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedNode:
+    """What a service may use of its node."""
+
+    config: AgentConfig
+    executors: ExecutorProcesses
+    on_main_thread: Callable[[Callable[[], None]], None]
+    """Has the agent's main thread call a function: only that thread may start processes."""
+
+
+class ServiceModule(Protocol):
+    """A module with a service."""
+
+    def serve(self, node: ServedNode, channel: Channel) -> None:
+        """Answer until the other end leaves."""
+
+
+class Services:
+    """The connections to the services of one node."""
+
+    def __init__(self, node: ServedNode) -> None:
+        self._node = node
+        self._channels: set[Channel] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def serve(self, channel: Channel, role: str) -> None:
+        """Answer on a channel until the other end leaves; the role names the service."""
+        asked_by_node = role.startswith(f"{PEER}-")
+        name = role.removeprefix(f"{PEER}-").removeprefix(SERVICE)
+        allowed = FOR_NODES if asked_by_node else FOR_CLIENTS | FOR_NODES
+        try:
+            if name not in allowed or SERVICE not in role:
+                next_question(channel)
+                channel.send(Reply(problem=f"the agent has no service {name!r}"))
+                return
+            with self._lock:
+                if self._closed:
+                    return
+                self._channels.add(channel)
+            module: ServiceModule = importlib.import_module(f"{__name__}.{name}")
+            module.serve(self._node, channel)
+        except (EOFError, OSError, ProtocolError):
+            # The other end has left, or does not speak as a client does.
+            pass
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._lock:
+            self._closed = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.abort()
