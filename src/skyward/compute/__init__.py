@@ -18,6 +18,7 @@ from skyward.accelerators import Accelerator
 from skyward.compute.arguments import new_name, resolve
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
+from skyward.compute.configured import arguments_of
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
 from skyward.compute.stats import Stats, done, stats_of
@@ -51,8 +52,8 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 class Compute(Running):
     """A set of machines to run functions on.
 
-    `name` stands for the pool in messages and in `sky ps`. It is only a name: no configuration is
-    looked up by it, and two pools may have the same name.
+    `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have
+    the same, and only `Compute.named` looks a name up in the project's settings.
 
     After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
     process is gone. The other arguments for machines that cost money are those of a provider that
@@ -165,6 +166,18 @@ class Compute(Running):
             Candidate(str(spec), each._spec) for spec, each in zip(specs, made, strict=True)
         ]
         return compute
+
+    @classmethod
+    def named(cls, name: str, **overrides: Any) -> Self:
+        """The `Compute` that the project's settings file describes under a name.
+
+        The file is the nearest skyward.toml, or pyproject.toml with [tool.skyward], from the
+        working directory upwards, or what `SKYWARD_CONFIG` names. `overrides` are arguments of
+        `Compute` that count in place of the file's.
+
+        >>> with sky.Compute.named("train", nodes=4) as compute: ...
+        """
+        return cls(**{**arguments_of(name, without=overrides), **overrides})
 
     # Entering and leaving.
 
