@@ -43,6 +43,7 @@ PUBLIC = [
     "Options",
     "Volume",
     "accelerators",
+    "events",
     "device_stats",
     "profile",
     # what a function sees on its node

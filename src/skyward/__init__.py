@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyward import accelerators as accelerators
+    from skyward import events as events
     from skyward import plugins as plugins
     from skyward.compute import Compute as Compute
     from skyward.compute.choosing import Spec as Spec
@@ -163,7 +164,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ("accelerators", "plugins")
+_MODULES = ("accelerators", "events", "plugins")
 
 __all__ = sorted([*_HOME_OF, *_MODULES])
 

@@ -21,6 +21,7 @@ from skyward.calls.staying import Staying
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
+from skyward.events import EventStream
 from skyward.functions import Function, Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
@@ -44,8 +45,12 @@ class Pool:
         secret = encrypted(spec.provider)
         self._packer = Packer(encrypted=secret, relayed=secret and spec.options.cluster)
         prospects = Prospects(grouped=spec.preparations.together)
-        self._dispatcher = Dispatcher(self._loop, console, self._packer, prospects)
-        self._fleet = Fleet(self.id, spec, self._loop, self._dispatcher, prospects, console)
+        self.events = EventStream(spec.name)
+        """What happens in the pool."""
+        self._dispatcher = Dispatcher(self._loop, console, self._packer, prospects, self.events)
+        self._fleet = Fleet(
+            self.id, spec, self._loop, self._dispatcher, prospects, console, self.events
+        )
         self._ids = itertools.count(1)
         self._results: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results_thread: threading.Thread | None = None

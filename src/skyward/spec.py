@@ -246,7 +246,8 @@ class Options:
     With `cluster=False`, workers have no connection to each other: they know no peers, and pass no
     data on. `idle_timeout` is how long the pool keeps a node without tasks. `orphan_timeout` is how
     long a node lives on without its client, and so how long an outage of the network may last.
-    `console=None` shows progress in the way that the terminal allows.
+    `console=None` shows progress in the way that the terminal allows. `log` is a file to which
+    every event is written as a line of JSON, or "-" for stderr; without it, `SKYWARD_LOG` says so.
 
     >>> Options(default_timeout=30).retries
     0
@@ -258,10 +259,12 @@ class Options:
     idle_timeout: float = 300.0
     orphan_timeout: float = 60.0
     retries: int = 0
+    log: str | None = None
 
     def __post_init__(self) -> None:
         checks.store(
             self,
+            log=None if self.log is None else checks.text(self, "log", self.log),
             cluster=checks.flag(self, "cluster", self.cluster),
             console=None if self.console is None else checks.flag(self, "console", self.console),
             default_timeout=(

@@ -18,6 +18,7 @@ from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
 from skyward.errors import WorkerDiedError
+from skyward.events import EventStream
 from skyward.objects import memory
 from skyward.objects.encoding import encode
 from skyward.wire.messages import KNOWN, STREAMED, Define, Fetch, Message, Run
@@ -148,7 +149,7 @@ def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
     console: Any = None
     packer = Packer(encrypted=True, relayed=False)
-    dispatcher = Dispatcher(loop, console, packer, Prospects(grouped=False))
+    dispatcher = Dispatcher(loop, console, packer, Prospects(grouped=False), EventStream())
     lost, other = lane(Wire()), lane(Wire())
     tasks = [task(number, number) for number in range(8)]
     dispatcher.add(lost, usable=True)

@@ -72,15 +72,20 @@ class Streaming(Answer):
 class Failed(Answer):
     """The task failed."""
 
-    __slots__ = ("_make",)
+    __slots__ = ("_make", "_summary")
 
-    def __init__(self, make: Callable[[], BaseException]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], BaseException], summary: Callable[[], str]) -> None:
+        self._make, self._summary = make, summary
 
     @classmethod
     def because(cls, problem: BaseException) -> Failed:
         """A failure with an exception that the client made."""
-        return cls(lambda: problem)
+        return cls(lambda: problem, lambda: f"{type(problem).__name__}: {problem}")
+
+    @property
+    def summary(self) -> str:
+        """The type and the message of the exception."""
+        return self._summary()
 
     def get(self) -> Any:
         """Raise the exception."""
@@ -114,7 +119,7 @@ def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: st
             )
         return problem
 
-    return Failed(make)
+    return Failed(make, lambda: f"{failure.type_name}: {failure.text}")
 
 
 def remote_traceback(failure: Failure) -> str:

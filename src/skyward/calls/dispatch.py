@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
+from skyward.calls.parcels import HEAVY_BYTES
 from skyward.calls.prospects import Prospects
 from skyward.calls.sending import Sending
 from skyward.calls.staying import ArrivedTensors, Staying
@@ -30,6 +32,15 @@ from skyward.errors import (
     TaskCancelledError,
     TaskTimeoutError,
 )
+from skyward.events import (
+    CallFailed,
+    CallRetried,
+    CallStarted,
+    CallSubmitted,
+    EventStream,
+    OutputWritten,
+    Transferred,
+)
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
@@ -39,6 +50,7 @@ from skyward.wire.messages import (
     Failure,
     Item,
     Missing,
+    Payload,
     Prepared,
     Recall,
     Recalled,
@@ -54,8 +66,16 @@ CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` blo
 class Dispatcher:
     """Owns the tasks of a pool and the lanes they run on."""
 
-    def __init__(self, loop: Loop, console: Console, packer: Packer, prospects: Prospects) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        console: Console,
+        packer: Packer,
+        prospects: Prospects,
+        events: EventStream,
+    ) -> None:
         self.counts = Counts()
+        self._events = events
         self.lanes = Lanes()
         self.packer = packer
         self.closed = False
@@ -63,7 +83,7 @@ class Dispatcher:
         self._prospects = prospects
         self._loop = loop
         self._console = console
-        self._finisher = Finisher(packer, self.counts)
+        self._finisher = Finisher(packer, self.counts, events)
         self._canceller = Canceller(loop, self.lanes.drain)
         self._sending = Sending()
         self._releasing: deque[Lane] = deque()
@@ -122,6 +142,8 @@ class Dispatcher:
             return
         task.retries -= 1
         self.counts.retried += 1
+        if self._events.listened:
+            self._events.emit(CallRetried, task.id, task.name, str(problem))
         self.lanes.requeue([task])
 
     # Tasks go out.
@@ -174,13 +196,31 @@ class Dispatcher:
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
     def _assign(self, task: Task) -> Lane | None:
+        if self._events.listened:
+            self._events.emit(CallSubmitted, task.id, task.name)
         lane = self.lanes.assign(task)
-        if lane is None:
+        if lane is not None:
+            self._tell_started(lane, task)
+        else:
             if self._prospects.can_run(task):
                 self.lanes.queue(task)
             else:
-                task.finish(Failed.because(self._nowhere_to_run(task)))
+                nowhere = Failed.because(self._nowhere_to_run(task))
+                task.finish(nowhere)
+                emit = self._events.emit
+                emit(CallFailed, task.id, task.name, None, None, 0.0, nowhere.summary)
         return lane
+
+    def _tell_started(self, lane: Lane, task: Task) -> None:
+        if self._events.listened:
+            task.given = time.monotonic()
+            self._events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
+
+    def _tell_transfer(self, lane: Lane, task: Task, direction: str, size: int) -> None:
+        if self._events.listened and size > HEAVY_BYTES:
+            self._events.emit(
+                Transferred, task.id, task.name, lane.node, lane.worker, direction, size
+            )
 
     def _set_timer(self, task: Task) -> None:
         if task.timeout is not None and task.timer is None and not task.done:
@@ -194,6 +234,7 @@ class Dispatcher:
             if not lane.send(task):
                 self.lanes.take_back(lane, task)
                 self._finisher.release(task)
+            self._tell_transfer(lane, task, "sent", task.parcel.encoded.size)
         except KeyboardInterrupt:
             if lane.channel.aborted:
                 self.drain(lane)
@@ -223,6 +264,8 @@ class Dispatcher:
                 self._console.output(
                     message.text, message.stream, lane.node, lane.worker, name, message.transient
                 )
+                if self._events.listened:
+                    self.tell_output(message, lane.node, lane.worker, name)
             case Item():
                 pieces = lane.connection.take(frame, message.payload)
                 task = lane.tasks.get(message.task)
@@ -267,6 +310,7 @@ class Dispatcher:
         pieces = lane.connection.take(frame, result.payload)
         task = self._leave(lane, result.task, result.ran)
         if task is not None:
+            self._tell_transfer(lane, task, "received", _size(result.payload))
             where = f"{task.name} on {lane.where}"
             self._finisher.finish(task, Value(pieces, where, _stayed(lane, task)))
 
@@ -297,6 +341,7 @@ class Dispatcher:
     def _on_end(self, lane: Lane, end: End) -> None:
         task = self._leave(lane, end.task, 1.0)
         if task is not None:
+            task.ran = time.monotonic() - task.given if task.given else 0.0
             self._finisher.end_stream(task, None)
             self._finisher.release(task)
 
@@ -347,9 +392,19 @@ class Dispatcher:
         """Take a task off its lane, which then has room for another."""
         task = self.lanes.leave(lane, task_id, ran)
         lane.stop_feeding(task_id)
-        if task is not None and task.timer is not None:
-            task.timer.cancel()
+        if task is not None:
+            task.ran = ran
+            if task.timer is not None:
+                task.timer.cancel()
         return task
+
+    def tell_output(self, written: Written, node: int, worker: int, name: str) -> None:
+        """Make an event of each line of a task; the states of a progress bar are none."""
+        if not written.transient:
+            for line in written.text.removesuffix("\n").split("\n"):
+                self._events.emit(
+                    OutputWritten, node, worker, written.task, name, written.stream, line
+                )
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""
@@ -372,6 +427,7 @@ class Dispatcher:
     def _fill(self, lane: Lane) -> None:
         light: list[Task] = []
         while (task := self.lanes.assign_next(lane)) is not None:
+            self._tell_started(lane, task)
             if lane.takes_long(task):
                 self._set_timer(task)
                 self._sending.run(lane, functools.partial(self._send, lane, task))
@@ -480,6 +536,10 @@ class Dispatcher:
         sent = sum(lane.channel.bytes_sent for lane in lanes)
         received = sum(lane.channel.bytes_received for lane in lanes)
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
+
+
+def _size(payload: Payload) -> int:
+    return payload.pickle + sum(buffer.length for buffer in payload.buffers)
 
 
 def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:

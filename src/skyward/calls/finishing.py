@@ -6,19 +6,20 @@ from skyward.calls.answers import Answer, Failed, Streaming, Value
 from skyward.calls.counts import Counts
 from skyward.calls.packing import Packer
 from skyward.calls.task import Task
+from skyward.events import CallCancelled, CallFailed, CallFinished, EventStream
 
 
 class Finisher:
     """Gives the tasks of a pool their answers."""
 
-    def __init__(self, packer: Packer, counts: Counts) -> None:
-        self._packer, self._counts = packer, counts
+    def __init__(self, packer: Packer, counts: Counts, events: EventStream) -> None:
+        self._packer, self._counts, self._events = packer, counts, events
 
     def finish(self, task: Task, answer: Answer) -> None:
         """Give a task its answer, and free its memory."""
         first = task.finish(answer)
         if first and not isinstance(answer, Streaming):
-            self._count(task, failed=isinstance(answer, Failed))
+            self._count(task, answer if isinstance(answer, Failed) else None)
         if not first and isinstance(answer, Value):
             answer.discard()
         if task.staying is not None and not isinstance(answer, Streaming):
@@ -30,24 +31,36 @@ class Finisher:
         self.end_stream(task, Failed.because(problem))
         self.finish(task, Failed.because(problem))
 
-    def end_stream(self, task: Task, problem: Answer | None) -> None:
+    def end_stream(self, task: Task, problem: Failed | None) -> None:
         """End the stream of a task, if the task is a stream."""
         if task.stream is not None:
             task.stream.end(problem)
-            self._count(task, failed=problem is not None)
+            self._count(task, problem)
 
     def release(self, task: Task) -> None:
         """Free a task's memory if the task is done and no lane may still be sending it."""
         if task.done and not task.on_executor:
             self._packer.release(task.parcel)
 
-    def _count(self, task: Task, *, failed: bool) -> None:
+    def _count(self, task: Task, failed: Failed | None) -> None:
         if task.counted:
             return
         task.counted = True
-        if not failed:
+        if failed is None:
             self._counts.succeeded += 1
         elif task.cancelled:
             self._counts.cancelled += 1
         else:
             self._counts.failed += 1
+        if self._events.listened:
+            self._tell(task, failed)
+
+    def _tell(self, task: Task, failed: Failed | None) -> None:
+        load, emit = task.load, self._events.emit
+        node, worker = (None, None) if load is None else (load.node, load.worker)
+        if failed is None:
+            emit(CallFinished, task.id, task.name, node, worker, task.ran)
+        elif task.cancelled:
+            emit(CallCancelled, task.id, task.name, node, worker)
+        else:
+            emit(CallFailed, task.id, task.name, node, worker, task.ran, failed.summary)

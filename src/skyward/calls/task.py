@@ -25,6 +25,7 @@ class Task:
         "code",
         "counted",
         "done",
+        "given",
         "handles",
         "id",
         "inputs",
@@ -33,6 +34,7 @@ class Task:
         "on",
         "order",
         "parcel",
+        "ran",
         "retries",
         "sent",
         "staying",
@@ -83,6 +85,10 @@ class Task:
         self.cancelled = False
         self.counted = False
         """Whether `Counts` counts the task as succeeded, failed or cancelled."""
+        self.ran = 0.0
+        """How many seconds the function itself ran, once it is known."""
+        self.given = 0.0
+        """When an executor was given the task, if anybody listens to events."""
         self.wrote = False
         self.answer: Answer | None = None
         self._on_done: Callable[[Task], None] | None = None

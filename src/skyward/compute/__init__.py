@@ -19,6 +19,7 @@ from skyward.compute.arguments import new_name, resolve
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.configured import arguments_of
+from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
 from skyward.compute.stats import Stats, done, stats_of
@@ -32,6 +33,7 @@ from skyward.errors import (
     UnavailableError,
     UnreachableError,
 )
+from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.spec import PoolSpec
@@ -60,6 +62,8 @@ class Compute(Running):
     sells them: `allocation`, `region`, `disk_gb`, and `max_hourly_cost`, the most that one machine
     may cost in an hour, in US dollars.
 
+    `on_event` is called with every event of the pool (`sky.events`), on a thread of its own.
+
     >>> with sky.Compute(nodes=2) as compute:
     ...     result = train(model, x, y) >> compute
     """
@@ -83,7 +87,9 @@ class Compute(Running):
         max_hourly_cost: float | None = None,
         ttl: float | None = None,
         disk_gb: float | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
+        check_callback(on_event)
         self._spec, self._plugins = resolve(
             provider=provider,
             nodes=nodes,
@@ -107,6 +113,8 @@ class Compute(Running):
         self._choose: Choose | None = None
         """How to choose among the candidates; None if there is nothing to choose."""
         self._pool: Pool | None = None
+        self._on_event = on_event
+        self._listening: Listening | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
         self._was_ready = False
@@ -127,6 +135,7 @@ class Compute(Running):
         volumes: Sequence[Volume] = (),
         name: str | None = None,
         ttl: float | None = None,
+        on_event: OnEvent | None = None,
     ) -> Self:
         """A `Compute` on the machines of one of several specs: the first that can be had.
 
@@ -157,6 +166,7 @@ class Compute(Running):
                 volumes=volumes,
                 name=name,
                 ttl=ttl,
+                on_event=on_event,
             )
             for spec in specs
         ]
@@ -264,8 +274,10 @@ class Compute(Running):
         several = spec.worker.per_node != 1
         console = self._console = console_for(spec.options.console, several_workers=several)
         count = spec.nodes.desired
-        self._pool = Pool(spec, console)
+        pool = self._pool = Pool(spec, console)
         try:
+            self._listening = Listening(pool, self._on_event, console.note)
+            pool.events.emit(PoolStarted, spec.provider.name, count)
             console.begin(f"{self.name}: starting {quoted(spec)}", count)
             self._pool.start()
             self._enter_plugins()
@@ -275,6 +287,7 @@ class Compute(Running):
                 time.monotonic() - started,
                 self._pool.ledger.hourly_cost,
             )
+            pool.events.emit(PoolReady, pool.ready_nodes(), time.monotonic() - started)
             console.ready(f"{self.name}: {ready}")
             # The block's output must follow this line, and not disturb a display that is redrawn.
             console.drain()
@@ -317,6 +330,10 @@ class Compute(Running):
             self._around.close()
         finally:
             pool.close(seconds)
+            listening, self._listening = self._listening, None
+            if listening is not None:
+                pool.events.emit(PoolClosed, pool.ledger.cost)
+                listening.close()
         if console is not None:
             self._console = None
             receipt = pool.ledger.receipt()

@@ -13,6 +13,7 @@ from skyward.device import processors
 from skyward.device.library import DeviceError
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, SkywardError
+from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.wire.channel import Channel
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
 
@@ -32,9 +33,11 @@ class DeviceDesk:
         tell: Callable[[int, Message], None],
         connect: Callable[[int, str, str], Channel],
         locate: Callable[[int, str], Whereabouts],
+        events: EventStream,
     ) -> None:
         """`locate` says where others find a process of a node, by its endpoints."""
         self._tell, self._connect, self._locate = tell, connect, locate
+        self._events = events
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
@@ -95,6 +98,7 @@ class DeviceDesk:
             core().keep_index(device.index)
             self._lost.append((node, kinds, device.index))
         device.close(why)
+        self._events.emit(DeviceClosed, node, device.index, why)
 
     def find(self, index: int) -> tuple[int, set[str]] | None:
         """The node of an open device, and the kinds by which the device was asked for."""
@@ -164,6 +168,7 @@ class DeviceDesk:
         if before is not None:
             self._lost.remove(before)
         self._open[number] = (node, {kind, real}, device)
+        self._events.emit(DeviceOpened, node, device.index, real)
         return device.index
 
     def heard(self, message: DeviceUp | DeviceDown) -> None:
@@ -209,6 +214,7 @@ class DeviceDesk:
             devices, self._open = self._open, {}
         for number, (node, _, device) in devices.items():
             device.end(why)
+            self._events.emit(DeviceClosed, node, device.index, why)
             recoveries.forget(device.index)
             with contextlib.suppress(SkywardError):
                 self._tell(node, CloseDevice(number))

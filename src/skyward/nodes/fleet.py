@@ -16,6 +16,7 @@ from skyward.console import Console
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
+from skyward.events import CostCounted, EventStream
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Approach, Contacts, connecting
@@ -67,6 +68,8 @@ PINGS_A_BEAT = 250
 """How many nodes get a heartbeat at one beat, if that is often enough for each of them."""
 BEATS_MOST = 4
 """How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
+BEATS_BETWEEN_COSTS = 20
+"""How many beats lie between two events of the cost: 10 s."""
 LAUNCH_SECONDS = 5.0
 """How long the end of nodes waits for the starts of those that are still starting."""
 
@@ -82,7 +85,9 @@ class Fleet:
         dispatcher: Dispatcher,
         prospects: Prospects,
         console: Console,
+        events: EventStream,
     ) -> None:
+        self._events = events
         self._id, self._spec = pool_id, spec
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
@@ -129,6 +134,7 @@ class Fleet:
                 self._on_control,
                 lambda node, control, why: self._losses.control_ended(node, control, why),
             ),
+            events,
         )
         self._executors = Executors(
             pool_id,
@@ -144,7 +150,9 @@ class Fleet:
             give_up=self._startup.give_up,
         )
         self._authority = authority
-        self._devices = DeviceDesk(self._tell_node, self._connect_device, self._locate_device)
+        self._devices = DeviceDesk(
+            self._tell_node, self._connect_device, self._locate_device, events
+        )
         self._usage = UsageDesk(self._ask_node)
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)
         """The services of the nodes' agents."""
@@ -437,6 +445,7 @@ class Fleet:
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient
                 )
+                self._dispatcher.tell_output(message, node.index, 0, "")
             case _:
                 raise ProtocolError(f"an agent does not send {type(message).__name__}")
 
@@ -475,12 +484,19 @@ class Fleet:
             reason = self._contacts.why_lost(node)
             if reason:
                 self._losses.lose(node, reason)
+        if self._events.listened and self._beats % BEATS_BETWEEN_COSTS == 0:
+            self._tell_cost()
         self._dispatcher.recall_stuck()
         self._membership.retry_failed()
         count, coming = len(self.nodes), len(self._roster.coming)
         there = count - coming
         slots = -(-self.slots() // there) if there else self._slots_of_a_node()
         self._scaler.look(count, coming=coming, slots=slots)
+
+    def _tell_cost(self) -> None:
+        cost, hourly = self.ledger.cost, self.ledger.hourly_cost
+        if cost and hourly is not None:
+            self._events.emit(CostCounted, cost, hourly)
 
     def _beats_between_pings(self, nodes: int) -> int:
         """How many beats there are between two heartbeats of a node: more in a large pool."""

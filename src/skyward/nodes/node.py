@@ -16,6 +16,14 @@ from typing import Literal
 
 from skyward.calls.lane import Lane
 from skyward.errors import PoolStartError
+from skyward.events import (
+    EventStream,
+    NodeChanged,
+    NodeFailed,
+    NodeLost,
+    NodeReady,
+    NodeStopped,
+)
 from skyward.nodes.heartbeats import Heartbeats
 from skyward.nodes.host import Host
 from skyward.nodes.retries import BOUGHT_IN_VAIN, Retries
@@ -81,7 +89,9 @@ class Node:
         host: Host,
         lock: threading.RLock | None = None,
         clock: Callable[[], float] = time.monotonic,
+        events: EventStream | None = None,
     ) -> None:
+        self._events = events or EventStream()
         self.index = index
         self.host = host
         self.control: Channel | None = None
@@ -148,13 +158,31 @@ class Node:
         with self._lock:
             return self.is_expected and (self._state != "failed" or self.retries.may_help)
 
-    def _move(self, to: State, *origins: State) -> bool:
+    def _move(self, to: State, *origins: State, why: str = "") -> bool:
         """Change the state if it is one of `origins`; without them, if `MOVES` allows it."""
         allowed = self._state in origins if origins else to in MOVES[self._state]
         if allowed:
             assert to in MOVES[self._state], f"{self._state} -> {to}"
             self._state = to
+            if self._events.listened:
+                self._tell(to, why)
         return allowed
+
+    def _tell(self, state: State, why: str) -> None:
+        emit, host = self._events.emit, self.host
+        match state:
+            case "starting":
+                pass  # the start tells its phases
+            case "ready":
+                emit(NodeReady, self.index, host.address, host.accelerator, host.accelerators)
+            case "lost":
+                emit(NodeLost, self.index, why)
+            case "failed":
+                emit(NodeFailed, self.index, why)
+            case "stopped":
+                emit(NodeStopped, self.index)
+            case _:
+                emit(NodeChanged, self.index, state, why)
 
     def connect(self, control: Channel) -> bool:
         """Take the connection to a starting node's agent; False if the node has ended."""
@@ -207,7 +235,7 @@ class Node:
     def reclaim(self, reason: str) -> bool:
         """Give the node no more tasks: the provider takes its machine back."""
         with self._lock:
-            if not self._move("reclaimed", "ready", "reconnecting"):
+            if not self._move("reclaimed", "ready", "reconnecting", why=reason):
                 return False
             self.taken_back = reason
             return True
@@ -228,7 +256,9 @@ class Node:
             if before == "draining":
                 if self.control is None and not self.lanes:
                     return None
-            elif not self._move("lost", "starting", "ready", "reconnecting", "reclaimed"):
+            elif not self._move(
+                "lost", "starting", "ready", "reconnecting", "reclaimed", why=reason
+            ):
                 return None
             if before == "reclaimed":
                 # This is no fault of the node's.
@@ -273,7 +303,7 @@ class Node:
         `may_help` says whether the failure may pass without the user.
         """
         with self._lock:
-            if not self._move("failed"):
+            if not self._move("failed", why=str(failure)):
                 return False
             self._judge()
             self.retries.fail(again=retry, may_help=may_help)

@@ -15,6 +15,7 @@ from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.errors import NodeLostError, PoolStartError, SkywardError, UnavailableError
+from skyward.events import EventStream, NodeStarting
 from skyward.nodes import provider_loop
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Approach, Contacts, connecting
@@ -63,6 +64,7 @@ class Startup:
         preparer: Preparer,
         credentials: Credentials | None,
         callbacks: Callbacks,
+        events: EventStream,
     ) -> None:
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
@@ -70,12 +72,13 @@ class Startup:
         self._briefing, self._contacts, self._preparer = briefing, contacts, preparer
         self._credentials = credentials
         self._callbacks = callbacks
+        self._events = events
         self._versions = my_versions()
         self._told_out_of_reach: set[Node] = set()
 
     def new_node(self, index: int) -> Node:
         """A new node; its start has not begun."""
-        return Node(index, self._host(index), self._roster.lock)
+        return Node(index, self._host(index), self._roster.lock, events=self._events)
 
     def _host(self, index: int, lost: Host | None = None) -> Host:
         return Host(
@@ -84,16 +87,20 @@ class Startup:
                 self._id,
                 index,
                 self._spec.request,
-                tell=lambda reason: self._console.phase(index, reason),
+                tell=lambda reason: self._phase(index, reason),
                 note=self._console.note,
                 name=self._spec.name,
             ),
             self._journal,
-            phase=lambda phase: self._console.phase(index, phase),
+            phase=lambda phase: self._phase(index, phase),
             note=self._console.note,
             lost=lost,
             ledger=self._ledger,
         )
+
+    def _phase(self, index: int, phase: str) -> None:
+        self._console.phase(index, phase)
+        self._events.emit(NodeStarting, index, phase)
 
     def start(self, node: Node) -> None:
         """Begin to start a new node."""
@@ -118,16 +125,16 @@ class Startup:
 
     async def _bring_up(self, node: Node) -> None:
         try:
-            self._console.phase(node.index, "starting")
+            self._phase(node.index, "starting")
             removal = node.begin_start()
             if removal is not None:
                 await asyncio.wait([asyncio.wrap_future(removal)])
             host = node.host
             if host.may_return:
-                self._console.phase(node.index, "creating")
+                self._phase(node.index, "creating")
             await host.prepare()
             await host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
-            self._console.phase(node.index, "connecting")
+            self._phase(node.index, "connecting")
             await asyncio.wrap_future(connecting.submit(self._connect, node, host))
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
@@ -149,7 +156,7 @@ class Startup:
         self._contacts.watch_node(node, control)
         for warning in check_compatible(self._versions, welcome.versions, f"node {node.index}"):
             self._console.note(warning)
-        self._console.phase(node.index, "starting workers")
+        self._phase(node.index, "starting workers")
         self._preparer.node_up(node)
         self._loop.watch(
             control,
@@ -187,7 +194,7 @@ class Startup:
                 f"node {node.index} is out of reach: {failure}; it is tried again for "
                 f"{RETURN_SECONDS / 60:g} minutes"
             )
-        self._console.phase(node.index, "out of reach")
+        self._phase(node.index, "out of reach")
         self._loop.later(pause, lambda: self.start_again(node))
         return True
 

@@ -1,0 +1,271 @@
+"""Events: what happens in a pool, as values that a program can read.
+
+A pool makes events only while somebody listens.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a pool; `time` is in seconds since 1970."""
+
+    time: float
+    pool: str
+    """The name of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStarted(Event):
+    """A pool has begun to start its nodes."""
+
+    provider: str
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReady(Event):
+    """A pool can be used."""
+
+    nodes: int
+    seconds: float
+    """How long the start took."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolClosed(Event):
+    """A pool was taken down; `cost` is in US dollars, or None if a price is unknown."""
+
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStarting(Event):
+    """A node has entered a phase of its start, such as "creating" or "connecting"."""
+
+    node: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReady(Event):
+    """A node runs tasks from now on, or again after a lost connection."""
+
+    node: int
+    address: str
+    accelerator: str | None
+    accelerators: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChanged(Event):
+    """A node is "reconnecting", "reclaimed" by its provider, or "draining" to leave the pool."""
+
+    node: int
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost(Event):
+    """A node is gone; it will be started again."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailed(Event):
+    """A node did not start, or was lost too often."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStopped(Event):
+    """A node has left the pool."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallSubmitted(Event):
+    """A call waits for a worker; `call` is its number in the pool."""
+
+    call: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted(Event):
+    """A call was given to a worker, which runs it at once or after other short calls."""
+
+    call: int
+    name: str
+    node: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallRetried(Event):
+    """A call lost its worker and waits for another."""
+
+    call: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished(Event):
+    """A call has returned."""
+
+    call: int
+    name: str
+    node: int | None
+    worker: int | None
+    seconds: float
+    """How long the function itself ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed(Event):
+    """A call has raised an exception, or could not be run."""
+
+    call: int
+    name: str
+    node: int | None
+    worker: int | None
+    seconds: float
+    error: str
+    """The type and the message of the exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallCancelled(Event):
+    """A call was cancelled."""
+
+    call: int
+    name: str
+    node: int | None
+    worker: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWritten(Event):
+    """A call has written one line; `call` is 0 for a line that belongs to no call."""
+
+    node: int
+    worker: int
+    call: int
+    name: str
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred(Event):
+    """A call's large arguments have gone to a node, or its large result has come from it."""
+
+    call: int
+    name: str
+    node: int
+    worker: int
+    direction: Literal["sent", "received"]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened(Event):
+    """A torch device was opened; `device` is its index, as in "sky:0"."""
+
+    node: int
+    device: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClosed(Event):
+    """A torch device was closed."""
+
+    node: int
+    device: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CostCounted(Event):
+    """What the pool's machines have cost so far, and cost in an hour, in US dollars."""
+
+    cost: float
+    hourly_cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class EventsDropped(Event):
+    """So many events were left out here, because the listener was too slow for them."""
+
+    count: int
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+NAMES: dict[type[Event], str] = {kind: _snake(kind.__name__) for kind in Event.__subclasses__()}
+"""The name of each kind of event in JSON: "call_started" for `CallStarted`."""
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in NAMES}
+
+
+def as_dict(event: Event) -> dict[str, Any]:
+    """An event as a dictionary that JSON can have; "event" is the name of its kind.
+
+    >>> as_dict(CallSubmitted(1.0, "train", 7, "step"))["event"]
+    'call_submitted'
+    """
+    kind = type(event)
+    return {"event": NAMES[kind]} | {name: getattr(event, name) for name in _FIELDS[kind]}
+
+
+Sink = Callable[[Event], None]
+"""Takes events on the threads that make them: must be quick, and raise nothing."""
+
+
+class EventStream:
+    """The events of one pool; any thread may emit them, and add or remove sinks."""
+
+    __slots__ = ("_lock", "_sinks", "listened", "pool")
+
+    def __init__(self, pool: str = "") -> None:
+        self.pool = pool
+        self.listened = False
+        """Whether anybody listens; if not, nobody needs to make an event."""
+        self._sinks: tuple[Sink, ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, sink: Sink) -> None:
+        """Have a sink get every event from now on."""
+        with self._lock:
+            self._sinks = (*self._sinks, sink)
+            self.listened = True
+
+    def remove(self, sink: Sink) -> None:
+        """Give a sink no more events."""
+        with self._lock:
+            self._sinks = tuple(each for each in self._sinks if each != sink)
+            self.listened = bool(self._sinks)
+
+    def emit(self, kind: type[Event], *values: Any) -> None:
+        """Make an event of this kind with the values of its fields, if anybody listens."""
+        sinks = self._sinks
+        if sinks:
+            event = kind(time.time(), self.pool, *values)
+            for sink in sinks:
+                sink(event)
