@@ -25,6 +25,7 @@ PUBLIC = [
     "Future",
     # where to run it
     "Compute",
+    "Stacks",
     "Stats",
     "NodeView",
     "AWS",

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from skyward.functions import remote as remote
     from skyward.future import Future as Future
     from skyward.market import Offer as Offer
+    from skyward.nodes.stacks import Stacks as Stacks
     from skyward.nodes.view import NodeView as NodeView
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
@@ -147,6 +148,7 @@ _HOMES = {
     ),
     "future": ("Future",),
     "market": ("Offer",),
+    "nodes.stacks": ("Stacks",),
     "nodes.view": ("NodeView",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),

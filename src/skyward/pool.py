@@ -27,6 +27,7 @@ from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
 from skyward.providers import encrypted
@@ -283,6 +284,11 @@ class Pool:
         """A connection to a service of a node's agent; the caller closes it."""
         self._check_open()
         return self._fleet.services.open(node, name)
+
+    def stacks(self) -> Stacks:
+        """Where every process of the nodes that have started is."""
+        there = [node.index for node in self.nodes if node.joined and node.host.endpoint]
+        return read_stacks(there, self.service)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from executors, over sockets."""

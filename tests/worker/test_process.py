@@ -116,7 +116,8 @@ def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(
     fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
 
     def executor(code: str) -> ExecutorProcess:
-        return ExecutorProcess(0, 0, child_of(code), {"stdout": read_end}, announced=True)
+        stacks: Any = None
+        return ExecutorProcess(0, 0, child_of(code), {"stdout": read_end}, stacks, announced=True)
 
     slow = executor("import time; time.sleep(1000)")
     os.write(write_end, b"x" * 200_000)
@@ -167,7 +168,8 @@ def test_last_words_need_no_newline(config: AgentConfig) -> None:
         os.write(write_end, f"to {name}".encode())
         os.close(write_end)
     child: Any = None
-    dead = ExecutorProcess(0, 0, child, outputs, announced=True)
+    stacks: Any = None
+    dead = ExecutorProcess(0, 0, child, outputs, stacks, announced=True)
 
     assert executors._last_words(dead) == "to stdout\nto stderr\n"
     assert told == [Written(0, name, f"to {name}\n", False) for name in outputs]

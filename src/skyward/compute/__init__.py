@@ -37,6 +37,7 @@ from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
 from skyward.plugins.plugin import Plugin, entered
@@ -416,6 +417,15 @@ class Compute(Running):
         >>> compute.usage().cpu_percent
         """
         return self._open_pool.usage(node)
+
+    def stacks(self) -> Stacks:
+        """Where every worker is: the stacks of all its threads, and the tasks that it runs.
+
+        The nodes' agents answer, also for a worker that hangs in C code.
+
+        >>> print(compute.stacks())
+        """
+        return self._open_pool.stacks()
 
     def __repr__(self) -> str:
         if self._pool is None:

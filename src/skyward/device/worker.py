@@ -22,6 +22,7 @@ from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 from skyward.worker import lifeline, limits
 from skyward.worker.config import DeviceConfig
+from skyward.worker.inspection import Inspection
 
 
 def available() -> dict[str, int]:
@@ -54,7 +55,7 @@ def choose(kind: str) -> str:
 def main() -> None:
     """Announce the endpoint, wait for both connections, serve."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceConfig)
-    lifeline.hold(config.lifeline)
+    lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
     limits.raise_descriptors()
     sys.path[:] = config.search_path
     try:

@@ -66,7 +66,9 @@ class Agent:
         self._devices = DeviceProcesses(config, self._tell)
         self._gauge = Gauge()
         self._notices = Notices(config.notice, self._tell)
-        self._services = Services(ServedNode(config, self._executors, self._starts.put))
+        self._services = Services(
+            ServedNode(config, self._executors, self._devices, self._starts.put)
+        )
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock")
         self._listener = Listener(

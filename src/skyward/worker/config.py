@@ -75,6 +75,8 @@ class DeviceConfig(msgspec.Struct):
     """Descriptor to announce the endpoint on."""
     lifeline: int
     """Descriptor that reaches its end when the agent is gone."""
+    stacks: int
+    """Descriptor to tell the agent on where the threads of this process are."""
 
 
 class ExecutorConfig(msgspec.Struct):
@@ -96,3 +98,7 @@ class ExecutorConfig(msgspec.Struct):
     """Descriptor that reaches its end when the agent is gone."""
     output: tuple[int, int]
     """Read ends of this process's own stdout and stderr."""
+    stacks: int
+    """Descriptor to tell the agent on where the threads of this process are."""
+    board: int
+    """Descriptor of memory that shows the agent which tasks run."""

@@ -55,6 +55,7 @@ from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
+from skyward.worker.inspection import Inspection, TaskBoard
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox, Sendable
@@ -84,6 +85,8 @@ class Executor:
         self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
         self._hooks = hooks.Entered()
         self._interrupts = Interrupts(threads=bool(config.threads))
+        self._board = TaskBoard(config.board, config.threads or 1)
+        os.close(config.board)
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._client.emit)
         credentials = Credentials(*config.credentials) if config.credentials else None
@@ -270,7 +273,10 @@ class Executor:
                     self._run_job(job)
         for number in range(self._config.threads):
             threading.Thread(
-                target=self._serve_thread, name=f"skyward-task-{number}", daemon=True
+                target=self._serve_thread,
+                args=(number,),
+                name=f"skyward-task-{number}",
+                daemon=True,
             ).start()
         while True:
             self._read_one()
@@ -292,21 +298,23 @@ class Executor:
             self._capture.end()
         self._client.send(Prepared(problem))
 
-    def _serve_thread(self) -> None:
+    def _serve_thread(self, slot: int) -> None:
         while True:
-            copy_context().run(self._run_job, self._queue.get())
+            copy_context().run(self._run_job, self._queue.get(), slot)
 
-    def _run_job(self, job: Job) -> None:
+    def _run_job(self, job: Job, slot: int = 0) -> None:
         try:
             with self._lock:
                 if job.cancelled or self._waiting.pop(job.run.task, None) is None:
                     return
                 job.thread = threading.get_ident()
                 self._running[job.run.task] = job
+            self._board.begin(slot, job.run.task, job.run.name)
             try:
                 outcome = self._run(job)
             finally:
                 self._running.pop(job.run.task, None)
+                self._board.end(slot)
             self._client.send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
@@ -409,7 +417,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    lifeline.hold(config.lifeline)
+    lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
     limits.raise_descriptors()
     sys.path[:] = config.search_path
     # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.

@@ -1,4 +1,7 @@
-"""The lifeline: a pipe from the agent; when it closes, the child process ends itself."""
+"""The lifeline: a pipe from the agent; when it closes, the child process ends itself.
+
+A byte on it is the number of a question: where are you?
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
+import traceback
+from collections.abc import Callable
 
 from skyward import kernel
 
@@ -14,19 +20,26 @@ LEAVE = signal.SIGUSR2
 """The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
 
 
-def hold(descriptor: int) -> None:
-    """End this process and its group when the agent closes the pipe, or dies."""
+def hold(descriptor: int, asked: Callable[[int], None]) -> None:
+    """End this process and its group when the agent closes the pipe, or dies.
+
+    `asked` is called with the number of every question that the agent asks.
+    """
     if kernel.IS_LINUX:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     threading.Thread(
-        target=_watch, args=(descriptor,), name="skyward-lifeline", daemon=True
+        target=_watch, args=(descriptor, asked), name="skyward-lifeline", daemon=True
     ).start()
 
 
-def _watch(descriptor: int) -> None:
-    while os.read(descriptor, 1):
-        pass
+def _watch(descriptor: int, asked: Callable[[int], None]) -> None:
+    while number := os.read(descriptor, 1):
+        try:
+            asked(number[0])
+        except Exception:
+            # The process must still end with its agent, which notices that no answer comes.
+            traceback.print_exc(file=sys.__stderr__)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

@@ -100,6 +100,13 @@ class ChildProcess:
         """Send a signal to the process alone."""
         self._process.send_signal(number)
 
+    def ask(self, number: int) -> bool:
+        """Ask the process, over its lifeline, where it is; False if it has ended."""
+        try:
+            return os.write(self._lifeline, bytes([number])) == 1
+        except OSError:
+            return False
+
     def end(self) -> None:
         """Kill the process and everything that it started."""
         lifeline.cut(self.pid)

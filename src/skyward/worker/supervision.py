@@ -24,6 +24,7 @@ from skyward.worker import lifeline, process
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.output import PIPE_SIZE, LineCutter
 from skyward.worker.process import ChildProcess
+from skyward.worker.stacks import StackSource
 
 STOPPED_SECONDS = 1.0
 """How long an executor may be stopped by a signal before the agent kills it."""
@@ -45,6 +46,7 @@ class ExecutorProcess:
     slot: int
     process: ChildProcess
     outputs: dict[str, int]
+    stacks: StackSource
     announced: bool = False
     end_reason: str = ""
     stopped_since: float | None = None
@@ -80,6 +82,7 @@ class ExecutorProcesses:
     def _start(self, worker: int, slot: int) -> None:
         pipes = {name: os.pipe() for name in ("stdout", "stderr")}
         config = self._config
+        stacks = StackSource(config.slots if config.threads else 1)
         output = (pipes["stdout"][0], pipes["stderr"][0])
         environment = {**os.environ, context.VARIABLE: self.compute_pool[worker]}
         if config.visible[worker]:
@@ -101,18 +104,21 @@ class ExecutorProcesses:
                     status=status,
                     lifeline=lifeline,
                     output=output,
+                    stacks=stacks.pipe,
+                    board=stacks.board,
                 ),
                 working_directory=config.working_directory,
                 environment=environment,
                 stdout=pipes["stdout"][1],
                 stderr=pipes["stderr"][1],
-                inherited=output,
+                inherited=(*output, *stacks.inherited),
             )
         finally:
             for _, write_end in pipes.values():
                 os.close(write_end)
+            stacks.handed_over()
         executor = ExecutorProcess(
-            worker, slot, child, {name: read_end for name, (read_end, _) in pipes.items()}
+            worker, slot, child, {name: read_end for name, (read_end, _) in pipes.items()}, stacks
         )
         with self._lock:
             self._running[worker, slot] = executor
@@ -133,6 +139,7 @@ class ExecutorProcesses:
         last_words = self._last_words(executor)
         for end in executor.outputs.values():
             os.close(end)
+        executor.stacks.close()
         if self._ending:
             return
         reason = executor.end_reason or self._ending_of(code)

@@ -18,10 +18,11 @@ from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER
 from skyward.wire.messages import Reply
 from skyward.worker.config import AgentConfig
+from skyward.worker.devices import DeviceProcesses
 from skyward.worker.supervision import ExecutorProcesses
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset({"about"})
+FOR_CLIENTS = frozenset({"about", "stacks"})
 """The services for the pool's clients alone."""
 FOR_NODES: frozenset[str] = frozenset()
 """The services that processes of the pool's nodes may ask, too."""
@@ -33,6 +34,7 @@ class ServedNode:
 
     config: AgentConfig
     executors: ExecutorProcesses
+    devices: DeviceProcesses
     on_main_thread: Callable[[Callable[[], None]], None]
     """Has the agent's main thread call a function: only that thread may start processes."""
 
