@@ -59,20 +59,22 @@ def program():
     folder = os.getcwd()
 
     def loop():
-        train.report({"rank": train.get_context().get_world_size()})
+        me = train.get_context()
+        open(f"{folder}/rank-{me.get_world_rank()}-of-{me.get_world_size()}", "w").close()
 
     trainer = DataParallelTrainer(
         loop,
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=folder + "/train"),
     )
-    world = trainer.fit().metrics["rank"]
+    trainer.fit()
+    ranks = sorted(name for name in os.listdir(folder) if name.startswith("rank-"))
     tuned = tune.Tuner(
         lambda config: tune.report({"score": config["x"] ** 2}),
         param_space={"x": tune.grid_search([1, 2, 3])},
         run_config=tune.RunConfig(storage_path=folder + "/tune"),
     ).fit()
-    return {"world": world, "best": tuned.get_best_result("score", "max").metrics["score"]}
+    return {"ranks": ranks, "best": tuned.get_best_result("score", "max").metrics["score"]}
 """
 
 
@@ -118,7 +120,8 @@ def test_ray_train_and_tune_run_on_the_pool(tmp_path: Path) -> None:
     has = subprocess.run([str(PYTHON), "-c", "import ray.train, ray.tune"], capture_output=True)
     if has.returncode != 0:
         pytest.skip("Ray's environment has no ray[train,tune]")
-    assert run(TRAINING, tmp_path, ("train", "tune")) == {"world": 2, "best": 9}
+    found = run(TRAINING, tmp_path, ("train", "tune"))
+    assert found == {"ranks": ["rank-0-of-2", "rank-1-of-2"], "best": 9}
     assert left() == []
 
 
