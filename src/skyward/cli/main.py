@@ -18,6 +18,7 @@ COMMANDS = {
     "down": "Remove the machines of pools that were left behind.",
     "gc": "Find and remove what providers still have of pools that are over.",
     "offers": "List the machines that providers sell, and their prices.",
+    "doctor": "Check this machine, the providers and the pools, and say what to do.",
     "models": "Keep models by name and version: push, pull, list, serve.",
 }
 """Each command is `skyward.cli.<name>:<name>`; with its line here, `--help` need not import it."""

@@ -19,7 +19,16 @@ import platformdirs
 from skyward.device import compiling
 from skyward.device.compiling import PARTS, Compiler, CompilerError
 
-__all__ = ["PARTS", "CompilerError", "cache", "check", "libraries", "library", "shipped_name"]
+__all__ = [
+    "PARTS",
+    "CompilerError",
+    "cache",
+    "check",
+    "is_there",
+    "libraries",
+    "library",
+    "shipped_name",
+]
 
 SHIPPED = Path(__file__).parent / "cores"
 """Where a wheel for one platform has its cores; the wheel for all platforms has none."""
@@ -57,6 +66,11 @@ def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
             with contextlib.suppress(OSError):
                 os.utime(path)
     return list(found.values())
+
+
+def is_there(part: str) -> bool:
+    """Whether the core for this torch exists, so that nothing has to be compiled."""
+    return (_shipped(part) or _cached(part)).exists()
 
 
 def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> str:

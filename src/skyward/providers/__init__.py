@@ -208,6 +208,23 @@ def sweeps(provider: Provider) -> TypeGuard[Sweeper]:
     return hasattr(provider, "sweep")
 
 
+class Answering(Provider, Protocol):
+    """A provider that can be asked whether it would work, for `sky doctor`."""
+
+    async def ping(self) -> str:
+        """Ask one quick question that costs nothing, and return who answered.
+
+        Raises a `ConfigurationError` if the user has not set the provider up, and another
+        `SkywardError` if it is set up and does not work.
+        """
+        ...
+
+
+def answers(provider: Provider) -> TypeGuard[Answering]:
+    """Whether a provider can be asked whether it would work."""
+    return hasattr(provider, "ping")
+
+
 @dataclass(frozen=True, slots=True)
 class Remains:
     """What a provider still has of one pool."""

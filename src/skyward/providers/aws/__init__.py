@@ -17,6 +17,7 @@ from skyward import checks
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.market import Offer
 from skyward.providers import Order, Remains, Request
+from skyward.providers.aws.failures import NO_CREDENTIALS, RequestError
 
 if TYPE_CHECKING:
     from skyward.providers.aws.account import Account
@@ -138,6 +139,21 @@ class AWS:
         from skyward.providers.aws.assortment import Assortment
 
         return Assortment(self._account(), self._settings()).why_none(request)
+
+    async def ping(self) -> str:
+        """Ask whose credentials these are, which needs no permission."""
+
+        def ask() -> str:
+            account = self._account()
+            try:
+                told = account.call("sts", "get_caller_identity", attempts=1)
+            except RequestError as problem:
+                if problem.code in NO_CREDENTIALS:
+                    raise ConfigurationError(str(problem)) from problem
+                raise
+            return f"{told['Arn']} in {account.region}"
+
+        return await asyncio.to_thread(ask)
 
     def price(self, request: Request) -> float | None:
         """The price of the first offer."""

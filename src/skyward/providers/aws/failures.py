@@ -52,7 +52,7 @@ NOT_YET = frozenset(
 )
 """What was just made: AWS tells its parts of it one by one."""
 PRICE = frozenset({"SpotMaxPriceTooLow", "BidPriceTooLow"})
-_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
+NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError"})
 _LOGIN_NEEDED = frozenset(
     {
         *("UnauthorizedSSOTokenError", "SSOTokenLoadError", "SSOError", "TokenRetrievalError"),
@@ -64,7 +64,7 @@ _LOGIN_NEEDED = frozenset(
         *("LoginRefreshRequired", "LoginTokenLoadError", "LoginInsufficientPermissions"),
     }
 )
-RENEWABLE = EXPIRED | _NO_CREDENTIALS | _LOGIN_NEEDED
+RENEWABLE = EXPIRED | NO_CREDENTIALS | _LOGIN_NEEDED
 """Errors after which the user may have got new credentials."""
 _WRONG_KEY = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException"}
@@ -109,7 +109,7 @@ def explained(
     kind = type(problem).__name__
     named = f" --profile {profile}" if profile else ""
     login = f"`aws sso login{named}`"
-    if kind in _NO_CREDENTIALS:
+    if kind in NO_CREDENTIALS:
         return RequestError(
             f"no AWS credentials were found for {_who(profile)}: run `aws configure{named}` or "
             f"{login}, set AWS_PROFILE, or run this where an instance role gives them",

@@ -86,6 +86,11 @@ class Container:
         """The address of the service: enough to find and remove containers."""
         return {"host": self.host or os.environ.get("DOCKER_HOST")}
 
+    async def ping(self) -> str:
+        """The service that answers."""
+        service = await asyncio.to_thread(answering, self.host)
+        return f"Docker or Podman at {service.address}"
+
     def price(self, request: Request) -> float | None:
         """None: the price of the service's machine is unknown."""
         return None

@@ -114,6 +114,20 @@ class Kubernetes:
         """Refuse volumes that no pod can have; the rest only the cluster knows."""
         manifests.check_volumes(request.volumes)
 
+    async def ping(self) -> str:
+        """List a pod, which says whether the server answers and knows the user."""
+
+        def ask() -> str:
+            access = Access(self._place)
+            try:
+                access.get("pods", limit="1")
+                return access.server
+            finally:
+                access.close()
+
+        server = await asyncio.to_thread(ask)
+        return f"namespace {self.namespace} at {server}"
+
     def describe(self) -> Mapping[str, Any]:
         """Where the pool is: enough to find and remove its objects."""
         return {

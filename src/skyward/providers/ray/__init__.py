@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from skyward import checks
@@ -125,6 +126,23 @@ class Ray:
         if isinstance(self.spread, str):
             return self.spread
         return "SPREAD" if self.spread else "PACK"
+
+    async def ping(self) -> str:
+        """Ask the dashboard its version, or connect to the cluster's head."""
+        if "://" in self._cluster:
+            api = JobsApi(self._cluster, self.headers)
+            version = await asyncio.to_thread(api.version)
+            return f"Ray {version} at {api.address}"
+        host, _, port = (await asyncio.to_thread(_head, self._cluster)).rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError as problem:
+            raise UnreachableError(
+                f"Ray({self._cluster!r}): nobody answers at {host}:{port}: {problem}; start the "
+                "cluster, or give its dashboard's address, as in 'http://head:8265'"
+            ) from problem
+        writer.close()
+        return f"the head of a cluster at {host}:{port}"
 
     def check(self, request: Request) -> None:
         """Refuse volumes: nothing is mounted on a machine of the cluster."""
@@ -243,3 +261,17 @@ class Ray:
 def _forget(key: tuple[asyncio.AbstractEventLoop, str, str], link: DriverLink) -> None:
     if _links.get(key) is link:
         del _links[key]
+
+
+def _head(cluster: str) -> str:
+    """The address of a cluster's head; "auto" is what Ray has written down on this machine."""
+    if ":" in cluster:
+        return cluster
+    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
+    try:
+        return (folder / "ray_current_cluster").read_text().strip()
+    except OSError:
+        raise ConfigurationError(
+            "Ray(): no cluster runs on this machine; set RAY_API_SERVER_ADDRESS to the address of "
+            "a dashboard, as in 'http://head:8265'"
+        ) from None

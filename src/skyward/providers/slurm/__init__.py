@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyward import checks
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, UnreachableError
 from skyward.providers import Order, Request
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
@@ -133,6 +133,21 @@ class Slurm:
     def _ssh(self) -> SSH | None:
         assert self.login is None or isinstance(self.login, SSH)
         return self.login
+
+    async def ping(self) -> str:
+        """Ask the controller, through the login node if there is one."""
+        login: Login = Here() if self._ssh is None else Remote(self._ssh)
+        try:
+            version = await login.call(["sinfo", "--version"])
+            state = await login.call(["scontrol", "ping"])
+        finally:
+            await login.close()
+        if state.status:
+            said = (state.words or state.output).strip().rpartition("\n")[2]
+            raise UnreachableError(
+                f"Slurm: no controller answers on {login.name}: {said}; see `scontrol ping` there"
+            )
+        return f"{version.output.strip()} on {login.name}"
 
     def check(self, request: Request) -> None:
         """Refuse volumes that are elsewhere on the nodes; the rest only the cluster knows."""

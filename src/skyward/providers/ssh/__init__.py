@@ -113,6 +113,21 @@ class SSH:
             )
         return cls(hosts, config=config, **options)
 
+    async def ping(self) -> str:
+        """Log in to every host, and run nothing but a look at our own folder."""
+        from skyward.providers.ssh.machine import labels
+
+        hosts = list(dict.fromkeys(self.hosts))
+        tried = await asyncio.gather(
+            *(labels(self._destination(host)) for host in hosts), return_exceptions=True
+        )
+        problems = [each for each in tried if isinstance(each, BaseException)]
+        if not problems:
+            return f"login to {', '.join(hosts)}"
+        if len(problems) == 1 or not isinstance(problems[0], PoolStartError):
+            raise problems[0]
+        raise PoolStartError("; ".join(map(str, problems)))
+
     def check(self, request: Request) -> None:
         """Refuse more nodes than there are hosts, and volumes: nothing is mounted on a host."""
         if request.most_nodes > len(self.hosts):

@@ -1,0 +1,262 @@
+"""The health of this machine: what a pool here needs, found without starting one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from skyward import __version__
+from skyward.console.measures import size
+from skyward.device.build import cache
+from skyward.providers.local.cards import measured_cards
+from skyward.providers.state import state_folder
+
+State = Literal["ok", "not set up", "problem", "broken"]
+
+_LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 << 30, 256 << 20, 2 << 30
+_FEW_FILES = 1024
+_WORKER_SECONDS = 60.0
+_TORCH_SECONDS = 120.0
+_WORKER = """
+import skyward as sky
+@sky.function
+def answer(): return 42
+with sky.Compute(options=sky.Options(console=False)) as compute:
+    assert answer() >> compute == 42
+"""
+_TORCH = """
+import json, torch
+from skyward.device import build
+print(json.dumps({
+    "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+    "core": all(map(build.is_there, build.PARTS)),
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found, and what to do about it."""
+
+    check: str
+    state: State
+    """ "not set up" is no fault; a "problem" leaves the rest usable; with "broken" nothing runs."""
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[], list[Finding]]
+
+
+def machine_checks() -> dict[str, Check]:
+    """The checks of this machine, by name; each may be run in a thread of its own."""
+    return {
+        "versions": _versions,
+        "local": _local_worker,
+        "torch": _torch,
+        "gpu": _gpus,
+        "memory": lambda: [*_memory(), *_shared_memory()],
+        "limits": _limits,
+        "disk": _disk,
+    }
+
+
+def _versions() -> list[Finding]:
+    home = Path(__file__).parents[1]
+    return [
+        Finding("python", "ok", f"{platform.python_version()} at {sys.executable}"),
+        Finding("skyward", "ok", f"{__version__} at {home}"),
+        Finding("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
+    ]
+
+
+def _child(program: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program with this interpreter in an empty folder, where no module is in its way."""
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+        )
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def _local_worker() -> list[Finding]:
+    """Start the pool that `sky.Compute()` means, and call a function."""
+    try:
+        done = _child(_WORKER, _WORKER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [
+            Finding(
+                "local",
+                "broken",
+                f"a worker on this machine did not answer in {_WORKER_SECONDS:g} s",
+                "see whether the machine is overloaded, and run `sky doctor` again",
+            )
+        ]
+    if done.returncode == 0:
+        return [Finding("local", "ok", "a worker on this machine ran a function")]
+    return [
+        Finding(
+            "local",
+            "broken",
+            "a worker on this machine does not start",
+            f"{_last_line(done.stderr)}; run `python -c 'import skyward as sky; "
+            "sky.Compute().__enter__()'` to see all of it",
+        )
+    ]
+
+
+def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return [
+            Finding(
+                "torch",
+                "not set up",
+                "not installed; functions without torch run",
+                "pip install 'skyward[torch]' to send models and to use the torch device",
+            )
+        ]
+    version = metadata.version("torch")
+    try:
+        done = _child(_TORCH, _TORCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [Finding("torch", "problem", f"{version}: import took over {_TORCH_SECONDS:g} s")]
+    if done.returncode:
+        told = _last_line(done.stderr)
+        return [
+            Finding("torch", "problem", f"{version} cannot be imported: {told}", "reinstall torch")
+        ]
+    known = json.loads(done.stdout.splitlines()[-1])
+    built = f"CUDA {known['cuda']}" if known["cuda"] else "CPU build"
+    return [
+        Finding("torch", "ok", f"{version} ({built})"),
+        *_blind_torch(known["gpus"]),
+        _core(known["core"]),
+    ]
+
+
+def _blind_torch(gpus: int) -> Iterator[Finding]:
+    cards = len(measured_cards())
+    if cards and not gpus:
+        yield Finding(
+            "torch",
+            "problem",
+            f"torch sees none of this machine's {cards} GPUs",
+            "install a CUDA build of torch that the driver supports; see pytorch.org/get-started",
+        )
+
+
+def _core(there: bool) -> Finding:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if there:
+        return Finding("device", "ok", "the compiled core for this torch is there")
+    if compiler:
+        return Finding("device", "ok", f"the first use compiles its core with {compiler}")
+    return Finding(
+        "device",
+        "not set up",
+        "no compiled core for this torch, and no C++ compiler",
+        "apt-get install g++ (or name a compiler with CXX) to use the torch device",
+    )
+
+
+def _gpus() -> list[Finding]:
+    cards = measured_cards()
+    if not cards:
+        return [Finding("gpu", "ok", "none: functions run on processors")]
+    names = ", ".join(card.name for card in cards)
+    if shutil.which("nvidia-smi") is None:
+        return [
+            Finding(
+                "gpu",
+                "problem",
+                f"{names}, but there is no nvidia-smi",
+                "install the tools of the NVIDIA driver",
+            )
+        ]
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if done.returncode:
+        said = _last_line(done.stdout + done.stderr)
+        return [Finding("gpu", "problem", f"{names}: {said}", "mend or reinstall the driver")]
+    return [Finding("gpu", "ok", f"{names}, driver {_last_line(done.stdout)}")]
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    found = f"{size(memory.available)} free of {size(memory.total)}"
+    if memory.available < _LITTLE_MEMORY:
+        yield Finding("memory", "problem", found, "a worker with torch needs about 500 MB; free it")
+    else:
+        yield Finding("memory", "ok", found)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return
+    usage = shutil.disk_usage(folder)
+    found = f"{size(usage.free)} free of {size(usage.total)}"
+    if usage.total < _LITTLE_SHARED:
+        advice = "in a container, start it with --shm-size=1g; DataLoader workers need it"
+        yield Finding("shared memory", "problem", found, advice)
+    else:
+        yield Finding("shared memory", "ok", found)
+
+
+def _limits() -> list[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft:,} open files" if soft != resource.RLIM_INFINITY else "no limit of open files"
+    if 0 <= soft < _FEW_FILES:
+        most = "more" if hard == resource.RLIM_INFINITY else f"up to {hard:,}"
+        advice = f"ulimit -n {_FEW_FILES} ({most} is allowed): a pool needs several for each node"
+        return [Finding("limits", "problem", found, advice)]
+    return [Finding("limits", "ok", found)]
+
+
+def _disk() -> list[Finding]:
+    return [
+        _folder("state folder", state_folder(), "SKYWARD_STATE"),
+        _folder("cache folder", cache().parent, "SKYWARD_CACHE"),
+        _folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
+    ]
+
+
+def _folder(check: str, folder: Path, variable: str) -> Finding:
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    elsewhere = f"make it writable, or name another with {variable}"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        # Without the state folder no pool can be written down; without a place for files none runs.
+        state: State = "problem" if variable == "SKYWARD_CACHE" else "broken"
+        return Finding(check, state, f"{folder} cannot be written", elsewhere)
+    free = shutil.disk_usage(existing).free
+    found = f"{folder}, {size(free)} free"
+    if free < _LITTLE_DISK:
+        return Finding(check, "problem", found, f"free some space, or name another: {variable}")
+    return Finding(check, "ok", found)

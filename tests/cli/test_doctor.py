@@ -1,0 +1,176 @@
+"""`sky doctor`: what it finds on this machine and of providers, and when its exit code is 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward.cli import doctor, health
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who has set up no provider, in an empty folder."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "RAY_", "SLURM_", "KUBE", "DOCKER_", "SKYWARD_", "SSH_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+class _Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps({"ray_version": "2.99"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def dashboard() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Dashboard) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
+    run_json, nothing_set_up: Path, silent: str
+) -> None:
+    """Starts a worker and imports torch, in processes of their own: seconds."""
+    (nothing_set_up / "skyward.toml").write_text(
+        f"""
+        [pools.here]
+        [pools.far]
+        provider = "ssh"
+        hosts = ["127.0.0.1:{silent.rpartition(":")[2]}"]
+        timeout = 0.5
+        [pools.typo]
+        node = 2
+        """
+    )
+
+    document = run_json("doctor")
+
+    assert document["ok"] is True
+    found = {each["check"]: each for each in document["checks"]}
+    for name in ("python", "skyward", "local", "torch", "memory", "limits", "state folder"):
+        assert found[name]["state"] == "ok", found[name]
+    for name in ("aws", "kubernetes", "ray", "ssh"):
+        assert found[name]["state"] == "not set up", found[name]
+        assert found[name]["advice"]
+    assert found["pool here"]["state"] == "ok"
+    assert found["pool typo"]["state"] == "problem"
+    assert "did you mean 'nodes'?" in found["pool typo"]["advice"]
+    assert found["pool far"]["state"] == "problem"
+    assert "127.0.0.1" in found["pool far"]["advice"]
+
+
+def test_a_provider_that_answers_is_ok(run, dashboard: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", dashboard)
+
+    lines = run("doctor", "ray").stdout.splitlines()
+
+    assert lines[1].split(None, 2) == ["ray", "ok", f"Ray 2.99 at {dashboard}"]
+    assert len(lines) == 2, "only what was named is checked"
+
+
+def test_a_named_provider_that_is_not_set_up_is_a_failure_with_advice(run) -> None:
+    result = run("doctor", "kubernetes", code=1)
+
+    assert "kubernetes  not set up" in result.stdout
+    assert "To use more:\n- kubernetes: Kubernetes(): there is no cluster" in result.stdout
+    assert "set KUBECONFIG" in result.stdout
+
+
+def test_a_provider_that_is_out_of_reach_is_a_problem(run, monkeypatch: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", closed)
+
+    result = run("doctor", "ray", code=1)
+
+    assert f"To do:\n- ray: Ray('{closed}'): nobody answers there" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_provider_that_never_answers_holds_up_nobody(run, silent: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", silent)
+    monkeypatch.setattr(doctor, "_PROVIDER_SECONDS", 0.3)
+
+    assert "no answer in 0.3 s" in run("doctor", "ray", code=1).stdout
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (1, 1)])
+def test_slurm_is_asked_with_its_own_commands(
+    run, nothing_set_up: Path, monkeypatch: Any, status: int, code: int
+) -> None:
+    for name in ("sinfo", "scontrol"):
+        script = nothing_set_up / name
+        said = "slurm 25.05" if name == "sinfo" else "Slurmctld(primary) at n0"
+        script.write_text(f"#!/bin/sh\necho {said!r}\nexit {0 if name == 'sinfo' else status}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{nothing_set_up}:{os.environ['PATH']}")
+
+    told = run("doctor", "slurm", code=code).stdout
+
+    assert ("slurm 25.05 on this machine" if not status else "no controller answers") in told
+
+
+def test_aws_without_credentials_is_not_set_up(run, monkeypatch: Any) -> None:
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+    told = run("doctor", "aws", code=1).stdout
+
+    assert "aws    not set up" in told
+    assert "credentials" in told
+
+
+def test_a_name_that_no_provider_has_is_wrong_usage(run) -> None:
+    assert "no provider is called 'awss'; there are aws," in run("doctor", "awss", code=2).stderr
+
+
+def test_a_state_folder_that_cannot_be_made_breaks_everything(
+    nothing_set_up: Path, monkeypatch: Any
+) -> None:
+    (nothing_set_up / "file").touch()
+    monkeypatch.setenv("SKYWARD_STATE", str(nothing_set_up / "file" / "state"))
+
+    found = {each.check: each for each in health.machine_checks()["disk"]()}
+
+    assert found["state folder"].state == "broken"
+    assert "name another with SKYWARD_STATE" in found["state folder"].advice
+    assert found["temporary folder"].state == "ok"
+
+
+def test_a_worker_that_does_not_start_is_broken_and_says_why(monkeypatch: Any) -> None:
+    monkeypatch.setattr(health, "_WORKER", "raise SystemExit('no such worker')")
+
+    (found,) = health.machine_checks()["local"]()
+
+    assert found.state == "broken"
+    assert found.advice.startswith("no such worker; run `python -c")
