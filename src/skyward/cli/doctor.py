@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from skyward.cli import output
+from skyward.cli import names, output
 from skyward.cli.commands import FAILED, Command
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ALL_SECONDS = 150.0
 
 
 @click.command(cls=Command)
-@click.argument("providers", nargs=-1, metavar="[PROVIDER]...")
+@click.argument("providers", nargs=-1, metavar="[PROVIDER]...", shell_complete=names.providers)
 def doctor(providers: tuple[str, ...]) -> None:
     """Check this machine, the providers, and the pools, and say what to do.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from skyward.cli import output
+from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.errors import PoolError
 from skyward.market import money
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names.recorded_pools)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
 @click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
 @click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")

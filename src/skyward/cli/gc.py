@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from skyward.cli import output
+from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.cli.down import ask, attempted, failed, said
 from skyward.errors import PoolError, SkywardError
@@ -26,7 +26,7 @@ _HEADS = ("pool", "name", "provider", "owner", "state", "resources")
 
 
 @click.command(cls=Command)
-@click.option("--provider", help="Only this one, such as aws.")
+@click.option("--provider", shell_complete=names.providers, help="Only this one, such as aws.")
 @click.option("--region", help="Only there; a name of the provider's, such as us-east-1.")
 @click.option("--profile", help="With the credentials of that name.")
 @click.option("--all", "everything", is_flag=True, help="Also pools in use and of other users.")

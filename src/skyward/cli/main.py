@@ -9,6 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from skyward import __version__, checks
 from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGroup, reported
@@ -18,8 +19,10 @@ COMMANDS = {
     "down": "Remove the machines of pools that were left behind.",
     "gc": "Find and remove what providers still have of pools that are over.",
     "offers": "List the machines that providers sell, and their prices.",
+    "demo": "Train a model on a worker and evaluate it here.",
     "doctor": "Check this machine, the providers and the pools, and say what to do.",
     "models": "Keep models by name and version: push, pull, list, serve.",
+    "completion": "Print the script that makes a shell complete sky's commands.",
 }
 """Each command is `skyward.cli.<name>:<name>`; with its line here, `--help` need not import it."""
 
@@ -35,6 +38,15 @@ class _Sky(CommandGroup):
             importlib.import_module(f"skyward.cli.{cmd_name}"), cmd_name
         )
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # click would import every command for its line of help.
+        commands = [
+            CompletionItem(name, help=line)
+            for name, line in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

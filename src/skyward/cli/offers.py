@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from skyward.cli import output
+from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.market import money
 
@@ -28,7 +28,7 @@ _RIGHT = ("vcpus", "memory", "$/hour")
 
 
 @click.command(cls=Command)
-@click.argument("accelerator", required=False)
+@click.argument("accelerator", required=False, shell_complete=names.accelerators)
 @click.option("--region", help="Only there; a name of the provider's, such as us-east-1.")
 @click.option("--vcpus", type=float, help="At least so many.")
 @click.option("--memory", type=float, metavar="GB", help="At least so many gigabytes.")
