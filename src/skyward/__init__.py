@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyward import accelerators as accelerators
     from skyward import events as events
     from skyward import plugins as plugins
+    from skyward.calls.flow import Results as Results
     from skyward.compute import Compute as Compute
     from skyward.compute.choosing import Spec as Spec
     from skyward.compute.offers import offers as offers
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from skyward.context import Output as Output
     from skyward.context import Peer as Peer
     from skyward.context import instance_info as instance_info
+    from skyward.context import is_head as is_head
     from skyward.context import redirect_output as redirect_output
     from skyward.context import silent as silent
     from skyward.context import stderr as stderr
@@ -57,7 +60,9 @@ if TYPE_CHECKING:
     from skyward.functions import Function as Function
     from skyward.functions import Gather as Gather
     from skyward.functions import Group as Group
+    from skyward.functions import Group as PendingFunctionGroup  # noqa: F401
     from skyward.functions import Pending as Pending
+    from skyward.functions import Pending as PendingFunction  # noqa: F401
     from skyward.functions import function as function
     from skyward.functions import gather as gather
     from skyward.functions import remote as remote
@@ -90,6 +95,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "calls.flow": ("Results",),
     "compute": ("Compute",),
     "compute.choosing": ("Spec",),
     "compute.offers": ("offers",),
@@ -99,6 +105,7 @@ _HOMES = {
         "Output",
         "Peer",
         "instance_info",
+        "is_head",
         "redirect_output",
         "silent",
         "stderr",
@@ -168,15 +175,23 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 _MODULES = ("accelerators", "events", "plugins")
 
-__all__ = sorted([*_HOME_OF, *_MODULES])
+_ALIASES = {"PendingFunction": "Pending", "PendingFunctionGroup": "Group"}
+"""Names of the other Skyward for things that are here under a name of their own."""
+
+__all__ = sorted([*_HOME_OF, *_MODULES, *_ALIASES])
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"skyward.{name}")
+    if name == "sky":
+        # `from skyward import sky` gives a target for calls, and so does the module.
+        return sys.modules[__name__]
+    name = _ALIASES.get(name, name)
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module 'skyward' has no attribute {name!r}")
+        former = importlib.import_module("skyward.former")
+        raise former.missing("module 'skyward'", name, former.NAMES)
     value = getattr(importlib.import_module(f"skyward.{home}"), name)
     globals()[name] = value
     return value

@@ -359,7 +359,7 @@ def silent(function: F) -> F:
 
 def _only(stream: Stream, only: Only) -> Callable[[F], F]:
     if only == "head":
-        allowed: Callable[[InstanceInfo], bool] = _is_head
+        allowed: Callable[[InstanceInfo], bool] = is_head
     elif callable(only):
         allowed = only
     else:
@@ -370,7 +370,12 @@ def _only(stream: Stream, only: Only) -> Callable[[F], F]:
     return lambda function: _muting(function, (stream,), allowed)
 
 
-def _is_head(info: InstanceInfo) -> bool:
+def is_head(info: InstanceInfo) -> bool:
+    """Whether a place in the pool is that of its first worker.
+
+    >>> @sky.stdout(only=sky.is_head)
+    ... def train(): ...
+    """
     return info.is_head
 
 

@@ -98,7 +98,7 @@ class Function(Generic[P, T]):
             raise ConfigurationError(
                 f"@sky.function on {body!r}: it is not callable; decorate a function"
             )
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        if timeout is not None and not _is_time(timeout):
             raise ConfigurationError(
                 f"function(timeout={timeout!r}): give seconds above 0, or None"
             )
@@ -143,6 +143,20 @@ class Function(Generic[P, T]):
         return Function(
             body, timeout=self.timeout, retries=self.retries, name=self.name, stays=stays
         )
+
+    def with_timeout(self, seconds: float) -> Function[P, T]:
+        """The same function with another timeout for its calls.
+
+        >>> train.with_timeout(600)(x) >> compute
+        """
+        if not _is_time(seconds):
+            raise ConfigurationError(f"with_timeout({seconds!r}): give seconds above 0")
+        changed = self._changed(self.body, self.stays)
+        changed.timeout = seconds
+        with self._lock:
+            # The same body: it need not be encoded again.
+            changed._code = self._code
+        return changed
 
     @property
     def __sky_constant__(self) -> tuple[Any, ...]:
@@ -223,6 +237,10 @@ def _rebuild(
     return Function(body, timeout=timeout, retries=retries, name=name, stays=stays)
 
 
+def _is_time(seconds: object) -> bool:
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
+
+
 def _is_iterator(hint: Any) -> bool:
     if isinstance(hint, str):
         return hint.rpartition(".")[2].startswith("Iterator[") or "abc.Iterator[" in hint
@@ -257,6 +275,13 @@ class Pending(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pending, (self.function, self.args, self.kwargs)
+
+    def with_timeout(self, seconds: float) -> Pending[T]:
+        """The same call with another timeout.
+
+        >>> train(x).with_timeout(600) >> compute
+        """
+        return Pending(self.function.with_timeout(seconds), self.args, self.kwargs)
 
     def __rshift__(self, where: Where) -> T:
         """Run on one node, wait."""
@@ -312,6 +337,16 @@ class Group(Generic[*Ts]):
             return Group((*self.pendings, *other.pendings))
         return Group((*self.pendings, checked(other)))
 
+    def with_timeout(self, seconds: float) -> Group[*Ts]:
+        """The same calls, each with that timeout."""
+        return Group(tuple(pending.with_timeout(seconds) for pending in self.pendings))
+
+    def __len__(self) -> int:
+        return len(self.pendings)
+
+    def __iter__(self) -> Iterator[Pending[Any]]:
+        return iter(self.pendings)
+
     def __rshift__(self, where: Where) -> tuple[*Ts]:
         """Run all of them, wait for all."""
         return cast("tuple[*Ts]", tuple(_target(where).run_all(self.pendings)))
@@ -332,6 +367,28 @@ class Gather(Generic[T_co]):
 
     def __init__(self, pendings: tuple[Pending[Any], ...], stream: bool, ordered: bool) -> None:
         self._pendings, self._stream, self._ordered = pendings, stream, ordered
+
+    def with_timeout(self, seconds: float) -> Gather[T_co]:
+        """The same calls, each with that timeout.
+
+        >>> sky.gather(f(1), f(2)).with_timeout(60) >> compute
+        """
+        changed = tuple(pending.with_timeout(seconds) for pending in self._pendings)
+        return Gather(changed, self._stream, self._ordered)
+
+    def __and__(self, other: Pending[Any] | Group[Any] | Gather[Any]) -> Gather[T_co]:
+        """Add more calls."""
+        more = other if isinstance(other, (Group, Gather)) else (checked(other),)
+        return Gather((*self._pendings, *more), self._stream, self._ordered)
+
+    def __len__(self) -> int:
+        return len(self._pendings)
+
+    def __iter__(self) -> Iterator[Pending[Any]]:
+        return iter(self._pendings)
+
+    def __repr__(self) -> str:
+        return f"<gather of {len(self._pendings)} calls>"
 
     def __rshift__(self, where: Where) -> T_co:
         """Run all of them."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError
+from skyward.former import explained
 
 __all__ = ["Image", "Nodes", "Options", "PipIndex", "Variables", "Volume", "Worker"]
 
@@ -93,6 +94,7 @@ class PipIndex:
         return checks.shown(self)
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Image:
     """What a node has installed: Python, packages, environment and the user's files.
@@ -205,6 +207,7 @@ class Nodes:
         return self.floor != self.ceiling
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Worker:
     """The workers on each node: how many, of which kind, and how many tasks each runs at once.
@@ -239,6 +242,7 @@ class Worker:
         checks.store(self, concurrency=concurrency, per_node=per_node)
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a pool behaves; every time is in seconds.
@@ -278,6 +282,7 @@ class Options:
         )
 
 
+@explained
 @dataclass(frozen=True, slots=True, init=False)
 class Volume:
     """Storage made visible on every node: `source` appears at the path `target`.

@@ -13,6 +13,8 @@ import skyward as sky
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
+from skyward.plugins.frameworks.accelerate_config import variables
+from skyward.plugins.plugin import entered
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -119,3 +121,116 @@ def test_the_image_gets_accelerate() -> None:
     assert sky.Compute(plugins=[sky.plugins.accelerate()])._spec.request.image.pip == (
         "accelerate",
     )
+
+
+FSDP = {
+    "mixed_precision": "bf16",
+    "num_processes": 8,
+    "fsdp": {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True},
+}
+
+
+class TestConfig:
+    """FSDP and DeepSpeed need accelerators, so here the settings arrive and no model is divided."""
+
+    def test_the_settings_of_fsdp_reach_accelerate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        everyone, group = variables(FSDP)
+        for name, value in {**everyone, **group}.items():
+            monkeypatch.setenv(name, value)
+
+        made = FullyShardedDataParallelPlugin()
+
+        assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+        assert made.sharding_strategy.name == "SHARD_GRAD_OP"
+        assert made.use_orig_params is True
+
+    def test_the_settings_of_deepspeed_reach_accelerate(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from accelerate.utils import DeepSpeedPlugin
+
+        _, group = variables(
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {
+                    "zero_stage": 3,
+                    "offload_param_device": "cpu",
+                    "zero3_save_16bit_model": True,
+                    "gradient_clipping": 0.5,
+                },
+            }
+        )
+        for name, value in group.items():
+            monkeypatch.setenv(name, value)
+
+        made = DeepSpeedPlugin()
+
+        assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+        assert (made.zero_stage, made.offload_param_device) == (3, "cpu")
+        assert made.zero3_save_16bit_model is True
+        assert made.gradient_clipping == 0.5
+
+    def test_a_file_of_accelerate_config_and_the_short_form_mean_the_same(self) -> None:
+        file = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": False},
+            "machine_rank": 0,
+        }
+        short = {"fsdp": {"sharding_strategy": "FULL_SHARD", "offload_params": False}}
+
+        assert variables(file) == variables(short)
+
+    def test_workers_get_the_settings_of_the_group(
+        self, sharing: Sharing, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        plugins = [sky.plugins.torch(), sky.plugins.accelerate(config=FSDP)]
+        with sharing(sky.Compute(nodes=2, plugins=plugins, options=QUIET)) as compute:
+            seen = settings("FSDP_SHARDING_STRATEGY", "ACCELERATE_USE_FSDP") @ compute
+
+        assert seen == [["SHARD_GRAD_OP", "true"]] * 2
+        assert "every worker holds the whole model" in capsys.readouterr().err
+
+    def test_deepspeed_that_is_not_installed_is_named(self) -> None:
+        pytest.importorskip("accelerate")
+        plugin = sky.plugins.accelerate(config={"deepspeed": {"zero_stage": 2}})
+        assert plugin.around_process is not None
+
+        with (
+            pytest.raises(ModuleNotFoundError, match=r"deepspeed is not installed.*pip=\["),
+            entered(plugin.around_process, InstanceInfo(total_nodes=2)),
+        ):
+            raise AssertionError("entered")
+
+    def test_a_group_needs_the_torch_plugin(self) -> None:
+        fsdp = sky.plugins.accelerate(config=FSDP)
+
+        with pytest.raises(ConfigurationError, match=r"needs 'torch' before it; write plugins=\["):
+            sky.Compute(plugins=[fsdp])
+        with pytest.raises(ConfigurationError, match="needs 'torch' before it"):
+            sky.Compute(plugins=[fsdp, sky.plugins.torch()])
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ("fsdp.yaml", r"give a dict, such as"),
+            ({"fdsp": {}}, r"'fdsp': \.\.\.\}\): no such setting; there are .*fsdp"),
+            ({"fsdp": {"shard": 1}}, r"'fsdp\.shard'.*sharding_strategy"),
+            ({"fsdp": "FULL_SHARD"}, r"give a dict of its settings"),
+            ({"fsdp": {}, "deepspeed": {}}, r"both 'fsdp' and 'deepspeed'; keep one"),
+            ({"distributed_type": "TPU"}, r"choose NO, MULTI_CPU"),
+            ({"distributed_type": "FSDP", "deepspeed": {}}, r"drop one of the two"),
+            ({"mixed_precision": "fp4"}, r"choose 'no', 'fp16'"),
+        ],
+    )
+    def test_settings_that_are_none_are_refused(self, config: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            sky.plugins.accelerate(config=config)
+
+
+@sky.function
+def settings(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]

@@ -108,10 +108,13 @@ def gather_is_a_list_or_a_stream(model: Model, compute: sky.Compute) -> None:
     assert_type(sky.gather(*calls, stream=True, ordered=False) >> compute, Iterator[float])
 
 
-def map_is_an_iterator(models: list[Model], compute: sky.Compute) -> None:
-    assert_type(compute.map(evaluate, models), Iterator[float])
-    assert_type(compute.map(evaluate, models, ordered=False), Iterator[float])
-    assert_type(compute.map(train, models, [1, 2, 3]), Iterator[Model])
+def map_is_an_iterator_and_a_list(models: list[Model], compute: sky.Compute) -> None:
+    assert_type(compute.map(evaluate, models), sky.Results[float])
+    assert_type(compute.map(evaluate, models, ordered=False), sky.Results[float])
+    assert_type(compute.map(train, models, [1, 2, 3]), sky.Results[Model])
+    assert_type(next(compute.map(evaluate, models)), float)
+    assert_type(compute.map(evaluate, models)[0], float)
+    assert_type(compute.map(evaluate, models)[:2], list[float])
 
 
 def generators_stream(compute: sky.Compute) -> None:

@@ -6,11 +6,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from skyward.calls.answers import Failed
 from skyward.calls.task import Task
+from skyward.errors import ConfigurationError
 from skyward.functions import Pending, checked
+
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -133,3 +136,90 @@ class Flow(Iterator[Any]):
 
     def __del__(self) -> None:
         self.close()
+
+
+class Results(Flow, Generic[T]):
+    """The results of `compute.map`: one by one, or as a list.
+
+    Results that were taken one by one are not kept. `results[0]` waits for all of them and keeps
+    them: then they can be used as a list.
+
+    >>> for score in compute.map(evaluate, range(1000)): ...
+    >>> compute.map(evaluate, range(10))[0]
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pendings: Iterator[Pending[Any]],
+        ordered: bool,
+        ahead: int | None,
+        count: int | None,
+    ) -> None:
+        """`count` is how many results there will be, if that is known."""
+        super().__init__(runner, pendings, ordered, ahead)
+        self._count = count
+        self._taken = 0
+        self._all_taken = False
+        self._kept: list[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        if self._kept is not None:
+            return iter(self._kept)
+        if self._all_taken and self._taken:
+            # A second loop would find nothing, and not say so.
+            raise self._gone()
+        return self
+
+    def __next__(self) -> T:
+        if self._kept is not None:
+            raise TypeError("the results are a list by now; write next(iter(results))")
+        try:
+            result: T = super().__next__()
+        except StopIteration:
+            self._all_taken = True
+            raise
+        self._taken += 1
+        return result
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError(
+                "how many results there will be is not known, since an argument of map has no "
+                "length; write results = list(compute.map(...))"
+            )
+        return self._count
+
+    def __bool__(self) -> bool:
+        return self._count is None or self._count > 0
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if self._kept is None:
+            if self._taken:
+                raise self._gone()
+            kept: list[T] = []
+            for result in self:
+                kept.append(result)
+            self._kept = kept
+        return self._kept[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == other if isinstance(other, list) else self is other
+
+    __hash__ = Flow.__hash__
+
+    def __repr__(self) -> str:
+        if self._kept is not None:
+            return repr(self._kept)
+        many = "results" if self._count is None else f"{self._count} results"
+        return f"<{many} of map; list(...) waits for them>"
+
+    def _gone(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._taken} results of map were taken one by one and are not kept; write "
+            "results = list(compute.map(...)) to use them again"
+        )

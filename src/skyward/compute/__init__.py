@@ -34,6 +34,7 @@ from skyward.errors import (
     UnreachableError,
 )
 from skyward.events import PoolClosed, PoolReady, PoolStarted
+from skyward.former import explained
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.spec import PoolSpec
@@ -52,6 +53,7 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
 
 
+@explained
 class Compute(Running):
     """A set of machines to run functions on.
 

@@ -9,6 +9,7 @@ from typing import Any
 from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
+from skyward.compute.choosing import Spec
 from skyward.errors import ConfigurationError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.preparations import Preparations
@@ -56,6 +57,11 @@ def resolve(
 
     Raises `ConfigurationError` for arguments that no pool can have.
     """
+    if isinstance(provider, Spec):
+        raise ConfigurationError(
+            f"Compute({provider!r}): give a provider; for one of several specs write "
+            "sky.Compute.any([sky.Spec(...), ...])"
+        )
     provider = Local() if provider is None else provider
     check_provider("Compute", provider)
     accelerators.check("Compute", accelerator)

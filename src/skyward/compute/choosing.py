@@ -10,6 +10,7 @@ from typing import Literal
 from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
+from skyward.former import explained
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import Provider, check_provider, sells
@@ -17,6 +18,7 @@ from skyward.providers import Provider, check_provider, sells
 Choose = Literal["cheapest", "first"]
 
 
+@explained
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Machines that a pool may have: one of several, for `Compute.any`.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from skyward.calls.flow import Crowd, Flow, not_the_end
+from skyward.calls.flow import Crowd, Flow, Results, not_the_end
 from skyward.calls.task import Task
 from skyward.compute.broadcasting import broadcast
 from skyward.errors import ConfigurationError
+from skyward.former import METHODS, missing
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
 from skyward.pool import Pool
@@ -100,15 +101,17 @@ class Running(ABC):
     @overload
     def map(
         self, fn: Function[..., T], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[T]: ...
+    ) -> Results[T]: ...
     @overload
     def map(
         self, fn: Callable[..., T], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[T]: ...
+    ) -> Results[T]: ...
     def map(
         self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
-    ) -> Iterator[Any]:
+    ) -> Results[Any]:
         """Make one call per item; only a limited number of calls run ahead of the consumer.
+
+        The results come one by one and are not kept. An index waits for all of them and keeps them.
 
         >>> for score in compute.map(evaluate, range(1000)): ...
         """
@@ -123,7 +126,28 @@ class Running(ABC):
         call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
         pool = self._open_pool
         pendings = (call(*items) for items in zip(*iterables, strict=False))
-        return self._flow(pendings, ordered, ahead=4 * pool.slots() + 16)
+        sizes = [len(values) if isinstance(values, Sized) else None for values in iterables]
+        known = [size for size in sizes if size is not None]
+        count = min(known) if len(known) == len(sizes) else None
+        results: Results[Any] = Results(pool, pendings, ordered, 4 * pool.slots() + 16, count)
+        results.fill()
+        return results
+
+    def current_nodes(self) -> int:
+        """How many nodes are ready now.
+
+        >>> compute.current_nodes()
+        2
+        """
+        return sum(view.state == "ready" for view in self._open_pool.views())
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers: to them, every name would be an attribute.
+        def __getattr__(self, name: str) -> Any:
+            if name in METHODS:
+                raise missing("Compute", name, METHODS)
+            # Once more, for the error: a property may have raised it.
+            return object.__getattribute__(self, name)
 
     def _flow(
         self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from skyward.plugins.frameworks.jax import jax as jax
     from skyward.plugins.frameworks.joblib import joblib as joblib
     from skyward.plugins.frameworks.keras import keras as keras
+    from skyward.plugins.frameworks.mig import mig as mig
+    from skyward.plugins.frameworks.mps import mps as mps
     from skyward.plugins.frameworks.ray import ray as ray
     from skyward.plugins.frameworks.sklearn import sklearn as sklearn
     from skyward.plugins.frameworks.torch import torch as torch
@@ -21,9 +23,31 @@ if TYPE_CHECKING:
 GROUP = "skyward.plugins"
 """The group of entry points under which other packages register plugins."""
 
-_OURS = ("accelerate", "huggingface", "jax", "joblib", "keras", "ray", "sklearn", "torch")
+_OURS = (
+    "accelerate",
+    "huggingface",
+    "jax",
+    "joblib",
+    "keras",
+    "mig",
+    "mps",
+    "ray",
+    "sklearn",
+    "torch",
+)
 
-__all__ = ["accelerate", "huggingface", "jax", "joblib", "keras", "ray", "sklearn", "torch"]
+__all__ = [
+    "accelerate",
+    "huggingface",
+    "jax",
+    "joblib",
+    "keras",
+    "mig",
+    "mps",
+    "ray",
+    "sklearn",
+    "torch",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -43,6 +67,9 @@ def __getattr__(name: str) -> Any:
         made = entry.load()
         globals()[name] = made
         return made
+    former = importlib.import_module("skyward.former")
+    if name in former.PLUGINS:
+        raise former.missing("skyward.plugins", name, former.PLUGINS)
     known = sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})
     raise AttributeError(
         f"there is no plugin {name!r}; there are {', '.join(known)}; others come with packages "

@@ -67,6 +67,8 @@ class Plugin:
     around_process: Around | None = None
     around_client: AroundClient | None = None
     distributed: bool = False
+    needs: tuple[str, ...] = ()
+    """Plugins that must come before this one."""
 
     def __post_init__(self) -> None:
         name = checks.text(self, "name", self.name)
@@ -94,6 +96,8 @@ class Plugin:
         """Change the image: `transform(image, cluster)` returns the new one."""
         return replace(self, transform=transform)
 
+    with_image_transform = with_transform
+
     def with_bootstrap(self, *commands: str | Bootstrap) -> Plugin:
         """Run shell commands on every node before its workers; or a function that lists them.
 
@@ -108,6 +112,8 @@ class Plugin:
         """Wrap every function that is called: `decorate(function)` returns the wrapped one."""
         return replace(self, decorate=decorate)
 
+    with_decorator = with_decorate
+
     def with_around_app(self, around: Around) -> Plugin:
         """Enter `around(info)` once on each node."""
         return replace(self, around_app=around)
@@ -118,7 +124,20 @@ class Plugin:
 
     def with_around_client(self, around: AroundClient) -> Plugin:
         """Enter `around(compute)` on the client while the pool is open."""
+        if _takes_two(around):
+            raise ConfigurationError(
+                f"with_around_client({around!r}): it takes two arguments, and gets one, the "
+                "compute, which knows its nodes; write `def around(compute):`"
+            )
         return replace(self, around_client=around)
+
+    def with_launcher(self, launcher: object) -> Plugin:
+        """Refused: workers are processes of the node's agent, and no launcher starts them."""
+        raise ConfigurationError(
+            f"with_launcher({launcher!r}): no command starts a worker here, so there is none to "
+            "wrap; set up each worker with with_around_process(around), or each node with "
+            "with_around_app(around)"
+        )
 
     def with_distributed(self) -> Plugin:
         """Prepare all workers together, and again when one was replaced."""
@@ -131,6 +150,19 @@ class Plugin:
 
 
 _HOOKS = ("transform", "bootstrap", "decorate", "around_app", "around_process", "around_client")
+
+
+def _takes_two(around: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called with one argument alone."""
+    try:
+        signature = inspect.signature(around)
+    except (TypeError, ValueError):
+        return False
+    try:
+        signature.bind(None)
+    except TypeError:
+        return True
+    return False
 
 
 def _listed(lines: tuple[str, ...], _: Cluster) -> Sequence[str]:
@@ -172,6 +204,12 @@ def composed(plugins: object) -> tuple[Plugin, ...]:
             raise ConfigurationError(
                 f"Compute(plugins=[...]): {plugin.name!r} is there twice; give each plugin once"
             )
+        for name in plugin.needs:
+            if name not in seen:
+                raise ConfigurationError(
+                    f"Compute(plugins=[{plugin!r}]): as it is set up, it needs {name!r} before it; "
+                    f"write plugins=[sky.plugins.{name}(), sky.plugins.{plugin.name}(...)]"
+                )
         seen.add(plugin.name)
     return tuple(plugins)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from skyward.context import InstanceInfo
-from skyward.plugins.packages import check_installed, extended
+from skyward.plugins.packages import check_installed, extended, requirement
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.plugins.pools import OpenCompute
 from skyward.spec import Image
 
 
-def joblib() -> Plugin:
+def joblib(version: str | None = None) -> Plugin:
     """Run `joblib.Parallel` on the pool, in everything that uses it.
 
     Inside the block, `n_jobs=-1` means all slots of the pool. With `n_jobs=1`, or without `n_jobs`,
@@ -22,16 +23,17 @@ def joblib() -> Plugin:
     >>> with sky.Compute(nodes=4, plugins=[sky.plugins.joblib()]):
     ...     squares = joblib.Parallel(n_jobs=-1)(joblib.delayed(square)(i) for i in range(100))
     """
+    package = requirement("joblib", "joblib", "latest" if version is None else version)
     return (
         Plugin.create("joblib")
-        .with_transform(_install)
+        .with_transform(functools.partial(_install, package))
         .with_around_process(with_joblib)
         .with_around_client(on_the_pool)
     )
 
 
-def _install(image: Image, cluster: Cluster) -> Image:
-    return extended(image, ["joblib"])
+def _install(package: str, image: Image, cluster: Cluster) -> Image:
+    return extended(image, [package])
 
 
 @contextlib.contextmanager

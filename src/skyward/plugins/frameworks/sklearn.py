@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from skyward.context import InstanceInfo
 from skyward.plugins.frameworks.joblib import on_the_pool
-from skyward.plugins.packages import check_installed, extended
+from skyward.plugins.packages import check_installed, extended, requirement
 from skyward.plugins.plugin import Cluster, Plugin
 from skyward.spec import Image
 
 
-def sklearn() -> Plugin:
+def sklearn(version: str | None = None) -> Plugin:
     """Run what scikit-learn does in parallel on the pool: searches, cross-validation, forests.
 
     >>> with sky.Compute(nodes=4, plugins=[sky.plugins.sklearn()]):
     ...     search = GridSearchCV(SVC(), grid, n_jobs=-1).fit(x, y)
     """
+    package = requirement("sklearn", "scikit-learn", "latest" if version is None else version)
     return (
         Plugin.create("sklearn")
-        .with_transform(_install)
+        .with_transform(functools.partial(_install, package))
         .with_around_process(_with_sklearn)
         .with_around_client(on_the_pool)
     )
 
 
-def _install(image: Image, cluster: Cluster) -> Image:
-    return extended(image, ["scikit-learn", "joblib"])
+def _install(package: str, image: Image, cluster: Cluster) -> Image:
+    return extended(image, [package, "joblib"])
 
 
 @contextlib.contextmanager
