@@ -61,6 +61,14 @@ PUBLIC = [
     "silent",
     "redirect_output",
     "Output",
+    # what a pool shares
+    "dict",
+    "set",
+    "counter",
+    "queue",
+    "lock",
+    "barrier",
+    "event",
     # models at rest
     "ModelStore",
     "ModelVersion",
@@ -88,6 +96,8 @@ PUBLIC = [
     "Plugin",
     "PluginError",
     "PoolClosedError",
+    "StateFullError",
+    "StateLostError",
     "VersionMismatchError",
     "AuthenticationError",
     "ProtocolError",

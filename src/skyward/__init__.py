@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from skyward.errors import RemoteError as RemoteError
     from skyward.errors import SerializationError as SerializationError
     from skyward.errors import SkywardError as SkywardError
+    from skyward.errors import StateFullError as StateFullError
+    from skyward.errors import StateLostError as StateLostError
     from skyward.errors import StoreDamagedError as StoreDamagedError
     from skyward.errors import StoreError as StoreError
     from skyward.errors import StoreFullError as StoreFullError
@@ -87,6 +89,13 @@ if TYPE_CHECKING:
     from skyward.spec import PipIndex as PipIndex
     from skyward.spec import Volume as Volume
     from skyward.spec import Worker as Worker
+    from skyward.state import barrier as barrier
+    from skyward.state import counter as counter
+    from skyward.state import dict as dict
+    from skyward.state import event as event
+    from skyward.state import lock as lock
+    from skyward.state import queue as queue
+    from skyward.state import set as set
     from skyward.store.checkpoints import checkpoint as checkpoint
     from skyward.store.checkpoints import restore as restore
     from skyward.store.models import ModelStore as ModelStore
@@ -133,6 +142,8 @@ _HOMES = {
         "RemoteError",
         "SerializationError",
         "SkywardError",
+        "StateFullError",
+        "StateLostError",
         "StoreDamagedError",
         "StoreError",
         "StoreFullError",
@@ -168,6 +179,7 @@ _HOMES = {
     "providers.ssh": ("SSH",),
     "sharding": ("shard",),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
+    "state": ("barrier", "counter", "dict", "event", "lock", "queue", "set"),
     "store.checkpoints": ("checkpoint", "restore"),
     "store.models": ("ModelStore", "ModelVersion"),
 }

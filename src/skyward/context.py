@@ -55,6 +55,8 @@ class InstanceInfo:
 
     The two differ while a node with a lower number is missing.
     """
+    state: str = ""
+    """Where processes of this node reach the pool's shared state; empty if they cannot."""
 
     @property
     def total_workers(self) -> int:

@@ -85,6 +85,14 @@ class PluginError(PoolError):
     """A plugin's hook failed; the message has the plugin, the hook, the node and the traceback."""
 
 
+class StateLostError(PoolError):
+    """The owner of a shared object is gone or out of reach, and maybe what the object held."""
+
+
+class StateFullError(PoolError):
+    """The shared state of a pool has as many bytes as it may."""
+
+
 class VersionMismatchError(PoolStartError):
     """Client and worker have versions that cannot exchange functions or data."""
 

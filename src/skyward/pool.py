@@ -32,7 +32,10 @@ from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
 from skyward.providers import encrypted
 from skyward.spec import Nodes
+from skyward.state.link import RemoteLink, StateLink
+from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import Channel
 
 
 class Pool:
@@ -62,6 +65,7 @@ class Pool:
         self._expired = ""
         """Why the pool ended by itself; empty if it did not."""
         self._owner = os.getpid()
+        self._state = RemoteLink(self._connect_to_state, f"the client (process {os.getpid()})")
 
     @property
     def closed(self) -> bool:
@@ -118,6 +122,7 @@ class Pool:
             self._ended.wait()
 
     def _close(self, seconds: float) -> None:
+        self._state.close()
         self._dispatcher.close(self._expired)
         self._fleet.close(seconds)
         self._loop.stop()
@@ -289,6 +294,16 @@ class Pool:
         """Where every process of the nodes that have started is."""
         there = [node.index for node in self.nodes if node.joined and node.host.endpoint]
         return read_stacks(there, self.service)
+
+    @property
+    def state(self) -> StateLink:
+        """The way to the shared state."""
+        self._check_open()
+        return self._state
+
+    def _connect_to_state(self) -> Channel:
+        self.wake()
+        return self.service(OWNER, "state").channel
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from executors, over sockets."""

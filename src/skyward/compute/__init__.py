@@ -45,6 +45,7 @@ from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
 from skyward.providers import Provider
 from skyward.spec import Image, Nodes, Options, Volume, Worker
+from skyward.state.link import StateLink
 
 if TYPE_CHECKING:
     import torch
@@ -428,6 +429,14 @@ class Compute(Running):
         >>> print(compute.stacks())
         """
         return self._open_pool.stacks()
+
+    def state_link(self) -> StateLink:
+        """The way to the shared state, for `sky.dict` and the others."""
+        return self._open_pool.state
+
+    def worker_count(self) -> int:
+        """How many workers there are now."""
+        return len(self._open_pool.workers())
 
     def __repr__(self) -> str:
         if self._pool is None:

@@ -123,7 +123,17 @@ class Briefing:
             job_id=self._id,
             hostname=node.host.hostname,
             place=place,
+            state=self._state_for(node),
         ).to_json()
+
+    def _state_for(self, node: Node) -> str:
+        """Where a node's processes reach the agent of node 0, which has the shared state."""
+        owner = self._roster.get(0)
+        if owner is None or not owner.host.endpoint:
+            return ""
+        if owner is not node and not self._spec.options.cluster:
+            return ""
+        return " ".join(owner.host.for_peers(owner.host.endpoint))
 
     def tell_all(self) -> None:
         """Tell every worker that nodes have come or gone."""

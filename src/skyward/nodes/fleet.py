@@ -209,9 +209,8 @@ class Fleet:
         self._need(nodes)
         self._loop.later(PING_SECONDS, self._ping_while_starting)
         self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
-        if not self._is_here or self._roster.coming:
-            # The addresses of the nodes, and which nodes are there, are known only now.
-            self._briefing.tell_all()
+        # The addresses of the nodes, and which nodes are there, are known only now.
+        self._briefing.tell_all()
         self._started = True
         self._loop.later(PING_SECONDS, self._beat)
 

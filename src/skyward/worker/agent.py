@@ -70,7 +70,7 @@ class Agent:
             ServedNode(config, self._executors, self._devices, self._starts.put)
         )
         credentials = Credentials(*config.credentials) if config.credentials else None
-        where = config.place("agent.sock")
+        where = config.place("agent.sock", for_peers=True)
         self._listener = Listener(
             where, config.pool, credentials, self._accept, versions=my_versions()
         )

@@ -23,6 +23,7 @@ from skyward.errors import PluginError, ProtocolError
 from skyward.objects import encoding, references, tensors
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
+from skyward.state.reaching import worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -423,6 +424,7 @@ def main() -> None:
     # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     executor = Executor(config)
+    worker_state.credentials(Credentials(*config.credentials) if config.credentials else None)
     is_head = config.node == config.worker == config.slot == 0
     port = rendezvous.reserve() if is_head else 0
     announcement = msgspec.json.encode({"endpoint": executor.endpoint, "port": port})

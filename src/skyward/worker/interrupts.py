@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 
+from skyward.state.link import Slot
 from skyward.worker.jobs import Job
 
 AGAIN_SECONDS = 0.005
@@ -19,6 +20,10 @@ AGAIN_SECONDS = 0.005
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
 """Modules that our code and user code wait in; the callers' frames show which of the two it is."""
+
+
+_WAITS = {Slot.wait.__code__}
+"""Functions of ours that wait for the user, and can be interrupted as the user's code can."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,7 +70,7 @@ def _in_our_code(frame: types.FrameType | None) -> bool:
     """Whether our code is sending, printing or giving memory back in this frame."""
     while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
-    if frame is None:
+    if frame is None or frame.f_code in _WAITS:
         return False
     file = frame.f_code.co_filename
     # Finalizers, which `weakref` calls, give memory back.

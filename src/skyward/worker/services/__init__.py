@@ -24,7 +24,7 @@ from skyward.worker.supervision import ExecutorProcesses
 SERVICE = "service-"
 FOR_CLIENTS = frozenset({"about", "stacks"})
 """The services for the pool's clients alone."""
-FOR_NODES: frozenset[str] = frozenset()
+FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""
 
 
@@ -57,11 +57,14 @@ class Services:
 
     def serve(self, channel: Channel, role: str) -> None:
         """Answer on a channel until the other end leaves; the role names the service."""
+        if SERVICE not in role:
+            # Nothing that an agent knows: the connection ends.
+            return
         asked_by_node = role.startswith(f"{PEER}-")
         name = role.removeprefix(f"{PEER}-").removeprefix(SERVICE)
         allowed = FOR_NODES if asked_by_node else FOR_CLIENTS | FOR_NODES
         try:
-            if name not in allowed or SERVICE not in role:
+            if name not in allowed:
                 next_question(channel)
                 channel.send(Reply(problem=f"the agent has no service {name!r}"))
                 return

@@ -1,0 +1,361 @@
+"""The link of a process to the owner of a pool's shared state: one connection for all threads."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyward.errors import ConfigurationError, SkywardError, StateFullError, StateLostError
+from skyward.state.owned import KINDS
+from skyward.state.owner import FULL, Asked, Owner, Session
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Question, Reply
+
+BEAT_SECONDS = 5.0
+"""How often a process that waits or holds a lock shows that it is there."""
+SILENT_SECONDS = 30.0
+"""After so long without a word, an end with something open takes the other for lost."""
+SLICE_SECONDS = 0.5
+"""A waiting thread looks up so often: only then can its task be interrupted."""
+SETTLE_SECONDS = 2.0
+"""How long an interrupted operation waits to learn whether it was performed."""
+
+Undo = Callable[[Any], tuple[str, tuple[Any, ...]] | None]
+"""From the answer to an operation, the operation that takes it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOperation:
+    """What a handle asks for."""
+
+    kind: str
+    name: str
+    what: str
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] | None = None
+    waits: bool = False
+    timeout: float | None = None
+    undo: Undo | None = None
+
+    @property
+    def subject(self) -> str:
+        """The object, in words."""
+        return f"sky.{self.kind} {self.name!r}"
+
+
+class Slot:
+    """An operation whose answer has not come yet."""
+
+    __slots__ = ("_ready", "code", "lost", "parts", "problem", "value")
+
+    def __init__(self) -> None:
+        self._ready = threading.Lock()
+        self._ready.acquire()
+        self.value: Any = None
+        self.problem = ""
+        self.code = ""
+        self.lost = ""
+        """Why there will be no answer."""
+        self.parts: list[Any] | None = None
+
+    def fill(self, value: Any, problem: str, *, more: bool) -> None:
+        """Note an answer, or a part of it."""
+        if problem:
+            self.problem, self.code = problem, str(value)
+        elif more:
+            self.parts = [*(self.parts or ()), *value]
+            return
+        else:
+            self.value = value if self.parts is None else [*self.parts, *value]
+        self._ready.release()
+
+    def lose(self, why: str) -> None:
+        """Note that no answer will come."""
+        self.lost = why
+        self._ready.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the answer; in slices, so that a thread's task can be interrupted."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            if self._ready.acquire(timeout=min(SLICE_SECONDS, max(0.0, left))):
+                return True
+            if left <= 0:
+                return False
+
+
+class StateLink(ABC):
+    """A way to the owner of some shared state."""
+
+    @abstractmethod
+    def epoch(self) -> str:
+        """Names the owner that is there now; `StateLostError` if there is none."""
+
+    @abstractmethod
+    def perform(self, operation: StateOperation, epoch: str) -> Any:
+        """The answer of the owner of that epoch; `StateLostError` if it is lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the link."""
+
+
+def answered(slot: Slot, operation: StateOperation) -> Any:
+    """The value of an answer; raises the error that it tells of."""
+    if not slot.problem:
+        return slot.value
+    raise (StateFullError if slot.code == FULL else ConfigurationError)(slot.problem)
+
+
+class RemoteLink(StateLink):
+    """A link over a connection, which is made when it is first needed, and again after a loss."""
+
+    def __init__(self, dial: Callable[[], Channel], who: str) -> None:
+        """`dial` connects to the owner; `who` is this process, in words."""
+        self._dial, self._who = dial, who
+        self._lock = threading.Lock()
+        self._connection: StateConnection | None = None
+        self._closed = False
+
+    def epoch(self) -> str:
+        return self._connected().epoch
+
+    def _connected(self) -> StateConnection:
+        with self._lock:
+            if self._connection is not None:
+                if not self._connection.lost:
+                    return self._connection
+                self._connection.close()
+                self._connection = None
+            if self._closed:
+                raise StateLostError("the pool of this state is closed")
+            try:
+                self._connection = StateConnection(self._dial(), self._who)
+            except StateLostError:
+                raise
+            except (OSError, EOFError, SkywardError) as problem:
+                raise StateLostError(str(problem)) from problem
+            return self._connection
+
+    def perform(self, operation: StateOperation, epoch: str) -> Any:
+        connection = self._connected()
+        if connection.epoch != epoch:
+            raise StateLostError("its owner was lost, and another one has taken its place")
+        return connection.perform(operation)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+@dataclass(slots=True, eq=False)
+class StateConnection:
+    """One connection to an owner: any thread asks, and one thread reads all answers."""
+
+    channel: Channel
+    who: str
+    epoch: str = field(init=False, default="")
+    lost: str = field(init=False, default="")
+    """Why the connection is of no more use; empty if it is."""
+    holds: int = field(init=False, default=0)
+    """How many locks the process holds over this connection."""
+    _slots: dict[int, Slot] = field(init=False, default_factory=dict)
+    _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _reader: threading.Thread = field(init=False)
+    _heard: float = field(init=False, default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        try:
+            self.channel.set_timeout(BEAT_SECONDS)
+            self.channel.send(Question("begin", {"who": self.who}))
+            reply = self._next_reply()
+            if reply.problem:
+                raise StateLostError(reply.problem)
+            self.epoch = str(reply.value[1])
+        except BaseException:
+            self.channel.close()
+            raise
+        self._reader = threading.Thread(target=self._read, name="skyward-state", daemon=True)
+        self._reader.start()
+
+    def perform(self, operation: StateOperation) -> Any:
+        """The owner's answer to an operation."""
+        slot = Slot()
+        number = next(self._numbers)
+        arguments: dict[str, Any] = {
+            "n": number,
+            "of": (operation.kind, operation.name),
+            "with": operation.arguments,
+        }
+        if operation.options:
+            arguments["options"] = operation.options
+        if operation.waits:
+            arguments["waits"] = operation.timeout
+        try:
+            self._ask(number, slot, Question(operation.what, arguments))
+            slot.wait()
+        except BaseException:
+            self._settle(number, slot, operation)
+            raise
+        if slot.lost:
+            raise StateLostError(slot.lost)
+        value = answered(slot, operation)
+        if operation.kind == "lock" and value:
+            self.holds += {"acquire": 1, "release": -1}.get(operation.what, 0)
+        return value
+
+    def _ask(self, number: int, slot: Slot, question: Question) -> None:
+        with self._lock:
+            if self.lost:
+                raise StateLostError(self.lost)
+            self._slots[number] = slot
+        try:
+            self.channel.send(question)
+        except OSError as problem:
+            # Perhaps in the middle of a frame: nothing can follow.
+            self._lose(f"the connection to it was lost ({problem})")
+
+    def _settle(self, number: int, slot: Slot, operation: StateOperation) -> None:
+        """Cancel an operation whose caller was interrupted, or take back what it has done."""
+        if operation.undo is None and not operation.waits:
+            with self._lock:
+                self._slots.pop(number, None)
+            return
+        with contextlib.suppress(StateLostError, OSError):
+            cancelling, other = Slot(), next(self._numbers)
+            self._ask(other, cancelling, Question("cancel", {"n": other, "with": (number,)}))
+            # The owner answers in order: an answer to the operation has come before this one.
+            cancelling.wait(SETTLE_SECONDS)
+            with self._lock:
+                is_open = self._slots.pop(number, None) is not None
+            undone = None
+            if not is_open and operation.undo is not None and not (slot.problem or slot.lost):
+                undone = operation.undo(slot.value)
+            if undone is not None:
+                what, arguments = undone
+                self.perform(StateOperation(operation.kind, operation.name, what, arguments))
+
+    def _read(self) -> None:
+        while True:
+            try:
+                reply = self._next_reply()
+                number, value = reply.value
+            except TimeoutError:
+                self._beat()
+                if self.lost:
+                    return
+                continue
+            except (EOFError, OSError, SkywardError, TypeError, ValueError) as problem:
+                self._lose(f"the connection to it was lost ({problem})")
+                return
+            self._heard = time.monotonic()
+            with self._lock:
+                slot = self._slots.get(number) if reply.more else self._slots.pop(number, None)
+            if slot is not None:
+                slot.fill(value, reply.problem, more=reply.more)
+
+    def _next_reply(self) -> Reply:
+        frame = self.channel.receive()
+        return messages.decode_as(Reply, frame.kind, frame.meta)
+
+    def _beat(self) -> None:
+        """Show the owner that this process is there, if that matters, and ask the same of it."""
+        if not self._slots and not self.holds:
+            self._heard = time.monotonic()
+            return
+        silent = time.monotonic() - self._heard
+        if silent > SILENT_SECONDS:
+            self._lose(f"it has not answered for {silent:.0f} s")
+            return
+        try:
+            self.channel.send(Question("beat", {"n": 0}))
+        except OSError as problem:
+            self._lose(f"the connection to it was lost ({problem})")
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = why
+            slots, self._slots = self._slots, {}
+        self.channel.abort()
+        for slot in slots.values():
+            slot.lose(why)
+
+    def close(self) -> None:
+        """End the connection; what still waits is told so."""
+        self._lose("the pool of this state is closed")
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self.channel.close()
+
+
+class LocalSession(Session):
+    """The threads of a process that has its state itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.who = "this process"
+        self.slots: dict[int, Slot] = {}
+
+    def answer(
+        self, number: int, value: Any = None, problem: str = "", *, more: bool = False
+    ) -> None:
+        slot = self.slots.get(number) if more else self.slots.pop(number, None)
+        if slot is not None:
+            slot.fill(value, problem, more=more)
+
+
+class LocalLink(StateLink):
+    """The way to state of this process alone, for functions that run outside of any pool."""
+
+    def __init__(self) -> None:
+        self._owner = Owner(KINDS)
+        self._session = LocalSession()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+
+    def epoch(self) -> str:
+        return self._owner.epoch
+
+    def perform(self, operation: StateOperation, epoch: str) -> Any:
+        slot = Slot()
+        session, number = self._session, next(self._numbers)
+        asked = Asked(session, number, operation.waits, operation.timeout)
+        arguments = list(operation.arguments)
+        try:
+            with self._lock:
+                session.slots[number] = slot
+                self._owner.perform(
+                    asked,
+                    operation.kind,
+                    operation.name,
+                    operation.what,
+                    arguments,
+                    operation.options,
+                )
+            if not slot.wait(operation.timeout if operation.waits else None):
+                with self._lock:
+                    self._owner.expire()
+                slot.wait()
+        except BaseException:
+            with self._lock:
+                session.slots.pop(number, None)
+                self._owner.cancel(session, number)
+            raise
+        return answered(slot, operation)
+
+    def close(self) -> None:
+        """There is nothing to end."""

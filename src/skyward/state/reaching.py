@@ -1,0 +1,143 @@
+"""Which shared state a name belongs to: that of a pool, or that of this process alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Protocol, runtime_checkable
+
+from skyward import context, functions
+from skyward.errors import ConfigurationError, SkywardError, StateLostError
+from skyward.state.link import LocalLink, RemoteLink, StateLink
+from skyward.wire.channel import Channel
+from skyward.wire.connecting import connect
+from skyward.wire.identity import PEER, Credentials, node_name
+from skyward.wire.messages import Hello
+
+OWNER = 0
+"""The node whose agent has the state."""
+COMING_SECONDS = 20.0
+"""How long a task waits for an owner that has not started yet."""
+
+
+@runtime_checkable
+class StateTarget(Protocol):
+    """What has shared state: a `Compute`."""
+
+    def state_link(self) -> StateLink:
+        """The way to its state."""
+
+
+class WorkerState:
+    """The way from a process of a node to the state of its pool."""
+
+    def __init__(self) -> None:
+        self._credentials: Credentials | None = None
+        self._lock = threading.Lock()
+        self._told = ""
+        """The `COMPUTE_POOL` variable that the link was made for."""
+        self._where = ""
+        self._link: RemoteLink | None = None
+        self._inherited: list[RemoteLink] = []
+        """The links of the process that this one was forked from: not this one's to close."""
+
+    def credentials(self, credentials: Credentials | None) -> None:
+        """Set what this process proves its identity with; a worker does so when it starts."""
+        self._credentials = credentials
+
+    def link(self, told: str) -> StateLink:
+        """The link; `told` is the `COMPUTE_POOL` variable as it is now."""
+        if told != self._told:
+            self._follow(told)
+        assert self._link is not None
+        return self._link
+
+    def _follow(self, told: str) -> None:
+        """Go to where the owner is now."""
+        with self._lock:
+            where = context.instance_info().state
+            if self._link is None or where != self._where:
+                old = self._link
+                self._where, self._link = where, RemoteLink(self._dial, _who())
+                if old is not None:
+                    old.close()
+            self._told = told
+
+    def _dial(self) -> Channel:
+        info = _await_owner()
+        hello = Hello(info.job_id, f"{PEER}-service-state", pid=os.getpid())
+        problems = []
+        for endpoint in info.state.split():
+            if endpoint.startswith("unix:") and not os.path.exists(endpoint.removeprefix("unix:")):
+                continue
+            if endpoint.startswith("tcp:") and self._credentials is None:
+                problems.append("only a worker has the certificates, not a process that it starts")
+                continue
+            credentials = self._credentials if endpoint.startswith("tcp:") else None
+            try:
+                channel, _ = connect(endpoint, hello, credentials, node_name(info.job_id, OWNER))
+            except (OSError, EOFError, SkywardError) as problem:
+                problems.append(str(problem))
+            else:
+                return channel
+        raise StateLostError(
+            f"node {OWNER}, which has it, does not answer"
+            + (f" ({'; '.join(problems)})" if problems else "")
+        )
+
+    def forked(self) -> None:
+        """Forget the connection of the parent process; the child makes its own."""
+        if self._link is not None:
+            self._inherited.append(self._link)
+        self._lock = threading.Lock()
+        self._link, self._told, self._where = None, "", ""
+
+
+worker_state = WorkerState()
+os.register_at_fork(after_in_child=worker_state.forked)
+_local = LocalLink()
+
+
+def link_for(on: Any) -> StateLink:
+    """The way to the state of `on`, or of the current pool; that of this process if it has none."""
+    if on is not None:
+        if not isinstance(on, StateTarget):
+            raise ConfigurationError(f"on={on!r} has no shared state; give a sky.Compute")
+        return on.state_link()
+    target: Any = functions.current.get() or (functions.active[-1] if functions.active else None)
+    if target is not None:
+        link: StateLink = target.state_link()
+        return link
+    told = os.environ.get(context.VARIABLE)
+    return worker_state.link(told) if told else _local
+
+
+def _await_owner() -> context.InstanceInfo:
+    """This process's place in the pool, once the owner of the state is known."""
+    deadline = time.monotonic() + COMING_SECONDS
+    while not (info := context.instance_info()).state:
+        if not info.peers and info.node != OWNER:
+            raise StateLostError(
+                f"node {info.node} cannot reach node {OWNER}, which has it, because this pool has "
+                "Options(cluster=False); use it from the client, or leave that option out"
+            )
+        if time.monotonic() > deadline:
+            raise StateLostError(f"node {OWNER}, which has it, is not there")
+        time.sleep(0.05)
+    return info
+
+
+def _who() -> str:
+    info = context.instance_info()
+    return f"worker {info.worker} of node {info.node} (process {os.getpid()})"
+
+
+def worker_count(on: Any) -> int:
+    """How many workers the pool has whose state `link_for` finds."""
+    target: Any = on or functions.current.get()
+    if target is None and functions.active:
+        target = functions.active[-1]
+    if target is None:
+        return context.instance_info().total_workers
+    return int(target.worker_count())

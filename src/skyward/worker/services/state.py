@@ -1,0 +1,224 @@
+"""State: the owner of the pool's shared state, and its connections to the processes that use it.
+
+One thread serves them all, so that the operations have one order. It never waits for a process:
+answers that a connection does not take are kept until it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from skyward.errors import ProtocolError
+from skyward.state.link import SILENT_SECONDS
+from skyward.state.owned import KINDS
+from skyward.state.owner import MISUSED, Asked, Owner, Session
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.frames import Frame, header
+from skyward.wire.messages import Question, Reply
+from skyward.worker.services import ServedNode
+
+LOOK_SECONDS = 1.0
+"""How often the owner looks for processes that wait or hold locks and have gone silent."""
+UNSENT_MAX = 32 << 20
+"""A process that leaves so many bytes of answers unread is not read from, either."""
+
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+
+
+class RemoteSession(Session):
+    """A process at the other end of a connection."""
+
+    def __init__(self, channel: Channel, dirty: set[RemoteSession]) -> None:
+        super().__init__()
+        self.channel = channel
+        self.sender, self.receiver = channel.detach()
+        self.unsent = bytearray()
+        self.ended = threading.Event()
+        self._dirty = dirty
+        """The sessions that have something to send."""
+
+    def answer(
+        self, number: int, value: Any = None, problem: str = "", *, more: bool = False
+    ) -> None:
+        meta = messages.encode(Reply((number, value), problem, more))
+        self.unsent += header(Reply.KIND, len(meta), 0)
+        self.unsent += meta
+        self._dirty.add(self)
+
+    def flush(self) -> None:
+        """Send as much as the connection takes now."""
+        while self.unsent:
+            try:
+                if isinstance(self.sender, ssl.SSLSocket):
+                    count = self.sender.send(self.unsent)
+                else:
+                    count = self.sender.send(self.unsent, _DONT_WAIT)
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return
+            del self.unsent[:count]
+
+
+class StateServer:
+    """Serves the processes that use the state of this node's pool."""
+
+    def __init__(self) -> None:
+        self._owner = Owner(KINDS)
+        self._dirty: set[RemoteSession] = set()
+        self._sessions: set[RemoteSession] = set()
+        self._arrived: deque[RemoteSession] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waking = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._looked = 0.0
+        threading.Thread(target=self._run, name="skyward-state", daemon=True).start()
+
+    def serve(self, channel: Channel) -> None:
+        """Serve a connection until it ends."""
+        session = RemoteSession(channel, self._dirty)
+        channel.set_blocking(False)
+        if isinstance(session.sender, ssl.SSLSocket):
+            session.sender.setblocking(False)
+        self._arrived.append(session)
+        self._waking.send(b"\0")
+        session.ended.wait()
+
+    def _run(self) -> None:
+        while True:
+            for key, events in self._selector.select(self._pause()):
+                if key.data is None:
+                    self._take_arrived()
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._dirty.add(key.data)
+                if events & selectors.EVENT_READ:
+                    self._take(key.data, key.data.channel.poll)
+            self._owner.expire()
+            self._look()
+            while self._dirty:
+                # A connection that is lost frees locks, which gives others answers to send.
+                self._flush(self._dirty.pop())
+
+    def _pause(self) -> float | None:
+        due = self._owner.expire()
+        watched = any(each.waiters or each.holds for each in self._sessions)
+        if self._dirty:
+            return 0.0
+        pauses = [*([] if due is None else [due]), *([LOOK_SECONDS] if watched else [])]
+        return min(pauses, default=None)
+
+    def _take_arrived(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while self._arrived:
+            session = self._arrived.popleft()
+            self._sessions.add(session)
+            self._selector.register(session.receiver, selectors.EVENT_READ, session)
+            # Its first question may have come with the greeting, and be read already.
+            self._take(session, session.channel.buffered)
+
+    def _take(self, session: RemoteSession, frames: Any) -> None:
+        try:
+            for frame in frames():
+                self._perform(session, frame)
+        except (EOFError, OSError, ProtocolError):
+            self._drop(session)
+        except Exception:
+            # One process must not take the state from all others.
+            traceback.print_exc()
+            self._drop(session)
+
+    def _perform(self, session: RemoteSession, frame: Frame) -> None:
+        if frame.body_length:
+            raise ProtocolError("a question about shared state has no body")
+        question = messages.decode_as(Question, frame.kind, frame.meta)
+        session.heard = time.monotonic()
+        arguments = question.arguments
+        number = arguments.get("n", 0)
+        match question.what:
+            case "begin":
+                session.who = str(arguments.get("who"))
+                session.answer(number, self._owner.epoch)
+            case "beat":
+                session.answer(number)
+            case "cancel":
+                self._owner.cancel(session, *arguments["with"])
+                session.answer(number)
+            case what:
+                kind, name = arguments["of"]
+                if kind not in KINDS:
+                    session.answer(number, MISUSED, f"there is no sky.{kind} on this pool")
+                    return
+                asked = Asked(session, number, "waits" in arguments, arguments.get("waits"))
+                self._owner.perform(
+                    asked, kind, name, what, arguments["with"], arguments.get("options")
+                )
+
+    def _flush(self, session: RemoteSession) -> None:
+        if session.ended.is_set():
+            return
+        try:
+            session.flush()
+        except OSError:
+            self._drop(session)
+            return
+        self._watch(session)
+
+    def _watch(self, session: RemoteSession) -> None:
+        """Wait for what the connection can do next: bring questions, or take answers."""
+        wanted: dict[socket.socket, int] = {session.sender: 0, session.receiver: 0}
+        if len(session.unsent) < UNSENT_MAX:
+            wanted[session.receiver] |= selectors.EVENT_READ
+        if session.unsent:
+            wanted[session.sender] |= selectors.EVENT_WRITE
+        watched = self._selector.get_map()
+        for end, events in wanted.items():
+            if end not in watched:
+                if events:
+                    self._selector.register(end, events, session)
+            elif not events:
+                self._selector.unregister(end)
+            elif watched[end].events != events:
+                self._selector.modify(end, events, session)
+
+    def _look(self) -> None:
+        """Drop processes that wait and are silent, and free the locks of those that are."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        for session in list(self._sessions):
+            self._owner.free_leases(session)
+            if session.waiters and now - session.heard > SILENT_SECONDS:
+                self._drop(session)
+
+    def _drop(self, session: RemoteSession) -> None:
+        if session.ended.is_set():
+            return
+        for end in {session.sender, session.receiver}:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(end)
+        self._sessions.discard(session)
+        self._owner.leave(session)
+        session.ended.set()
+
+
+_lock = threading.Lock()
+_server: StateServer | None = None
+
+
+def serve(node: ServedNode, channel: Channel) -> None:
+    """Answer a process's questions about the state until the process leaves."""
+    global _server
+    with _lock:
+        _server = _server or StateServer()
+    _server.serve(channel)
