@@ -112,6 +112,11 @@ class TaskError(SkywardError):
 class TaskTimeoutError(TaskError, TimeoutError):
     """A task ran longer than its `timeout`; the remote work was cancelled."""
 
+    place: str = ""
+    """The line of the user's code that the task was at; empty if that is not known."""
+    collective: str = ""
+    """The collective operation that the task waited in, such as "all_reduce"."""
+
 
 class TaskCancelledError(TaskError):
     """A task was cancelled before it produced its result."""

@@ -23,6 +23,7 @@ from skyward.calls.sending import Sending
 from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
 from skyward.calls.task import Task
+from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
 from skyward.errors import (
     NodeLostError,
@@ -30,7 +31,6 @@ from skyward.errors import (
     ProtocolError,
     SkywardError,
     TaskCancelledError,
-    TaskTimeoutError,
 )
 from skyward.events import (
     CallFailed,
@@ -85,6 +85,7 @@ class Dispatcher:
         self._console = console
         self._finisher = Finisher(packer, self.counts, events)
         self._canceller = Canceller(loop, self.lanes.drain)
+        self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self._sending = Sending()
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
@@ -192,7 +193,7 @@ class Dispatcher:
             sending.result()
 
     def _submit_send(self, lane: Lane, task: Task) -> Future[None]:
-        self._set_timer(task)
+        self.timeouts.start(task)
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
     def _assign(self, task: Task) -> Lane | None:
@@ -222,12 +223,8 @@ class Dispatcher:
                 Transferred, task.id, task.name, lane.node, lane.worker, direction, size
             )
 
-    def _set_timer(self, task: Task) -> None:
-        if task.timeout is not None and task.timer is None and not task.done:
-            task.timer = self._loop.later(task.timeout, lambda: self._time_out(task))
-
     def _send(self, lane: Lane, task: Task) -> None:
-        self._set_timer(task)
+        self.timeouts.start(task)
         if task.inputs:
             lane.feed(task)
         try:
@@ -396,6 +393,8 @@ class Dispatcher:
             task.ran = ran
             if task.timer is not None:
                 task.timer.cancel()
+            if task.overdue and not task.done:
+                self._finisher.fail(task, timeout_error(task))
         return task
 
     def tell_output(self, written: Written, node: int, worker: int, name: str) -> None:
@@ -429,7 +428,7 @@ class Dispatcher:
         while (task := self.lanes.assign_next(lane)) is not None:
             self._tell_started(lane, task)
             if lane.takes_long(task):
-                self._set_timer(task)
+                self.timeouts.start(task)
                 self._sending.run(lane, functools.partial(self._send, lane, task))
             elif task.inputs or task.timeout is not None or task.parcel.encoded.buffers:
                 lane.connection.when_free(functools.partial(self._send, lane, task))
@@ -471,18 +470,6 @@ class Dispatcher:
         """End a stream whose consumer wants no more items."""
         if task.id in lane.tasks and not self.closed:
             self._canceller.end_stream(lane, task)
-
-    def _time_out(self, task: Task) -> None:
-        if task.done and task.stream is None:
-            return
-        where = f" on {task.load.where}" if task.load is not None else ""
-        self.cancel(
-            task,
-            TaskTimeoutError(
-                f"{task.name} ran longer than its timeout of {task.timeout:g} s{where}; the remote "
-                "work was cancelled"
-            ),
-        )
 
     # Ending.
 

@@ -13,6 +13,7 @@ from skyward.calls.connection import Connection
 from skyward.calls.holdings import Body, Holdings
 from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
+from skyward.calls.standing import Standing
 from skyward.calls.streams import Feeder
 from skyward.calls.task import Task
 from skyward.objects import payloads
@@ -59,6 +60,7 @@ class Lane:
     __slots__ = (
         "_feeders",
         "_kill",
+        "_look",
         "_sending",
         "channel",
         "connection",
@@ -84,14 +86,16 @@ class Lane:
         neighbor: Neighbor | None = None,
         relays: Relays | None = None,
         kill: Callable[[Lane, str], None] = lambda lane, reason: None,
+        look: Callable[[Lane, Task], Standing | None] = lambda lane, task: None,
         on_release: Callable[[Lane], None] = lambda lane: None,
         on_prepared: Callable[[Lane, str], None] = lambda lane, problem: None,
     ) -> None:
         """`port` is kept free on the head's first worker.
 
-        `kill` has the agent end the executor and start a new one. `on_release` is called, also from
-        finalizers, when the executor can get memory back. `on_prepared` is called when the executor
-        has entered the plugins' hooks, with the problem if a hook failed.
+        `kill` has the agent end the executor and start a new one; `look` asks the agent where a
+        task is. `on_release` is called, also from finalizers, when the executor can get memory
+        back. `on_prepared` is called when the executor has entered the plugins' hooks, with the
+        problem if a hook failed.
         """
         self.load = load
         self.tasks = load.tasks
@@ -105,7 +109,7 @@ class Lane:
         self.pid, self.port = pid, port
         self.end_reason = ""
         """Why the process ended, after the agent has reported it; empty until then."""
-        self._kill = kill
+        self._kill, self._look = kill, look
         self.on_prepared = on_prepared
         self._sending: Task | None = None
         """The task that a thread is sending, or whose definitions it is sending."""
@@ -142,6 +146,10 @@ class Lane:
     def kill(self, reason: str) -> None:
         """Have the agent end the executor and start a new one."""
         self._kill(self, reason)
+
+    def look(self, task: Task) -> Standing | None:
+        """Where a task is in its code; waits for the agent."""
+        return self._look(self, task)
 
     def process_ended(self, reason: str) -> None:
         """Note why the process ended; the agent has reported it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from skyward.calls.answers import Answer, Streaming
 from skyward.calls.loop import Timer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
+from skyward.calls.standing import Standing
 from skyward.calls.staying import Staying
 from skyward.calls.streams import StreamItems
 
@@ -25,6 +26,7 @@ class Task:
         "code",
         "counted",
         "done",
+        "due",
         "given",
         "handles",
         "id",
@@ -33,14 +35,17 @@ class Task:
         "name",
         "on",
         "order",
+        "overdue",
         "parcel",
         "ran",
         "retries",
         "sent",
+        "standing",
         "staying",
         "stream",
         "timeout",
         "timer",
+        "together",
         "waiting",
         "worker",
         "wrote",
@@ -81,6 +86,14 @@ class Task:
         """The load of the executor that the task was given to, if any."""
         self.stream: StreamItems | None = None
         self.timer: Timer | None = None
+        self.due = 0.0
+        """When the task's time is over, on the clock of `Timeouts`."""
+        self.overdue = False
+        """Whether the task's time is over: a result that comes now comes too late."""
+        self.standing: Standing | None = None
+        """Where the task was when its time was over."""
+        self.together: Sequence[Task] = ()
+        """The tasks of the same broadcast, until it is over."""
         self.done = False
         self.cancelled = False
         self.counted = False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from skyward.calls.task import Task
+from skyward.compute.hanging import timeouts_told
 from skyward.errors import BroadcastError, ConfigurationError, Outcome
 from skyward.functions import Pending
 from skyward.pool import Pool
@@ -29,6 +30,8 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
         tasks.append(task)
     outcomes = []
     try:
+        for task in tasks:
+            task.together = tasks
         pool.submit_all(tasks)
         for (node, worker), task in zip(workers, tasks, strict=True):
             try:
@@ -41,12 +44,16 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
         for task in tasks:
             pool.cancel(task)
         raise
+    finally:
+        # The tasks must not keep each other, and so their results, alive.
+        for task in tasks:
+            task.together = ()
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         places = ", ".join(f"node {o.node}" for o in failed)
         raise BroadcastError(
             f"{pending.function.name} failed on {len(failed)} of {len(outcomes)} workers "
-            f"({places})",
+            f"({places}){timeouts_told(outcomes)}",
             [o.error for o in failed if isinstance(o.error, Exception)],
             outcomes,
         )

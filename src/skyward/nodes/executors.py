@@ -10,6 +10,8 @@ from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
+from skyward.calls.standing import Standing
+from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import PoolStartError, SkywardError, WorkerDiedError
 from skyward.nodes.contact import Approach, Contacts, connecting
@@ -44,14 +46,18 @@ class Executors:
         credentials: Credentials | None,
         clustered: bool,
         give_up: Callable[[Node, PoolStartError], None],
+        look: Callable[[Lane, Task], Standing],
     ) -> None:
-        """`give_up` is called with a node that cannot start, and with the reason."""
+        """`give_up` is called with a node that cannot start, and with the reason.
+
+        `look` finds a task on its worker.
+        """
         self._id, self._worker, self._roster = pool_id, worker, roster
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._contacts, self._preparer = contacts, preparer
         self._credentials, self._versions = credentials, my_versions()
         self._relays = Relays() if clustered else None
-        self._give_up = give_up
+        self._give_up, self._look = give_up, look
 
     def up(self, node: Node, up: ExecutorUp) -> None:
         """Connect to an executor that its agent has announced; waits for the first attempt."""
@@ -106,6 +112,7 @@ class Executors:
             neighbor=Neighbor(address, node_name(self._id, node.index)),
             relays=self._relays,
             kill=node.kill,
+            look=self._look,
             on_release=self._dispatcher.note_release,
             on_prepared=lambda lane, problem: self._preparer.lane_prepared(node, lane, problem),
         )

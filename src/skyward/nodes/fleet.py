@@ -35,6 +35,7 @@ from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.services import ServiceDesk
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.standings import Standings
 from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
@@ -136,6 +137,8 @@ class Fleet:
             ),
             events,
         )
+        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
+        """The services of the nodes' agents."""
         self._executors = Executors(
             pool_id,
             spec.worker,
@@ -148,14 +151,13 @@ class Fleet:
             credentials=self._credentials,
             clustered=clustered,
             give_up=self._startup.give_up,
+            look=Standings(self.services.open).find,
         )
         self._authority = authority
         self._devices = DeviceDesk(
             self._tell_node, self._connect_device, self._locate_device, events
         )
         self._usage = UsageDesk(self._ask_node)
-        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
-        """The services of the nodes' agents."""
         self._losses = Losses(
             self._roster,
             loop,

@@ -21,6 +21,7 @@ ANSWER_SECONDS = 6.0
 AT_ONCE = 64
 """How many nodes the client asks at the same time."""
 
+_NO_TASK = (0, "", 0.0)
 _WAITING = {"threading.py", "socket.py", "ssl.py", "selectors.py", "queue.py"}
 
 Open = Callable[[int, str], ServiceConnection]
@@ -49,6 +50,8 @@ class ThreadStack:
     """A thread of a worker's process; `frames` begins with the outermost call."""
 
     name: str
+    task_id: int
+    """The number of the task that the thread runs; 0 if it runs none."""
     task: str
     """The name of the task that the thread runs; empty if it runs none."""
     seconds: float
@@ -193,7 +196,7 @@ def _silent(node: int, problem: str) -> ProcessStacks:
 
 
 def _process(node: int, told: dict[str, Any]) -> ProcessStacks:
-    running = {thread: (name, seconds) for _, name, thread, seconds in told["tasks"]}
+    running = {thread: (task, name, seconds) for task, name, thread, seconds in told["tasks"]}
     return ProcessStacks(
         node,
         None if told["worker"] < 0 else told["worker"],
@@ -202,7 +205,7 @@ def _process(node: int, told: dict[str, Any]) -> ProcessStacks:
         told["pid"],
         tuple((task, name, seconds) for task, name, _, seconds in told["tasks"]),
         tuple(
-            ThreadStack(name, *running.get(ident, ("", 0.0)), tuple(map(_frame, reversed(frames))))
+            ThreadStack(name, *running.get(ident, _NO_TASK), tuple(map(_frame, reversed(frames))))
             for ident, name, frames in told["threads"]
         ),
         told["answered"],

@@ -44,6 +44,8 @@ class ChildStacks(msgspec.Struct):
     """A child's answer to the question of that number."""
 
     number: int
+    teller: int
+    """The number that the kernel has for the thread that answers."""
     threads: list[ChildThread]
 
 
@@ -139,7 +141,8 @@ class Inspection:
                 frames.append((code.co_filename, frame.f_lineno or 0, code.co_name))
                 frame = frame.f_back
             threads.append(ChildThread(ident, names.get(ident, ""), frames))
-        self._write(msgspec.json.encode(ChildStacks(number, threads)) + b"\n")
+        answer = ChildStacks(number, threading.get_native_id(), threads)
+        self._write(msgspec.json.encode(answer) + b"\n")
 
     def _write(self, data: bytes) -> None:
         deadline = time.monotonic() + WRITE_SECONDS

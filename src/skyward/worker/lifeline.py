@@ -34,12 +34,15 @@ def hold(descriptor: int, asked: Callable[[int], None]) -> None:
 
 
 def _watch(descriptor: int, asked: Callable[[int], None]) -> None:
-    while number := os.read(descriptor, 1):
+    # First the answer to a question that nobody asked: it tells the agent which thread this is.
+    number = b"\0"
+    while number:
         try:
             asked(number[0])
         except Exception:
             # The process must still end with its agent, which notices that no answer comes.
             traceback.print_exc(file=sys.__stderr__)
+        number = os.read(descriptor, 1)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

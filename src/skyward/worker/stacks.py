@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import linecache
 import os
 import re
 import select
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +65,8 @@ class StackSource:
         self._board = TaskBoard(self.board, slots) if slots else None
         self._lock = threading.Lock()
         self._number = 0
+        self._teller = 0
+        """The thread of the child that answers; 0 if the child has not told."""
         self._names: dict[int, str] = {}
         self._open = True
 
@@ -90,8 +94,9 @@ class StackSource:
             if not self._open:
                 return _ENDED
             tasks = self._board.read() if self._board is not None else []
-            # What the child answered too late, last time.
-            self._read(0.0)
+            # What the child said when it started, or answered too late last time.
+            for answer in _answers(self._read(0.0)):
+                self._teller = answer.teller
             self._number = self._number % 255 + 1
             if not child.ask(self._number):
                 return _ENDED
@@ -104,7 +109,7 @@ class StackSource:
             if not _catches(child.pid):
                 problem = f"it does not answer, and user code has taken the signal {int(DUMP)}"
                 return Sighting([], tasks, False, problem)
-            child.signal(DUMP)
+            _signal(child, self._teller)
             threads = self._dump()
             problem = "" if threads else "it does not answer: stopped, or without a processor"
             return Sighting(threads, tasks, False, problem)
@@ -119,11 +124,10 @@ class StackSource:
             told += data
             if not told.endswith(b"\n"):
                 continue
-            for line in told.splitlines():
-                with contextlib.suppress(msgspec.DecodeError):
-                    answer = msgspec.json.decode(line, type=ChildStacks)
-                    if answer.number == self._number:
-                        return answer.threads
+            for answer in _answers(told):
+                self._teller = answer.teller
+                if answer.number == self._number:
+                    return answer.threads
         return None
 
     def _dump(self) -> list[ChildThread]:
@@ -170,6 +174,24 @@ def _described_frame(file: str, line: int, function: str) -> tuple[str, int, str
     linecache.checkcache(file)
     source = linecache.getline(file, line).strip()
     return file, line, function, source, file.startswith(_OURS)
+
+
+def _answers(told: bytes) -> Iterator[ChildStacks]:
+    for line in told.splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(line, type=ChildStacks)
+
+
+def _signal(child: ChildProcess, thread: int) -> None:
+    """Have a child write its stacks; by a thread of ours, if possible.
+
+    On the thread that runs a task, the signal's handler would end a system call of C code early.
+    """
+    libc = ctypes.CDLL(None)
+    if thread and hasattr(libc, "tgkill"):
+        libc.tgkill(child.pid, thread, DUMP)
+    else:
+        child.signal(DUMP)
 
 
 def _catches(pid: int) -> bool:

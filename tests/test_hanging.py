@@ -1,0 +1,113 @@
+"""Timeouts: the error says where the task was, and which ranks of a broadcast wait for which."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import skyward as sky
+from skyward.calls.standing import Standing
+from skyward.compute.hanging import timeouts_told
+from skyward.errors import Outcome
+from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack
+from skyward.nodes.standings import standing_of
+
+torch = pytest.importorskip("torch")
+
+QUIET = sky.Options(console=False)
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute(nodes=3, plugins=[sky.plugins.torch()], options=QUIET) as compute:
+        yield compute
+
+
+def rests() -> None:
+    threading.Event().wait()
+
+
+def test_a_timeout_says_where_the_task_was(compute: sky.Compute) -> None:
+    with pytest.raises(sky.TaskTimeoutError) as caught:
+        sky.function(timeout=0.3)(rests)() >> compute
+    assert re.fullmatch(
+        r"rests ran longer than its timeout of 0\.3 s on node \d; the remote work was cancelled; "
+        r'it was here:\n  File ".*test_hanging\.py", line \d+, in rests\n'
+        r'    threading\.Event\(\)\.wait\(\)\n  File ".*threading.py", line \d+, in wait\n.*',
+        str(caught.value),
+    )
+    assert caught.value.place.startswith("test_hanging.py:")
+    assert caught.value.place.endswith("in rests: threading.Event().wait()")
+    assert caught.value.collective == ""
+
+
+@sky.function(timeout=3)
+def trains() -> str:
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        time.sleep(600)  # this rank hangs
+    if rank == 2:
+        return "early"
+    torch.distributed.recv(torch.zeros(1), src=1)
+    return "done"
+
+
+def test_a_broadcast_names_the_rank_that_hangs_and_the_ranks_that_wait_for_it(
+    compute: sky.Compute,
+) -> None:
+    with pytest.raises(sky.BroadcastError) as caught:
+        trains() @ compute
+    text = str(caught.value)
+    hung = r"rank 1 \(node 1\) did not answer in time: it was at test_hanging\.py:\d+ in trains: "
+    assert re.search(hung + r"time\.sleep\(600\)", text), text
+    assert re.search(r"rank 0 waited in the collective recv, at test_hanging\.py:\d+ in ", text)
+    assert "rank 2 returned" in text
+    assert [outcome.value for outcome in caught.value.outcomes if outcome.ok] == ["early"]
+
+
+def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(
+    compute: sky.Compute,
+) -> None:
+    @sky.function(timeout=0.3)
+    def backtracks() -> None:
+        re.match(r"(a+)+$", "a" * 40 + "b")
+
+    with pytest.raises(sky.TaskTimeoutError, match="in C code that holds the interpreter") as error:
+        compute.run(backtracks(), on=2)
+    assert 're.match(r"(a+)+$"' in error.value.place
+
+
+def test_ranks_are_told_in_ranges() -> None:
+    def late(place: str, collective: str = "") -> sky.TaskTimeoutError:
+        error = sky.TaskTimeoutError("late")
+        error.place, error.collective = place, collective
+        return error
+
+    errors = [late("a.py:1 in f", "all_reduce")] * 3 + [late("b.py:2 in g"), late(""), ValueError()]
+    outcomes = [Outcome(node, 0, error=error) for node, error in enumerate(errors)]
+    assert timeouts_told([*outcomes, Outcome(6, 0, 1)]).splitlines() == [
+        ":",
+        "  rank 3 (node 3) did not answer in time: it was at b.py:2 in g",
+        "  rank 4 (node 4) did not answer in time: where it was is not known",
+        "  ranks 0-2 waited in the collective all_reduce, at a.py:1 in f",
+        "  rank 6 returned",
+        "  rank 5 raised",
+    ]
+    assert timeouts_told([Outcome(0, 0, error=ValueError())]) == ""
+
+
+def test_a_task_that_has_not_begun_or_whose_node_is_silent_is_told_so() -> None:
+    frame = StackFrame("/home/me/a.py", 7, "f", "", False)
+    thread = ThreadStack("MainThread", 1, "other", 2.0, (frame,))
+    process = ProcessStacks(0, 0, 0, "executor", 11, ((1, "other", 2.0),), (thread,), True, "")
+    assert standing_of(1, 11, Stacks([process])).place == "a.py:7 in f"
+    waiting = standing_of(2, 11, Stacks([process]))
+    assert waiting == Standing("it had not begun: its worker runs other")
+    silent = ProcessStacks(0, None, 0, "node", 0, (), (), False, "its agent did not answer")
+    assert standing_of(1, 11, Stacks([silent])).text == (
+        "where it was is not known: its agent did not answer"
+    )
