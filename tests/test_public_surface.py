@@ -29,6 +29,7 @@ PUBLIC = [
     # where to run it
     "Compute",
     "Stacks",
+    "attach",
     "Stats",
     "NodeView",
     "AWS",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from skyward import plugins as plugins
     from skyward.calls.flow import Results as Results
     from skyward.compute import Compute as Compute
+    from skyward.compute.attaching import attach as attach
     from skyward.compute.choosing import Spec as Spec
     from skyward.compute.offers import offers as offers
     from skyward.compute.stats import Stats as Stats
@@ -106,6 +107,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "calls.flow": ("Results",),
     "compute": ("Compute",),
+    "compute.attaching": ("attach",),
     "compute.choosing": ("Spec",),
     "compute.offers": ("offers",),
     "compute.stats": ("Stats",),

@@ -7,6 +7,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from skyward.functions import Function, Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node
+from skyward.nodes.reaching import Adoption
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage
@@ -37,13 +39,18 @@ from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
 
+LEFT = "its client left the pool, which stays; wait for results before you leave"
+"""Why tasks fail that were not done when the client left."""
+
 
 class Pool:
     """Joins the fleet of nodes with the dispatch of tasks."""
 
-    def __init__(self, spec: PoolSpec, console: Console) -> None:
+    def __init__(self, spec: PoolSpec, console: Console, adoption: Adoption | None = None) -> None:
+        """With `adoption`, the pool is one that stays, and has its nodes already."""
         self.spec = spec
-        self.id = uuid.uuid4().hex[:12]
+        self.id = uuid.uuid4().hex[:12] if adoption is None else adoption.record.id
+        self._adoption = adoption
         self._console = console
         self._loop = Loop()
         secret = encrypted(spec.provider)
@@ -53,7 +60,7 @@ class Pool:
         """What happens in the pool."""
         self._dispatcher = Dispatcher(self._loop, console, self._packer, prospects, self.events)
         self._fleet = Fleet(
-            self.id, spec, self._loop, self._dispatcher, prospects, console, self.events
+            self.id, spec, self._loop, self._dispatcher, prospects, console, self.events, adoption
         )
         self._ids = itertools.count(1)
         self._results: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -91,9 +98,14 @@ class Pool:
         """Start the nodes; raises the first failure that leaves too few nodes."""
         ttl = self.spec.request.ttl
         if ttl is not None:
-            self._loop.later(ttl, lambda: self._expire(ttl))
+            ends = self._adoption.record.ends if self._adoption is not None else None
+            left = ttl if ends is None else ends - time.time()
+            self._loop.later(max(0.0, left), lambda: self._expire(ttl))
         try:
-            self._fleet.start()
+            if self._adoption is None:
+                self._fleet.start()
+            else:
+                self._fleet.attach()
         except PoolClosedError as problem:
             if self._expired:
                 raise PoolStartError(f"{self.spec.name} did not start: {self._expired}") from None
@@ -106,6 +118,33 @@ class Pool:
         )
         self._console.note(f"{self.spec.name}: its time to live of {ttl:g} s is over; it ends")
         threading.Thread(target=self.close, name="skyward-expiry", daemon=True).start()
+
+    def keep(self) -> None:
+        """Let the pool stay when this client leaves."""
+        self._fleet.keep()
+
+    @property
+    def stays(self) -> bool:
+        """Whether the pool stays when this client leaves."""
+        return self._fleet.stays
+
+    def detach(self, seconds: float = 5.0) -> None:
+        """Leave a pool that stays; tasks that are not done are cancelled, and fail."""
+        if self._closing.acquire(blocking=False):
+            try:
+                self._dispatcher.cancel_all(LEFT, seconds / 2)
+                self._dispatcher.close(LEFT)
+                self._fleet.detach(seconds)
+                self._end_threads()
+            finally:
+                self._ended.set()
+        elif threading.current_thread() is not self._results_thread:
+            self._ended.wait()
+
+    def end(self, *, force: bool) -> None:
+        """Take a pool that stays down; without `force`, only if no other client uses it."""
+        with self._fleet.lock(force=force):
+            self.close()
 
     def close(self, seconds: float = 5.0) -> None:
         """End the nodes and remove their machines; tasks that are not done fail.
@@ -125,6 +164,9 @@ class Pool:
         self._state.close()
         self._dispatcher.close(self._expired)
         self._fleet.close(seconds)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         self._loop.stop()
         for node in self.nodes:
             if node.control is not None:
@@ -142,7 +184,9 @@ class Pool:
     def resize(self, nodes: int | Nodes) -> None:
         """Grow or shrink to that many nodes."""
         self._check_open()
-        self._fleet.resize(nodes)
+        count = nodes if isinstance(nodes, int) else nodes.desired
+        with self._fleet.lock(force=count >= len(self.nodes)):
+            self._fleet.resize(nodes)
 
     def prepare(
         self,

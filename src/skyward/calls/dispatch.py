@@ -60,6 +60,7 @@ from skyward.wire.messages import (
     Written,
 )
 
+CANCEL_LOOK_SECONDS = 0.005
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
 
 
@@ -494,6 +495,18 @@ class Dispatcher:
             + (f"{why}; " if why else "every node it could use is lost; ")
             + "enter a new Compute"
         )
+
+    def cancel_all(self, why: str, seconds: float) -> None:
+        """Cancel every task, and wait for the executors to stop, for so many seconds at most."""
+        with self.lanes.lock:
+            unfinished = self.lanes.take_all()
+        for task in unfinished:
+            self.cancel(task, PoolClosedError(f"{task.name} was not done: {why}"))
+        deadline = time.monotonic() + seconds
+        while any(lane.tasks for lane in self.lanes if not lane.lost):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(CANCEL_LOOK_SECONDS)
 
     def close(self, why: str = "") -> None:
         """Refuse new tasks; tasks that are not done fail, because of `why` if that is given."""

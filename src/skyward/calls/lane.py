@@ -37,6 +37,8 @@ class Preparation:
     """Whether the executor has entered the hooks, or there are none."""
     replaced: bool = False
     """Whether its group of workers is over: the executor gets no new tasks, and ends when idle."""
+    group: str = ""
+    """The hooks that the executor has entered for an earlier client of a pool that stays."""
 
     def begin(self) -> bool:
         """Note that the executor is told to prepare; False if it has been told before."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from skyward import functions
 from skyward.accelerators import Accelerator
-from skyward.compute.arguments import new_name, resolve
+from skyward.compute.arguments import new_name, resolve, restored
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.configured import arguments_of
@@ -37,6 +37,7 @@ from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.former import explained
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
@@ -60,6 +61,10 @@ class Compute(Running):
 
     `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have
     the same, and only `Compute.named` looks a name up in the project's settings.
+
+    With `keep=True`, the pool stays when the block is left: `sky.attach(name)` uses it again, from
+    any process of this user, and `sky down NAME` or `compute.down()` ends it. With a number, it
+    also ends by itself after so many seconds without a client.
 
     After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
     process is gone. The other arguments for machines that cost money are those of a provider that
@@ -91,10 +96,11 @@ class Compute(Running):
         max_hourly_cost: float | None = None,
         ttl: float | None = None,
         disk_gb: float | None = None,
+        keep: bool | float = False,
         on_event: OnEvent | None = None,
     ) -> None:
         check_callback(on_event)
-        self._spec, self._plugins = resolve(
+        spec, plugins = resolve(
             provider=provider,
             nodes=nodes,
             accelerator=accelerator,
@@ -111,9 +117,16 @@ class Compute(Running):
             max_hourly_cost=max_hourly_cost,
             ttl=ttl,
             disk_gb=disk_gb,
+            keep=keep,
         )
-        self.name = self._spec.name
-        self._candidates = [Candidate(self._spec.provider.name, self._spec)]
+        self._set_up(spec, plugins, on_event)
+
+    def _set_up(
+        self, spec: PoolSpec, plugins: tuple[Plugin, ...], on_event: OnEvent | None
+    ) -> None:
+        self._spec, self._plugins = spec, plugins
+        self.name = spec.name
+        self._candidates = [Candidate(spec.provider.name, spec)]
         self._choose: Choose | None = None
         """How to choose among the candidates; None if there is nothing to choose."""
         self._pool: Pool | None = None
@@ -124,6 +137,8 @@ class Compute(Running):
         self._was_ready = False
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
+        self._attached = False
+        """Whether this is a client of a pool that stays, which `attach` has connected."""
 
     @classmethod
     def any(
@@ -248,7 +263,20 @@ class Compute(Running):
         self._forget_context()
         await asyncio.to_thread(self._close_surely)
 
+    @classmethod
+    def _attach(cls, adoption: Adoption, on_event: OnEvent | None) -> Self:
+        """A `Compute` that is connected to a pool that stays."""
+        spec, plugins = restored(adoption.record, provider_of(adoption.record))
+        compute = cls.__new__(cls)
+        compute._set_up(spec, plugins, on_event)
+        compute._start(spec, adoption)
+        compute._attached = True
+        return compute
+
     def _open(self) -> None:
+        if self._attached and self._pool is not None and not self._pool.closed:
+            self._attached = False
+            return
         if self._pool is not None:
             raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
         if self._choose is None:
@@ -272,19 +300,22 @@ class Compute(Running):
                 Quiet().note(failures.add(candidate, problem))
         raise failures.error()
 
-    def _start(self, spec: PoolSpec) -> None:
+    def _start(self, spec: PoolSpec, adoption: Adoption | None = None) -> None:
         self._spec = spec
         started = time.monotonic()
         several = spec.worker.per_node != 1
         console = self._console = console_for(spec.options.console, several_workers=several)
-        count = spec.nodes.desired
-        pool = self._pool = Pool(spec, console)
+        pool = self._pool = Pool(spec, console, adoption)
+        count = spec.nodes.desired if adoption is None else len(adoption.machines)
         try:
             self._listening = Listening(pool, self._on_event, console.note)
             pool.events.emit(PoolStarted, spec.provider.name, count)
-            console.begin(f"{self.name}: starting {quoted(spec)}", count)
+            doing = "attaching" if adoption is not None else f"starting {quoted(spec)}"
+            console.begin(f"{self.name}: {doing}", count)
             self._pool.start()
             self._enter_plugins()
+            if spec.keep is not None and adoption is None:
+                self._pool.keep()
             ready = readiness(
                 self._pool.ready_nodes(),
                 spec.nodes,
@@ -333,7 +364,10 @@ class Compute(Running):
         try:
             self._around.close()
         finally:
-            pool.close(seconds)
+            if pool.stays and not pool.closed:
+                pool.detach(seconds)
+            else:
+                pool.close(seconds)
             listening, self._listening = self._listening, None
             if listening is not None:
                 pool.events.emit(PoolClosed, pool.ledger.cost)
@@ -346,6 +380,16 @@ class Compute(Running):
                 console.close(f"{summary}; {receipt}" if receipt else summary)
             else:
                 console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
+
+    def down(self, *, force: bool = False) -> None:
+        """End a pool that stays, for all its clients.
+
+        Refuses while other clients are attached, and names them, unless `force` is given.
+
+        >>> sky.attach("train").down()
+        """
+        self._open_pool.end(force=force)
+        self.close()
 
     @property
     def _open_pool(self) -> Pool:

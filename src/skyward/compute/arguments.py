@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from skyward import accelerators, checks
@@ -12,6 +13,8 @@ from skyward.calls.packing import blob_room
 from skyward.compute.choosing import Spec
 from skyward.errors import ConfigurationError
 from skyward.market import Allocation, check_allocation, check_region
+from skyward.nodes import keeping
+from skyward.nodes.keeping import KeptPool
 from skyward.nodes.preparations import Preparations
 from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import (
@@ -52,6 +55,7 @@ def resolve(
     max_hourly_cost: float | None,
     ttl: float | None,
     disk_gb: float | None,
+    keep: bool | float,
 ) -> tuple[PoolSpec, tuple[Plugin, ...]]:
     """Return the pool that the arguments describe, and its plugins.
 
@@ -90,6 +94,7 @@ def resolve(
         _require(volume, Volume, "volumes", "sky.Volume(...)")
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
+    idle = _idle_limit(keep, name)
     worker, options = worker or Worker(), options or Options()
     name = name or new_name()
     cluster = Cluster(name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))
@@ -108,6 +113,7 @@ def resolve(
         disk_gb=disk_gb,
         ttl=ttl,
         idle_timeout=options.idle_timeout,
+        keep=idle is not None,
     )
     provider.check(request)
     blob_room()
@@ -120,8 +126,48 @@ def resolve(
         request=request,
         name=name,
         preparations=Preparations.of(plugged, cluster),
+        keep=idle,
     )
+    if idle is not None:
+        spec = replace(spec, recorded=_recorded(spec, plugged))
     return spec, plugged
+
+
+def _idle_limit(keep: bool | float, name: str | None) -> float | None:
+    """After how many seconds without a client a pool ends; 0: never, None: it does not stay."""
+    if keep is False:
+        return None
+    if keep is not True:
+        checks.above_zero("Compute", "keep", keep)
+    if name is None:
+        raise ConfigurationError(
+            f"Compute(keep={keep!r}): a pool that stays needs a name to be found by; write "
+            "Compute(name='train', keep=True)"
+        )
+    keeping.check_name(name)
+    if keeping.path_of(name).exists():
+        raise keeping.exists(name)
+    return 0.0 if keep is True else float(keep)
+
+
+def _recorded(spec: PoolSpec, plugins: tuple[Plugin, ...]) -> str:
+    """What the pool's record has of a specification, besides the provider."""
+    parts = {each.name: getattr(spec, each.name) for each in fields(PoolSpec)}
+    del parts["provider"], parts["recorded"]
+    try:
+        return keeping.pickled({**parts, "plugins": plugins})
+    except Exception as problem:
+        raise ConfigurationError(
+            f"Compute(keep=...): the pool's plugins and image cannot be written down for other "
+            f"clients: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def restored(record: KeptPool, provider: Provider) -> tuple[PoolSpec, tuple[Plugin, ...]]:
+    """The specification and the plugins of a pool that stays, from its record."""
+    parts = keeping.unpickled(record)
+    plugins: tuple[Plugin, ...] = parts.pop("plugins")
+    return PoolSpec(provider=provider, recorded=record.spec, **parts), plugins
 
 
 def _bought(

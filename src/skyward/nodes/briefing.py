@@ -10,6 +10,7 @@ import time
 
 from skyward.context import InstanceInfo, Peer
 from skyward.errors import ConfigurationError
+from skyward.nodes.keeper import identity
 from skyward.nodes.node import Node
 from skyward.nodes.roster import Roster
 from skyward.nodes.spec import PoolSpec
@@ -32,7 +33,10 @@ class Briefing:
         roster: Roster,
         *,
         clustered: bool,
+        client: str = "",
     ) -> None:
+        """`client` is the tenant that this client is, in a pool that stays."""
+        self._client = client
         self._id = pool_id
         self._spec = spec
         self._authority = authority
@@ -74,6 +78,8 @@ class Briefing:
             plugged=bool(self._spec.preparations),
             hooks_first=bool(self._spec.preparations.for_nodes),
             private=node.host.address if self._clustered else "",
+            client=self._client,
+            identity=identity() if self._client else {},
         )
 
     def _ttl_left(self) -> float | None:

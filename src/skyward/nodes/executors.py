@@ -116,6 +116,7 @@ class Executors:
             on_release=self._dispatcher.note_release,
             on_prepared=lambda lane, problem: self._preparer.lane_prepared(node, lane, problem),
         )
+        lane.preparation.group = up.group
         if self._roster.closed or not node.add_lane(lane):
             channel.close()
             return

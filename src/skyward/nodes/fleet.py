@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,11 +27,15 @@ from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
 from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal, NoJournal
+from skyward.nodes.keeper import PoolKeeper, ends_at
+from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes.leaving import leave
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
 from skyward.nodes.node import PING_SECONDS, Node
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
@@ -45,7 +51,16 @@ from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import CLIENT, PEER, Authority, Credentials, node_name
+from skyward.wire.identity import (
+    CLIENT,
+    KEPT_LIFETIME,
+    LIFETIME,
+    PEER,
+    Authority,
+    Credentials,
+    SavedAuthority,
+    node_name,
+)
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
@@ -87,8 +102,10 @@ class Fleet:
         prospects: Prospects,
         console: Console,
         events: EventStream,
+        adoption: Adoption | None = None,
     ) -> None:
-        self._events = events
+        """`adoption` is how the fleet comes by the nodes of a pool that stays."""
+        self._events, self._adoption = events, adoption
         self._id, self._spec = pool_id, spec
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
@@ -97,16 +114,23 @@ class Fleet:
         self._opened = False
         self._started = False
         """Whether the provider may have been asked for machines."""
-        self._journal = NoJournal() if self._is_here else Journal()
+        ends_with_client = self._is_here and spec.keep is None
+        self._journal = NoJournal() if ends_with_client else Journal()
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
-        authority = Authority(pool_id) if encrypted(spec.provider) else None
+        authority = self._make_authority() if encrypted(spec.provider) else None
         self._credentials = authority.issue(CLIENT) if authority else None
+        self._client = ""
+        if spec.keep is not None:
+            self._client = adoption.client if adoption else secrets.token_hex(8)
+        self._keeper = PoolKeeper(self._make_record, adoption.record if adoption else None)
         # Executors on one host share memory with the client; over a network they help each other.
         clustered = authority is not None and spec.options.cluster
         self._roster = Roster()
-        self._briefing = Briefing(pool_id, spec, authority, self._roster, clustered=clustered)
-        self._joining = Joining(self._briefing, console)
+        self._briefing = Briefing(
+            pool_id, spec, authority, self._roster, clustered=clustered, client=self._client
+        )
+        self._joining = Joining(self._briefing, console, self._node_ready)
         contacts = self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         self._preparer = Preparer(
             spec.preparations,
@@ -136,6 +160,9 @@ class Fleet:
                 lambda node, control, why: self._losses.control_ended(node, control, why),
             ),
             events,
+            client=self._client,
+            adopting=adoption.machines if adoption else {},
+            expects=self._keeper.expects,
         )
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)
         """The services of the nodes' agents."""
@@ -179,7 +206,7 @@ class Fleet:
             self._briefing,
             self._preparer,
             is_slow=not self._is_here or bool(spec.preparations),
-            stop_nodes=self._stop_nodes,
+            stop_nodes=self._end_nodes,
         )
         self._scaler = Scaler(
             spec.nodes,
@@ -215,6 +242,82 @@ class Fleet:
         self._briefing.tell_all()
         self._started = True
         self._loop.later(PING_SECONDS, self._beat)
+
+    # Pools that stay.
+
+    def _make_authority(self) -> Authority:
+        if self._adoption is not None and self._adoption.record.authority is not None:
+            return Authority(self._id, SavedAuthority(*self._adoption.record.authority))
+        return Authority(self._id, lifetime=LIFETIME if self._spec.keep is None else KEPT_LIFETIME)
+
+    def _make_record(self, nodes: list[KeptNode]) -> KeptPool:
+        spec, saved, mine = self._spec, None, self._credentials
+        if self._authority is not None:
+            authority = self._authority.save()
+            saved = authority.certificate, authority.key
+        return KeptPool(
+            id=self._id,
+            name=spec.name,
+            provider=spec.provider.name,
+            arguments=dict(spec.provider.describe()),
+            created=time.time(),
+            idle=spec.keep or 0.0,
+            ends=ends_at(spec.request.ttl),
+            hourly_cost=self.ledger.hourly_cost,
+            authority=saved,
+            credentials=(mine.authority, mine.certificate, mine.key) if mine else None,
+            spec=self._spec.recorded,
+            nodes=nodes,
+        )
+
+    def attach(self) -> None:
+        """Connect to the nodes of a pool that stays; raises if none of them can be reached."""
+        assert self._adoption is not None
+        self._allow_descriptors(len(self._adoption.machines))
+        self._opened = True
+        self._need(Nodes(1))
+        self._loop.later(PING_SECONDS, self._ping_while_starting)
+        self._membership.attach(sorted(self._adoption.machines))
+        self._briefing.tell_all()
+        self._started = True
+        self._loop.later(PING_SECONDS, self._beat)
+
+    def keep(self) -> None:
+        """Write the pool's record, and let its nodes stay."""
+        self._keeper.begin(self.nodes)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the pool stays when this client leaves."""
+        return self._keeper.begun is not None
+
+    def _node_ready(self, node: Node) -> None:
+        if self.stays:
+            # Not on the loop's thread: the record is a file.
+            connecting.run(functools.partial(self._keeper.add, node))
+
+    def lock(self, *, force: bool) -> contextlib.ExitStack:
+        """Keep other clients from changing the pool; the caller closes what this returns."""
+        held = contextlib.ExitStack()
+        if self.stays:
+            for node in self.nodes:
+                # A pool whose agents do not answer cannot be locked, but can be ended.
+                with contextlib.suppress(NodeLostError):
+                    head = self.services.open(node.index, "clients")
+                    held.enter_context(lock(head, self._spec.name, self._client, force=force))
+                    break
+        return held
+
+    def detach(self, seconds: float) -> None:
+        """Leave the nodes to other clients: idle executors stay as they are."""
+        self._roster.close()
+        self._devices.close("its client left the pool")
+        leave(self.nodes, self._preparer.entered_by, seconds)
+        strays = [node for node in self.nodes if not node.host.stays]
+        self._end_nodes(strays, 0)
+        for node in self.nodes:
+            node.stop()
+            self._forget_node(node)
 
     def resize(self, nodes: int | Nodes) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
@@ -260,7 +363,8 @@ class Fleet:
         """End every node, in parallel."""
         self._roster.close()
         self._devices.close("its pool was closed")
-        self._stop_nodes(self.nodes, seconds)
+        self._end_nodes(self.nodes, seconds)
+        self._keeper.forget()
         provider, note = self._spec.provider, self._console.note
         if not self._opened or swept(provider, self._id, self._journal, note):
             self._journal.close_pool(self._id)
@@ -269,6 +373,13 @@ class Fleet:
         """End every machine now, even if another thread gives the agents time to end."""
         for node in self.nodes:
             node.host.stop(0)
+
+    def _end_nodes(self, nodes: Sequence[Node], seconds: float) -> None:
+        """End nodes also if they would stay."""
+        self._keeper.remove(nodes)
+        for node in nodes:
+            node.host.condemn()
+        self._stop_nodes(nodes, seconds)
 
     def _stop_nodes(self, nodes: Sequence[Node], seconds: float) -> None:
         ends = []

@@ -19,7 +19,9 @@ from skyward.errors import PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
-from skyward.nodes.journal import Journal
+from skyward.nodes.detached_agent import DetachedAgent
+from skyward.nodes.journal import Journal, NoJournal
+from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
 from skyward.providers import (
     Machine,
@@ -93,7 +95,8 @@ class Host:
         self.made_at: float | None = None
         """When the provider had made the machine; before that, it may wait in a queue."""
         self._machine: Machine | None = None
-        self._child: ChildAgent | None = None
+        self._child: ChildAgent | DetachedAgent | None = None
+        """The agent, if it runs on this machine."""
         self._environment: Environment | None = None
         self._is_direct = False
         self._known_gone = False
@@ -104,6 +107,10 @@ class Host:
         self._stopped = False
         self._intended = False
         self._lost = lost
+        self._kept = False
+        """Whether the machine stays if this client loses sight of it, or leaves."""
+        self._condemned = False
+        """Whether the machine is to be removed although it stays otherwise."""
         self._ledger = ledger or Ledger(lambda: None)
         self._charge: Charge | None = None
         self._bought_id = ""
@@ -134,10 +141,69 @@ class Host:
         lost, self._lost = self._lost, None
         with self._lock:
             self._refuse_if_stopped()
-            self._may_have_remains = lost is not None and (lost._intended or lost._may_have_remains)
+            self._may_have_remains = lost is not None and (
+                lost._intended or lost._may_have_remains or lost._kept
+            )
             self._intended = True
             self._settled.clear()
-        await self._do(self._prepare())
+        former = lost._machine if lost is not None and lost._kept else None
+        await self._do(self._prepare(former))
+
+    async def adopt(self, kept: KeptNode, machine: Machine) -> None:
+        """Use a machine of a pool that stays, and the agent that runs on it."""
+        await self._do(self._adopt(kept, machine))
+
+    def keep(self) -> None:
+        """Let the machine stay if this client loses sight of it, or leaves."""
+        self._kept = True
+
+    def condemn(self) -> None:
+        """Have `stop` remove the machine also if it stays."""
+        with self._lock:
+            self._condemned = True
+            self._intended = self._intended or self._machine is not None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the machine stays when this client leaves."""
+        return self._kept
+
+    def facts(self, node: int) -> KeptNode | None:
+        """What another client needs to know of the node; None if there is no agent."""
+        if self._machine is None or not self.endpoint:
+            return None
+        return KeptNode(
+            index=node,
+            endpoint=self.endpoint,
+            pid=self.agent_pid,
+            hostname=self.hostname,
+            address=self.address,
+            accelerators=self.accelerators,
+            accelerator=self.accelerator,
+            machine=self._machine.id,
+        )
+
+    @property
+    def former(self) -> tuple[KeptNode, Machine] | None:
+        """The agent and the machine of the lost host, if these stay."""
+        lost = self._lost
+        if lost is None or not lost._kept or lost._machine is None:
+            return None
+        facts = lost.facts(self._order.node)
+        return None if facts is None else (facts, lost._machine)
+
+    async def _adopt(self, kept: KeptNode, machine: Machine) -> None:
+        self._machine, self._kept = machine, True
+        self.made_at = time.monotonic()
+        self.address, self.hostname = kept.address, kept.hostname
+        self.accelerators, self.accelerator = kept.accelerators, kept.accelerator
+        equipment = equipment_of(machine)
+        if equipment is not None:
+            self._child = DetachedAgent(machine, equipment)
+            self._is_direct = machine.direct is not None
+        else:
+            self._is_direct = await asyncio.to_thread(self._can_connect, kept.endpoint)
+        self.endpoint, self.agent_pid = kept.endpoint, kept.pid
 
     async def start(self, config: AgentConfig) -> None:
         """Start the agent, and find out how to connect to it."""
@@ -145,8 +211,10 @@ class Host:
             config.env.setdefault("OMP_NUM_THREADS", str(max(1, int(self._order.request.vcpus))))
         await self._do(self._launch(config))
 
-    async def _prepare(self) -> None:
+    async def _prepare(self, former: Machine | None = None) -> None:
         order = self._order
+        if former is not None and equipment_of(former) is not None:
+            await former.destroy()
         try:
             await self._recorded(self._journal.intend, order.pool, order.node)
         except PoolStartError:
@@ -183,7 +251,8 @@ class Host:
         self.address = machine.address
         equipment = equipment_of(machine)
         if equipment is not None:
-            self._child = ChildAgent(machine, equipment)
+            agent = DetachedAgent if order.request.keep else ChildAgent
+            self._child = agent(machine, equipment)
             self.hostname = equipment.hostname
             self.accelerators, self.accelerator = equipment.accelerators, equipment.accelerator
             return
@@ -242,7 +311,7 @@ class Host:
 
     async def _recorded(self, write: Callable[..., None], *what: object) -> None:
         """Write to the journal on another thread, because the write may wait for a lock."""
-        if is_here(self._provider):
+        if isinstance(self._journal, NoJournal):
             return
         writing = asyncio.create_task(asyncio.to_thread(write, *what))
         try:
@@ -402,7 +471,7 @@ class Host:
         self,
         seconds: float,
         work: concurrent.futures.Future[Any] | None,
-        child: ChildAgent | None,
+        child: ChildAgent | DetachedAgent | None,
     ) -> None:
         if work is not None and not work.done():
             # A provider that is about to fail leaves nothing; one that is cancelled may have to be
@@ -411,6 +480,8 @@ class Host:
             while not self._settled.is_set() and time.monotonic() < deadline:
                 await asyncio.sleep(SETTLE_LOOK_SECONDS)
             work.cancel()
+        if self._kept and not self._condemned:
+            return
         if not seconds and child is not None:
             # Another caller may be waiting for the agent to end by itself.
             child.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from skyward.console import Console
 from skyward.nodes.briefing import Briefing
@@ -16,8 +17,9 @@ class Joining:
     Many nodes may come at the same time, and all others must be told of each of them.
     """
 
-    def __init__(self, briefing: Briefing, console: Console) -> None:
-        self._briefing, self._console = briefing, console
+    def __init__(self, briefing: Briefing, console: Console, ready: Callable[[Node], None]) -> None:
+        """`ready` is called with each node that has become ready."""
+        self._briefing, self._console, self._ready = briefing, console, ready
         self._nodes: deque[tuple[Node, int]] = deque()
         self._telling = threading.Lock()
 
@@ -40,3 +42,4 @@ class Joining:
         """Make a node ready if so many of its executors are prepared."""
         if node.become_ready(executors):
             self._console.phase(node.index, "ready")
+            self._ready(node)

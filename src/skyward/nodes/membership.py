@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.prospects import Prospects
@@ -52,6 +52,15 @@ class Membership:
         for node in added:
             if node.state == "failed":
                 self._startup.tell_retry(node)
+
+    def attach(self, indexes: Sequence[int]) -> None:
+        """Connect to the nodes of a pool that stays; returns when each is ready or has failed."""
+        added = self._add_nodes(list(indexes))
+        self._await_ready(added, 1)
+        for node in added:
+            while not node.settled.wait(0.1) and not self._roster.closed:
+                pass
+        self._roster.begin_serving()
 
     def resize(self, count: int, needed: int) -> None:
         """Grow or shrink to so many nodes; a leaving node first finishes its tasks.
@@ -110,12 +119,16 @@ class Membership:
                     self._startup.start_again(node)
 
     def _add(self, count: int) -> list[Node]:
+        with self._roster.lock:
+            first = 1 + max((node.index for node in self._roster.nodes), default=-1)
+            return self._add_nodes(list(range(first, first + count)))
+
+    def _add_nodes(self, indexes: list[int]) -> list[Node]:
         # Under the lock: whoever closes the pool ends these nodes, or none is added.
         with self._roster.lock:
             if self._roster.closed:
                 return []
-            first = len(self._roster.nodes)
-            added = [self._startup.new_node(index) for index in range(first, first + count)]
+            added = [self._startup.new_node(index) for index in indexes]
             self._roster.add(added)
         for node in added:
             self._startup.start(node)

@@ -8,6 +8,7 @@ idle, and the new workers form a new group.
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -54,6 +55,8 @@ class Preparer:
         self._gathering = False
         """Whether a timer runs that will form a group without the missing nodes."""
         self._waits_for_all = True
+        self._group_name = ""
+        """Names the group of workers that was formed last, and says how many there are."""
         self._lock = threading.RLock()
 
     # Nodes.
@@ -81,6 +84,9 @@ class Preparer:
         if not node.prepared:
             return
         if not self._for_processes:
+            self._usable(node, lane)
+        elif not self.together and lane.preparation.group:
+            lane.preparation.begin()
             self._usable(node, lane)
         elif not self.together:
             self._tell(node, lane)
@@ -167,10 +173,41 @@ class Preparer:
             if any(lane.preparation.begun for _, lane in lanes):
                 self.regroup()
                 return
-            self._attempts += 1
+            former = {lane.preparation.group for _, lane in lanes}
+            if former != {""} and former != {_group_name(former, len(lanes))}:
+                # Some belong to a group that an earlier client has formed, and that is no longer.
+                for _, lane in lanes:
+                    if lane.preparation.group:
+                        lane.preparation.begin()
+                self.regroup()
+                return
             self._briefing.meet_at(lanes[0][1].port)
-            for node, lane in lanes:
-                self._tell(node, lane, complete)
+            if former != {""}:
+                self._group_name = former.pop()
+                for _, lane in lanes:
+                    lane.preparation.begin()
+            else:
+                self._attempts += 1
+                self._group_name = f"{secrets.token_hex(8)}:{len(lanes)}"
+                for node, lane in lanes:
+                    self._tell(node, lane, complete)
+                return
+        for node, lane in lanes:
+            self._usable(node, lane)
+
+    def entered_by(self, node: Node) -> str:
+        """Names the hooks that all executors of a node have entered; empty if some have not.
+
+        In a group, all workers of all nodes must have.
+        """
+        if not self._for_processes:
+            return ""
+        nodes = [each for each in self._roster.nodes if each.joined] if self.together else [node]
+        if not all(map(self._is_prepared, nodes)):
+            return ""
+        if any(lane.preparation.replaced for each in nodes for lane in each.lanes.values()):
+            return ""
+        return self._group_name if self.together else "each"
 
     def _gather(self, complete: list[Node]) -> None:
         """Start the timer that forms a group of the connected workers."""
@@ -226,6 +263,11 @@ class Preparer:
             self._loop.later(IDLE_LOOK_SECONDS, lambda: self._replace_when_idle(node, lane))
             return
         node.kill(lane, "the group of workers is made anew")
+
+
+def _group_name(former: set[str], workers: int) -> str:
+    """The name of the group that so many workers form, if they have entered hooks as one group."""
+    return next((each for each in former if each.endswith(f":{workers}")), "")
 
 
 def _end(lane: Lane, task_id: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyward.accelerators import Accelerator
 from skyward.nodes.preparations import Preparations
@@ -22,3 +22,8 @@ class PoolSpec:
     request: Request
     name: str
     preparations: Preparations
+    keep: float | None = None
+    """After how many seconds without a client a pool that stays ends; 0 if it does not, None if the
+    pool ends with its client."""
+    recorded: str = field(default="", repr=False, compare=False)
+    """What another client of a pool that stays needs of this, for the pool's record."""

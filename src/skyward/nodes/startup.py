@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,12 +22,13 @@ from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.failures import may_pass
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
+from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import RETURN_SECONDS, Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.roster import Roster
 from skyward.nodes.spec import PoolSpec
-from skyward.providers import Order
+from skyward.providers import Machine, Order
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials, node_name
@@ -65,7 +66,18 @@ class Startup:
         credentials: Credentials | None,
         callbacks: Callbacks,
         events: EventStream,
+        *,
+        client: str,
+        adopting: Mapping[int, tuple[KeptNode, Machine]],
+        expects: Callable[[int], bool],
     ) -> None:
+        """`client` is the tenant that this client is.
+
+        `adopting` are the nodes of a pool that stays. `expects` says whether a lost node of such a
+        pool is still one of its nodes.
+        """
+        self._client, self._expects = client, expects
+        self._adopting = dict(adopting)
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
         self._console, self._journal, self._ledger = console, journal, ledger
@@ -130,6 +142,8 @@ class Startup:
             if removal is not None:
                 await asyncio.wait([asyncio.wrap_future(removal)])
             host = node.host
+            if await self._adopted(node, host):
+                return
             if host.may_return:
                 self._phase(node.index, "creating")
             await host.prepare()
@@ -140,10 +154,39 @@ class Startup:
             # Any exception of a provider: nothing else would notice that the node never starts.
             await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
 
+    async def _adopted(self, node: Node, host: Host) -> bool:
+        """Whether the node's agent runs already, in a pool that stays, and is connected now.
+
+        If it was lost and is known to be gone, the node has to be started anew.
+        """
+        first = self._adopting.pop(node.index, None)
+        found = first or host.former
+        if found is None:
+            return False
+        if first is None and not self._expects(node.index):
+            raise PoolStartError(
+                f"node {node.index} was taken out of the pool, or the pool has ended; "
+                "`sky ps` shows what there is"
+            )
+        try:
+            await host.adopt(*found)
+            await asyncio.wrap_future(connecting.submit(self._connect, node, host))
+        except (ConnectionRefusedError, FileNotFoundError) as problem:
+            if first is not None:
+                raise PoolStartError(f"node {node.index}: its agent is gone ({problem})") from None
+            return False
+        return True
+
     def _connect(self, node: Node, host: Host) -> None:
         control, welcome = Approach(
             host.route(host.endpoint),
-            Hello(self._id, "control", versions=self._versions, pid=os.getpid()),
+            Hello(
+                self._id,
+                "control",
+                versions=self._versions,
+                pid=os.getpid(),
+                client=self._client,
+            ),
             self._credentials,
             node_name(self._id, node.index),
             host.dial,

@@ -47,6 +47,8 @@ class Request:
     """After how many seconds a machine ends itself, even without a client."""
     idle_timeout: float = 300.0
     """After how many seconds a machine without an agent ends itself, if it costs money."""
+    keep: bool = False
+    """Whether the machine, and the agent on it, are to outlive the client."""
 
 
 def tell_nobody(_: str) -> None:
@@ -340,7 +342,8 @@ def is_here(provider: Provider) -> bool:
     """Whether a provider's machines are this machine, by its attribute `here`.
 
     Then a machine has an attribute `equipment`, no bootstrap is needed, and the agent is a child
-    process that ends with the client: there is nothing to write into the journal.
+    process that ends with the client: there is nothing to write into the journal. The provider has
+    a method `machine_at`, which makes a machine that stays from its id.
     """
     return bool(getattr(provider, "here", False))
 

@@ -16,7 +16,7 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from skyward import kernel
 from skyward.errors import AuthenticationError
 
 LIFETIME = datetime.timedelta(days=30)
+KEPT_LIFETIME = datetime.timedelta(days=365)
+"""How long the certificates of a pool that stays are good for."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -46,6 +48,14 @@ class Credentials:
         with _readable(self.certificate + self.key) as chain:
             context.load_cert_chain(chain)
         return context
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAuthority:
+    """The certificate and the key of a pool's authority, both PEM."""
+
+    certificate: str
+    key: str = field(repr=False)
 
 
 _shared: weakref.WeakKeyDictionary[Credentials, ssl.SSLContext] = weakref.WeakKeyDictionary()
@@ -82,9 +92,18 @@ def _readable(secret: str) -> Iterator[str]:
 
 
 class Authority:
-    """A pool's certificate authority: only the client has its key, in memory."""
+    """A pool's certificate authority: only the client has its key, in memory.
 
-    def __init__(self, pool: str) -> None:
+    The key of a pool that stays is also in the pool's record, for the next client.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        saved: SavedAuthority | None = None,
+        lifetime: datetime.timedelta = LIFETIME,
+    ) -> None:
+        """`saved` is the authority that another client has made for the pool."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -96,8 +115,13 @@ class Authority:
         self._ec: Any = ec
         self._usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         self._common_name = NameOID.COMMON_NAME
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._lifetime = lifetime
         self._name = self._name_of(f"skyward pool {pool}")
+        if saved is not None:
+            self._key: Any = serialization.load_pem_private_key(saved.key.encode(), None)
+            self._certificate = x509.load_pem_x509_certificate(saved.certificate.encode())
+            return
+        self._key = ec.generate_private_key(ec.SECP256R1())
         self._certificate = (
             self._builder(self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -121,6 +145,22 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
 
+    def save(self) -> SavedAuthority:
+        """The certificate and the key, for the pool's record."""
+        encoding = self._serialization.Encoding.PEM
+        return SavedAuthority(
+            certificate=self._certificate.public_bytes(encoding).decode(),
+            key=self._pem(self._key),
+        )
+
+    def _pem(self, key: Any) -> str:
+        private: bytes = key.private_bytes(
+            self._serialization.Encoding.PEM,
+            self._serialization.PrivateFormat.PKCS8,
+            self._serialization.NoEncryption(),
+        )
+        return private.decode()
+
     def issue(self, name: str) -> Credentials:
         """Credentials for one end of channels; the certificate holds its name."""
         x509 = self._x509
@@ -137,15 +177,10 @@ class Authority:
             .sign(self._key, self._hashes.SHA256())
         )
         encoding = self._serialization.Encoding.PEM
-        private = key.private_bytes(
-            encoding,
-            self._serialization.PrivateFormat.PKCS8,
-            self._serialization.NoEncryption(),
-        )
         return Credentials(
             authority=self._certificate.public_bytes(encoding).decode(),
             certificate=certificate.public_bytes(encoding).decode(),
-            key=private.decode(),
+            key=self._pem(key),
         )
 
     def _name_of(self, text: str) -> Any:
@@ -161,7 +196,7 @@ class Authority:
             .serial_number(self._x509.random_serial_number())
             # The clocks of machines differ, but hardly by more than an hour.
             .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + LIFETIME)
+            .not_valid_after(now + self._lifetime)
         )
 
 

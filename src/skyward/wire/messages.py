@@ -74,6 +74,8 @@ class Hello(Message):
     """How many bytes of a link's stream the client has received."""
     stripe: Size = 0
     """The number of the stripe, a further connection for large writes, counted from 1; else 0."""
+    client: str = ""
+    """For a control connection to the agent of a pool that stays: the tenant that the client is."""
 
 
 class Welcome(Message):
@@ -104,6 +106,8 @@ class ExecutorUp(Message):
     endpoint: str
     port: int = 0
     """From the head's first worker: a port that it keeps free for the workers to meet at."""
+    group: str = ""
+    """The hooks that the executor has entered for an earlier client, as `Detach` named them."""
 
 
 class ExecutorDown(Message):
@@ -412,6 +416,22 @@ class Reply(Message):
     """Why the service refuses or fails; empty if it does not."""
     more: bool = False
     """Whether further replies follow to the same request."""
+
+
+class Keep(Message):
+    """The node stays when its clients leave."""
+
+    KIND = 50
+    idle: float
+    """After how many seconds without a client the node ends by itself; 0 if it does not."""
+
+
+class Detach(Message):
+    """The client leaves a pool that stays; sent to each idle executor, and then to the agent."""
+
+    KIND = 51
+    group: str = ""
+    """To an agent: names the hooks that all executors have entered; empty if some have not."""
 
 
 class Room(Message):

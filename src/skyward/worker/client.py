@@ -1,4 +1,4 @@
-"""An executor's connection to its one client, which gets the results and the output."""
+"""An executor's connection to its client, which gets the results and the output."""
 
 from __future__ import annotations
 

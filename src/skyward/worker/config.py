@@ -46,6 +46,10 @@ class AgentConfig(msgspec.Struct):
     """A module that says when the provider takes the machine back; empty if there is none."""
     private: str = ""
     """An address on which the node's executors also listen, for executors of other nodes."""
+    client: str = ""
+    """The tenant that the client which starts the agent is; empty unless the pool is to stay."""
+    identity: dict[str, str] = {}
+    """Who that client is: user, host, process and command."""
 
     def place(self, name: str, *, for_peers: bool = False) -> str:
         """Where a process of this node listens, in the form that a `Listener` takes.

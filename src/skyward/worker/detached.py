@@ -52,6 +52,15 @@ def _stay_behind(folder: Path, announced: int, pid: int) -> None:
     os._exit(code if code > 0 else 1 if code else 0)
 
 
+def running(folder: Path) -> int:
+    """The number of the detached process of a folder; 0 if it does not run."""
+    try:
+        number, mark = (folder / PID).read_text(encoding="ascii").split()
+        return int(number) if start_mark(int(number)) == mark else 0
+    except (OSError, ValueError):
+        return 0
+
+
 def start_mark(pid: int) -> str:
     """The start time of a process in the system's form, since process numbers are reused."""
     with contextlib.suppress(OSError):

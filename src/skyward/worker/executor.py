@@ -1,4 +1,4 @@
-"""An executor: the process that runs tasks, one at a time or on threads, for one client."""
+"""An executor: the process that runs a client's tasks, one at a time or on threads."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from skyward.wire.messages import (
     Cancel,
     Credit,
     Define,
+    Detach,
     End,
     Failure,
     Fetch,
@@ -79,29 +80,37 @@ class Executor:
         self._waiting: OrderedDict[int, Job] = OrderedDict()
         self._running: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._inbox = Inbox(config.blob_cap)
-        self._definitions = Definitions(self._inbox)
-        encoding.find_handles(self._definitions.resolve)
-        self._pending = PendingTasks(self._inbox, self._definitions, self._admit)
-        self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
+        self._credentials = Credentials(*config.credentials) if config.credentials else None
+        self._await_client()
         self._hooks = hooks.Entered()
         self._interrupts = Interrupts(threads=bool(config.threads))
         self._board = TaskBoard(config.board, config.threads or 1)
         os.close(config.board)
         capture = ThreadCapture if config.threads else ProcessCapture
-        self._capture = capture(config.output, self._client.emit)
-        credentials = Credentials(*config.credentials) if config.credentials else None
-        self._relay = Relay(
-            config.pool, credentials, self._inbox.arrivals, settled=self._settle_pending
-        )
-        self._listener = Listener(config.where, config.pool, credentials, self._accept)
+        self._capture = capture(config.output, self._emit)
+        self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: JobReader[Job | Prepare] | None = None
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+
+    def _await_client(self) -> None:
+        """Make all that belongs to one client, empty, for the client that comes."""
+        config = self._config
+        self._inbox = Inbox(config.blob_cap)
+        self._definitions = Definitions(self._inbox)
+        encoding.find_handles(self._definitions.resolve)
+        self._pending = PendingTasks(self._inbox, self._definitions, self._admit)
+        self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
+        self._relay = Relay(
+            config.pool, self._credentials, self._inbox.arrivals, settled=self._settle_pending
+        )
 
     @property
     def endpoint(self) -> str:
         """Where the client connects."""
         return self._listener.endpoint
+
+    def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
+        self._client.emit(task, stream, text, transient)
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if hello.role == PEER:
@@ -178,8 +187,25 @@ class Executor:
                     self._reader.put(message)
                 else:
                     self._prepare(message)
+            case Detach():
+                self._part_from_client()
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
+
+    def _part_from_client(self) -> None:
+        """Forget the client and all that it has sent, and wait for the next client.
+
+        What the process itself has stays: modules, memory, the plugins' hooks.
+        """
+        with self._lock:
+            if self._running or self._waiting:
+                # Its result would reach the next client. The agent starts another executor.
+                os._exit(0)
+        before = self._client
+        self._await_client()
+        # Only now: for the client, this is the sign that another one may come.
+        before.channel.close()
+        self._client.wait()
 
     def _admit(self, run: Run, pieces: Pieces) -> None:
         """Queue a task whose buffers and definitions are all here."""

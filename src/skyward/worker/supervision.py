@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from skyward import context, kernel
@@ -48,6 +49,8 @@ class ExecutorProcess:
     outputs: dict[str, int]
     stacks: StackSource
     announced: bool = False
+    up: ExecutorUp | None = None
+    """What the client was told when the process was ready."""
     end_reason: str = ""
     stopped_since: float | None = None
     full: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -70,6 +73,7 @@ class ExecutorProcesses:
         self._failed_starts: dict[tuple[int, int], int] = {}
         self._oom_kills = process.oom_kills()
         self._ending = False
+        self._announcing = threading.Lock()
         self.compute_pool = list(config.compute_pool)
         """The `COMPUTE_POOL` value of each worker, for executors started from now on."""
 
@@ -80,6 +84,8 @@ class ExecutorProcesses:
                 self._start(worker, slot)
 
     def _start(self, worker: int, slot: int) -> None:
+        if self._ending:
+            return
         pipes = {name: os.pipe() for name in ("stdout", "stderr")}
         config = self._config
         stacks = StackSource(config.slots if config.threads else 1)
@@ -132,9 +138,11 @@ class ExecutorProcesses:
         place = (executor.worker, executor.slot)
         pid = executor.process.pid
         if said is not None:
-            executor.announced = True
             self._failed_starts.pop(place, None)
-            self._tell(ExecutorUp(*place, pid, str(said["endpoint"]), int(said["port"])))
+            with self._announcing:
+                executor.announced = True
+                executor.up = ExecutorUp(*place, pid, str(said["endpoint"]), int(said["port"]))
+                self._tell(executor.up)
         code = executor.process.follow()
         last_words = self._last_words(executor)
         for end in executor.outputs.values():
@@ -150,6 +158,20 @@ class ExecutorProcesses:
         self._tell(ExecutorDown(*place, pid, reason, restarting))
         if restarting:
             self._starts.put(functools.partial(self._start, *place))
+
+    def announce_again(
+        self, group: str, members: frozenset[int], ready: Callable[[], None]
+    ) -> None:
+        """Call `ready`, and then tell another client of every executor that is ready.
+
+        The executors of these process numbers have entered the hooks that `group` names.
+        """
+        with self._announcing:
+            ready()
+            for executor in self.all():
+                if executor.up is not None and not executor.process.ended:
+                    entered = group if executor.process.pid in members else ""
+                    self._tell(msgspec.structs.replace(executor.up, group=entered))
 
     def _ending_of(self, code: int) -> str:
         if code >= 0:

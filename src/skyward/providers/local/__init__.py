@@ -71,6 +71,10 @@ class Local:
         """The machines of a pool whose folders still exist."""
         return LocalMachine.of(pool)
 
+    def machine_at(self, machine: str) -> LocalMachine:
+        """The machine of a pool that stays, by its id."""
+        return LocalMachine(Path(machine))
+
     def check(self, request: Request) -> None:
         """Refuse a request for what this machine does not have."""
         image.check_python(request.image)

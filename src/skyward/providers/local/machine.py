@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,10 @@ from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Equipment, Order
 from skyward.providers.local.image import place_includes
 from skyward.spec import Image
-from skyward.worker import lifeline
+from skyward.worker import detached, lifeline
 
+_LEAVE_SECONDS = 8.0
+"""How long the agent of a pool that stays has to end by itself."""
 _SOCKET_PATH_MAX = 70
 """How long the folder's path may be: the path of a Unix socket may have 107 characters."""
 
@@ -52,7 +56,8 @@ class LocalMachine:
         """
         try:
             prefix = f"sky-{order.pool}-{order.node}."
-            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_base()))
+            base = _lasting_base() if order.request.keep else _base()
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         except OSError as problem:
             raise PoolStartError(
                 f"node {order.node}: its folder cannot be made: {problem}; set TMPDIR to a folder "
@@ -69,7 +74,8 @@ class LocalMachine:
     @classmethod
     def of(cls, pool: str) -> list[LocalMachine]:
         """The machines of a pool that are still there."""
-        return [cls(found) for found in sorted(_base().glob(f"sky-{pool}-*"))]
+        bases = sorted({_base(), _lasting_base()})
+        return [cls(found) for base in bases for found in sorted(base.glob(f"sky-{pool}-*"))]
 
     async def run(
         self,
@@ -136,11 +142,35 @@ class LocalMachine:
         """End the commands that run in the folder, and remove the folder."""
         for leader in self._folder.glob("*.group"):
             lifeline.cut(int(leader.stem))
+        await self._end_agent()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_agent(self) -> None:
+        """End the agent of a pool that stays; it leaves the plugins' hooks, if it has time."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        asked = False
+        while pid := detached.running(self._folder):
+            if not asked:
+                asked = True
+                # A stopped process handles a SIGTERM only after it is continued.
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            elif time.monotonic() > deadline:
+                lifeline.cut(pid)
+            await asyncio.sleep(0.02)
 
 
 def _base() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return _usable(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def _lasting_base() -> Path:
+    """Where the folders of pools that stay are: the runtime directory ends with the login."""
+    return _usable(tempfile.gettempdir())
+
+
+def _usable(base: str) -> Path:
     usable = os.access(base, os.W_OK) and len(base) <= _SOCKET_PATH_MAX
     return Path(base if usable else "/tmp")
 

@@ -18,11 +18,13 @@ from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER
 from skyward.wire.messages import Reply
 from skyward.worker.config import AgentConfig
-from skyward.worker.devices import DeviceProcesses
-from skyward.worker.supervision import ExecutorProcesses
+from skyward.worker.devices import DeviceChild
+from skyward.worker.lease import PoolLease
+from skyward.worker.supervision import ExecutorProcess
+from skyward.worker.tenants import Tenants
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset({"about", "stacks"})
+FOR_CLIENTS = frozenset({"about", "clients", "stacks"})
 """The services for the pool's clients alone."""
 FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""
@@ -33,10 +35,22 @@ class ServedNode:
     """What a service may use of its node."""
 
     config: AgentConfig
-    executors: ExecutorProcesses
-    devices: DeviceProcesses
+    tenants: Tenants
+    """What the agent has for each of its clients."""
     on_main_thread: Callable[[Callable[[], None]], None]
     """Has the agent's main thread call a function: only that thread may start processes."""
+    lease: PoolLease
+    """Who may change the pool; of the head's agent."""
+
+    @property
+    def executors(self) -> list[ExecutorProcess]:
+        """The executors of all clients, as they are now."""
+        return [each for tenant in self.tenants.there for each in tenant.executors.all()]
+
+    @property
+    def devices(self) -> list[DeviceChild]:
+        """The device processes of all clients, as they are now."""
+        return [each for tenant in self.tenants.there for each in tenant.devices.all()]
 
 
 class ServiceModule(Protocol):

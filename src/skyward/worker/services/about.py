@@ -24,6 +24,6 @@ def _facts(node: ServedNode) -> dict[str, object]:
         "time": time.time(),
         "executors": [
             {"worker": each.worker, "slot": each.slot, "pid": each.process.pid}
-            for each in node.executors.all()
+            for each in node.executors
         ],
     }

@@ -23,12 +23,12 @@ def serve(node: ServedNode, channel: Channel) -> None:
 def _stacks(node: ServedNode) -> list[dict[str, object]]:
     asked = [
         functools.partial(_look, "executor", each.worker, each.slot, each.process, each.stacks)
-        for each in node.executors.all()
+        for each in node.executors
         if each.announced and not each.process.ended
     ]
     asked += [
         functools.partial(_look, each.kind, -1, 0, each.process, each.stacks)
-        for each in node.devices.all()
+        for each in node.devices
         if each.announced
     ]
     if not asked:

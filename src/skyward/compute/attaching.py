@@ -1,0 +1,50 @@
+"""Attaching: a `Compute` on a pool that stays, from any process of its user."""
+
+from __future__ import annotations
+
+import os
+
+from skyward.compute import Compute
+from skyward.compute.listening import OnEvent, check_callback
+from skyward.errors import ConfigurationError, PoolError
+from skyward.nodes import keeping
+from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.reaching import ReachedPool
+
+VARIABLE = "SKYWARD_POOL"
+"""Names the pool that a process runs on, in the environment of scripts on its nodes."""
+
+
+def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compute:
+    """Connect to a pool that stays, and return a `Compute` on it.
+
+    The pool was made by `sky up NAME` or by `Compute(name=..., keep=True)`. Leaving the block, or
+    the end of the process, leaves the pool as it is. Without a name, it is the pool on which this
+    process runs. `on_event` is as for `Compute`.
+
+    >>> with sky.attach("train") as compute:
+    ...     result = train(model) >> compute
+    """
+    check_callback(on_event)
+    try:
+        return Compute._attach(reach(_named(name)).adoption(), on_event)
+    except PoolError as problem:
+        raise shown_from_outside(problem) from problem.__cause__
+
+
+def reach(name: str) -> ReachedPool:
+    """A pool that stays, for its services alone: `pool.service(0, "about")`."""
+    record = keeping.read(name)
+    if record.stopped:
+        raise PoolError(f"{name} is stopped; `sky start {name}` starts it again")
+    return ReachedPool(record)
+
+
+def _named(name: str | None) -> str:
+    found = name or os.environ.get(VARIABLE)
+    if not found or not isinstance(found, str):
+        raise ConfigurationError(
+            f"attach({name!r}): give the name of a pool that stays, such as `sky ps` lists; "
+            f"only a script that runs on such a pool ({VARIABLE}) may leave it out"
+        )
+    return found

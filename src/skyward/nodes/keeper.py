@@ -1,0 +1,120 @@
+"""The keeper: makes a pool stay, and keeps its record true while this client uses it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from skyward.errors import PoolError
+from skyward.nodes import keeping
+from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.wire.messages import Keep
+
+if TYPE_CHECKING:
+    from skyward.nodes.node import Node
+
+COMMAND_LENGTH = 200
+
+
+def identity() -> dict[str, str]:
+    """Who this client is, for the other clients of a pool."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())
+    command = " ".join([os.path.basename(sys.executable or "python"), *sys.argv])
+    return {
+        "user": user,
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "command": command[:COMMAND_LENGTH],
+    }
+
+
+class PoolKeeper:
+    """Owns the record of one pool in this process."""
+
+    def __init__(self, make: Callable[[list[KeptNode]], KeptPool], begun: KeptPool | None) -> None:
+        """`make` makes the pool's first record; `begun` is the record of a pool that stays."""
+        self._make = make
+        self._lock = threading.Lock()
+        self._begun = begun
+
+    @property
+    def begun(self) -> KeptPool | None:
+        """The record as this client knows it; None while the pool does not stay yet."""
+        return self._begun
+
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """Write the record, and then let the nodes stay."""
+        with self._lock:
+            serving = [node for node in nodes if node.serves]
+            record = self._make([each for each in map(_facts, serving) if each is not None])
+            keeping.write(record, new=True)
+            self._begun = record
+            for node in serving:
+                self._let_stay(node, record)
+
+    def add(self, node: Node) -> None:
+        """Let a node stay that has come to a pool that stays."""
+        with self._lock:
+            facts, record = _facts(node), self._begun
+            if record is None or facts is None:
+                return
+            if record.node(facts.index) != facts:
+                self._change([facts], [])
+            self._let_stay(node, record)
+
+    def remove(self, nodes: Iterable[Node]) -> None:
+        """Take nodes off the record that leave the pool."""
+        with self._lock:
+            if self._begun is not None:
+                self._change([], [node.index for node in nodes])
+
+    def expects(self, index: int) -> bool:
+        """Whether the pool still has the node, by its record: another client may have ended it."""
+        record = self._begun
+        if record is None:
+            return True
+        try:
+            found = keeping.read(record.name)
+        except PoolError:
+            return False
+        return found.id == record.id and found.node(index) is not None
+
+    def forget(self) -> None:
+        """Remove the record: the pool has ended."""
+        with self._lock:
+            record, self._begun = self._begun, None
+        if record is not None:
+            keeping.forget(record.name, record.id)
+
+    def _change(self, added: list[KeptNode], removed: list[int]) -> None:
+        assert self._begun is not None
+        with keeping.changing(self._begun.name):
+            record = keeping.read(self._begun.name)
+            gone = {*removed, *(node.index for node in added)}
+            left = [node for node in record.nodes if node.index not in gone]
+            record.nodes = sorted([*left, *added], key=lambda node: node.index)
+            keeping.write(record)
+            self._begun = record
+
+    @staticmethod
+    def _let_stay(node: Node, record: KeptPool) -> None:
+        node.host.keep()
+        node.tell(Keep(record.idle))
+
+
+def _facts(node: Node) -> KeptNode | None:
+    return node.host.facts(node.index)
+
+
+def ends_at(ttl: float | None) -> float | None:
+    """When a pool with that time to live ends."""
+    return None if ttl is None else time.time() + ttl

@@ -1,0 +1,170 @@
+"""Reaching a pool that stays: its machines found again, and connections to its agents' services."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from skyward.errors import NodeLostError, PoolError, SkywardError
+from skyward.nodes import keeping, provider_loop
+from skyward.nodes.host import Host
+from skyward.nodes.journal import NoJournal
+from skyward.nodes.keeper import identity
+from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes.node import Node
+from skyward.nodes.roster import Roster
+from skyward.nodes.services import ServiceDesk
+from skyward.providers import Machine, Order, Provider, Request, find_provider, is_here
+from skyward.spec import Image
+from skyward.wire.asking import ServiceConnection
+from skyward.wire.identity import Credentials
+
+_NOTHING = Request(None, None, None, Image(), ())
+"""Nothing is ordered: the machines are there."""
+FIND_SECONDS = 60.0
+"""How long a provider may take to find the machines of a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """What a client needs to attach to a pool that stays."""
+
+    record: KeptPool
+    machines: Mapping[int, tuple[KeptNode, Machine]]
+    client: str
+    """The tenant that the client is."""
+
+
+def provider_of(record: KeptPool) -> Provider:
+    """The provider that has made the machines of a pool."""
+    provider: Provider = find_provider(record.provider)(**record.arguments)
+    return provider
+
+
+def found_machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
+    """The machines of a pool's nodes, as far as its provider has them still."""
+    if is_here(provider):
+        at: Any = provider
+        return {node.index: (node, at.machine_at(node.machine)) for node in record.nodes}
+    finding = provider_loop.submit(_find(provider, record.id))
+    try:
+        machines = {machine.node: machine for machine in finding.result(FIND_SECONDS)}
+    except concurrent.futures.TimeoutError:
+        finding.cancel()
+        raise PoolError(
+            f"{record.name}: the provider {record.provider} did not find its machines within "
+            f"{FIND_SECONDS:.0f} s; see whether it can be reached, and try again"
+        ) from None
+    return {
+        node.index: (node, machines[node.index]) for node in record.nodes if node.index in machines
+    }
+
+
+async def _find(provider: Provider, pool: str) -> list[Machine]:
+    return list(await provider.find(pool))
+
+
+def gone(record: KeptPool) -> PoolError:
+    """The error for a pool whose machines are gone; its record is forgotten."""
+    keeping.forget(record.name, record.id)
+    return PoolError(
+        f"{record.name}: its machines are gone, so its record is, too; `sky up {record.name}` or "
+        "Compute(keep=True) makes it anew"
+    )
+
+
+class ReachedPool:
+    """A pool that stays, without being its client: for its services alone."""
+
+    def __init__(self, record: KeptPool) -> None:
+        self.record = record
+        provider = provider_of(record)
+        self.machines = found_machines(record, provider)
+        if record.nodes and not self.machines:
+            raise gone(record)
+        roster = Roster()
+        for index, (kept, machine) in sorted(self.machines.items()):
+            host = Host(provider, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush)
+            provider_loop.submit(host.adopt(kept, machine)).result(FIND_SECONDS)
+            roster.add([Node(index, host, roster.lock)])
+        self._roster = roster
+        self.credentials = Credentials(*record.credentials) if record.credentials else None
+        self._services = ServiceDesk(record.id, roster, self.credentials)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The indexes of the nodes."""
+        return tuple(node.index for node in self._roster.nodes)
+
+    def service(self, node: int, name: str) -> ServiceConnection:
+        """A connection to a service of a node's agent; the caller closes it."""
+        return self._services.open(node, name)
+
+    def head(self) -> ServiceConnection:
+        """A connection to the service that knows the clients; `PoolError` if no agent is left."""
+        problem: SkywardError | None = None
+        for index in self.nodes:
+            try:
+                return self.service(index, "clients")
+            except NodeLostError as failure:
+                problem = problem or failure
+        if all(node.host.looks_dead() for node in self._roster.nodes):
+            raise gone(self.record)
+        raise PoolError(
+            f"{self.record.name}: none of its {len(self.nodes)} agents answers: {problem}; try "
+            f"again, or end it with `sky down {self.record.name}`"
+        )
+
+    def adoption(self) -> Adoption:
+        """What a new client of the pool needs."""
+        with self.head() as head:
+            client = str(head.ask("choose", identity=identity()))
+        return Adoption(self.record, self.machines, client)
+
+    def lock(self, client: str = "", *, force: bool = False) -> ServiceConnection:
+        """Keep others from changing the pool until the connection is closed.
+
+        `PoolError` if another client does, or without `force` if others are attached.
+        """
+        return lock(self.head(), self.record.name, client, force=force)
+
+    def close(self) -> None:
+        """Nothing: the pool has no connection of its own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def lock(
+    head: ServiceConnection, name: str, client: str, *, force: bool = False
+) -> ServiceConnection:
+    """Take the pool's lock over a connection to its head, and return the connection."""
+    try:
+        head.ask("lock", identity=identity(), client=client, force=force)
+    except PoolError as problem:
+        head.close()
+        said = str(problem).removeprefix("PoolError: ")
+        raise PoolError(
+            f"{name}: {said}; have them leave it, or pass --force (in Python, force=True)"
+        ) from None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            head.close()
+        raise
+    return head
+
+
+def _hush(_: str) -> None:
+    """Say nothing."""

@@ -1,0 +1,51 @@
+"""Clients: who is attached to a pool that stays, and who may change it; the head node is asked."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from skyward.errors import PoolError
+from skyward.wire.asking import answer
+from skyward.wire.channel import Channel
+from skyward.worker.services import ServedNode
+
+
+def serve(node: ServedNode, channel: Channel) -> None:
+    """Answer until the client leaves; then it no longer has the lease."""
+    try:
+        answer(
+            channel,
+            {
+                "choose": lambda asked: node.tenants.choose(asked["identity"]),
+                "who": lambda _: _who(node),
+                "lock": lambda asked: _lock(node, channel, asked),
+            },
+        )
+    finally:
+        node.lease.give_back(channel)
+
+
+def _who(node: ServedNode) -> dict[str, Any]:
+    tenants = node.tenants
+    return {"clients": tenants.described(), "idle": tenants.idle_seconds, "kept": tenants.keeps}
+
+
+def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:
+    """Take the lease; without `force`, only if nobody but the asking client is attached."""
+    identity = {**asked["identity"], "since": time.time()}
+    holder = node.lease.take(channel, identity)
+    if holder is not None:
+        raise PoolError(f"{shown(holder)} is changing it")
+    others = [each for each in node.tenants.described() if each["client"] != asked["client"]]
+    if others and not asked["force"]:
+        node.lease.give_back(channel)
+        raise PoolError(f"in use by {', '.join(shown(each) for each in others)}")
+
+
+def shown(identity: dict[str, Any]) -> str:
+    """A client, for people: "ann@laptop, process 4711 (python train.py), since 14:03"."""
+    where = f"{identity.get('user', '?')}@{identity.get('host', '?')}"
+    since = time.strftime("%H:%M", time.localtime(float(identity.get("since", 0.0))))
+    command = f" ({identity['command']})" if identity.get("command") else ""
+    return f"{where}, process {identity.get('pid', '?')}{command}, since {since}"

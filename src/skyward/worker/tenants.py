@@ -1,0 +1,316 @@
+"""Tenants: what an agent has for each of its clients, and the clients that come and go.
+
+A tenant has a control connection, executors and device processes. The node of an ordinary pool has
+one tenant, and ends with it. The node of a pool that stays keeps the tenant of a client that
+leaves, for the next client: its executors are warm, and have entered the plugins' hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from skyward.errors import ProtocolError
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Message
+from skyward.worker.config import AgentConfig
+from skyward.worker.devices import DeviceProcesses
+from skyward.worker.supervision import ExecutorProcesses
+
+SPARE = "spare"
+"""The tenant that a node has ready for the next client, if no client has left it one."""
+CHOSEN_SECONDS = 30.0
+"""How long a client may take from choosing a tenant to connecting."""
+
+Starts = queue.SimpleQueue[Callable[[], None] | None]
+"""The queue of functions that the agent's main thread calls."""
+
+
+class Tenant:
+    """What the agent has for one client."""
+
+    def __init__(self, name: str, config: AgentConfig, starts: Starts) -> None:
+        self.name = name
+        self.identity: dict[str, str] = {}
+        """Who the client is, if the agent was told."""
+        self.since = time.time()
+        self.parked = False
+        """Whether the client has left, and the next one may take its place."""
+        self.started = False
+        """Whether the executors have been started."""
+        self.heard = time.monotonic()
+        self.executors = ExecutorProcesses(config, self.tell, starts)
+        self.devices = DeviceProcesses(config, self.tell)
+        self._starts = starts
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._unsent: list[Message] = []
+        self._cut_off = False
+        """Whether a connection has ended that cannot come back."""
+        self._group, self._members = "", frozenset[int]()
+
+    @property
+    def away(self) -> bool:
+        """Whether the client has no connection now."""
+        channel = self._channel
+        return channel is None or not channel.connected
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the client's process must have ended: its connection within the host has."""
+        return self._cut_off and self._channel is None
+
+    def start(self) -> None:
+        """Have the executors started, once."""
+        if not self.started:
+            self.started = True
+            self._starts.put(self.executors.start_all)
+
+    def connect(self, channel: Channel) -> None:
+        """Take the client's connection; an older one is closed."""
+        channel.on_change(self._changed)
+        with self._lock:
+            old, self._channel = self._channel, channel
+            self.heard = time.monotonic()
+            waiting, self._unsent = self._unsent, []
+            for message in waiting:
+                channel.send(message)
+        if old is not None:
+            old.close()
+
+    def _changed(self, connected: bool) -> None:
+        if connected:
+            self.heard = time.monotonic()
+
+    def disconnect(self, channel: Channel) -> None:
+        """Note that a connection has ended."""
+        channel.close()
+        with self._lock:
+            if self._channel is channel:
+                self._channel = None
+                self._cut_off = not channel.resumes
+
+    def tell(self, message: Message) -> None:
+        """Send to the client, now or when it connects; nobody is told while there is none."""
+        with self._lock:
+            if self.parked:
+                return
+            if self._channel is None:
+                self._unsent.append(message)
+                return
+            channel = self._channel
+        with contextlib.suppress(OSError):
+            channel.send(message)
+
+    def park(self, group: str) -> None:
+        """Keep the executors for the next client; they have entered the hooks of that name."""
+        self._group = group
+        self._members = frozenset(each.process.pid for each in self.executors.all())
+        self.devices.close_all()
+        with self._lock:
+            self.parked = True
+            channel, self._channel, self._unsent = self._channel, None, []
+        if channel is not None:
+            channel.close()
+
+    def take_over(self) -> None:
+        """Be there for a new client: tell it of the executors when it connects."""
+
+        def unpark() -> None:
+            with self._lock:
+                self.parked, self._cut_off = False, False
+                self.heard, self.since = time.monotonic(), time.time()
+
+        self.executors.announce_again(self._group, self._members, unpark)
+
+    def close(self) -> None:
+        """End the executors and devices, and the connection."""
+        self.executors.stop_restarting()
+        self.devices.close_all()
+        self.executors.close()
+        with self._lock:
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+
+
+class Tenants:
+    """The tenants of one node."""
+
+    def __init__(self, config: AgentConfig, starts: Starts) -> None:
+        self._config, self._starts = config, starts
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self.first = self._new(config.client)
+        self.first.identity = dict(config.identity)
+        self.keeps = False
+        """Whether the node stays when its clients leave."""
+        self.idle_limit = 0.0
+        """After how many seconds without a client the node ends; 0 if it does not."""
+        self._idle_since: float | None = None
+        self._named: dict[str, Tenant] = {config.client: self.first}
+        self._chosen: dict[str, tuple[dict[str, str], float]] = {}
+        self._closing: list[threading.Thread] = []
+        self.compute_pool = list(config.compute_pool)
+
+    def _new(self, name: str) -> Tenant:
+        return Tenant(name, self._config, self._starts)
+
+    def keep(self, idle: float) -> None:
+        """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
+        with self._lock:
+            self.keeps, self.idle_limit = True, idle
+
+    @property
+    def there(self) -> list[Tenant]:
+        """All tenants."""
+        with self._lock:
+            return list(self._named.values())
+
+    @property
+    def clients(self) -> list[Tenant]:
+        """The tenants whose clients have not left."""
+        return [tenant for tenant in self.there if not tenant.parked]
+
+    # Clients come.
+
+    def choose(self, identity: dict[str, str]) -> str:
+        """The tenant that a new client may have: one that a client has left, or a new name."""
+        now = time.monotonic()
+        with self._lock:
+            self._chosen = {
+                name: (who, at)
+                for name, (who, at) in self._chosen.items()
+                if now - at < CHOSEN_SECONDS
+            }
+            left = [t.name for t in self._named.values() if t.parked and t.name not in self._chosen]
+            name = left[-1] if left else secrets.token_hex(8)
+            self._chosen[name] = identity, now
+        return name
+
+    def enter(self, name: str) -> Tenant:
+        """The tenant of a client that connects; a new one if the node stays and has none so."""
+        with self._lock:
+            tenant = self._named.get(name)
+            if tenant is None and not name:
+                tenant = self.first
+            if tenant is None:
+                if not self.keeps:
+                    raise ProtocolError("this pool has another client, and does not stay")
+                tenant = self._named[name] = self._new(name)
+                tenant.executors.compute_pool[:] = self.compute_pool
+                if not self._config.hooks_first:
+                    tenant.start()
+            elif tenant.parked:
+                tenant.take_over()
+            who, _ = self._chosen.pop(name, (tenant.identity, 0.0))
+            tenant.identity = who
+        return tenant
+
+    # Clients go.
+
+    def park(self, tenant: Tenant, group: str) -> None:
+        """Keep the tenant of a client that leaves, unless another one waits already."""
+        if not self.keeps:
+            raise ProtocolError("this pool does not stay when its client leaves")
+        with self._lock:
+            others = [each for each in self._named.values() if each.parked and each is not tenant]
+        tenant.park(group)
+        if others:
+            self._end(tenant)
+
+    def look(self) -> bool:
+        """End the tenants whose clients are gone; whether the whole node is to end."""
+        now = time.monotonic()
+        for tenant in self.there:
+            tenant.executors.look()
+            if not tenant.parked and self._is_gone(tenant, now):
+                if not self.keeps:
+                    return True
+                self._end(tenant)
+                self._have_spare()
+        return self._is_idle(now)
+
+    def _is_gone(self, tenant: Tenant, now: float) -> bool:
+        if now - tenant.heard > self._config.orphan_timeout:
+            return True
+        if self.keeps:
+            return tenant.cut_off
+        pid = self._config.client_pid
+        return bool(pid and tenant.away and not _is_alive(pid))
+
+    def _is_idle(self, now: float) -> bool:
+        if not self.keeps or self.clients:
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = now
+        return bool(self.idle_limit) and now - self._idle_since > self.idle_limit
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long the node has had no client."""
+        since = self._idle_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _have_spare(self) -> None:
+        """Have executors ready for the next client."""
+        with self._lock:
+            if SPARE in self._named or any(each.parked for each in self._named.values()):
+                return
+            spare = self._named[SPARE] = self._new(SPARE)
+            spare.executors.compute_pool[:] = self.compute_pool
+            spare.parked = True
+        spare.start()
+
+    def _end(self, tenant: Tenant) -> None:
+        with self._lock:
+            self._named = {n: each for n, each in self._named.items() if each is not tenant}
+            self._closing = [each for each in self._closing if each.is_alive()]
+            # On a thread of its own: executors may take seconds to leave their hooks.
+            closing = threading.Thread(target=tenant.close, name="skyward-tenant", daemon=True)
+            self._closing.append(closing)
+        closing.start()
+
+    def stop_restarting(self) -> None:
+        """Neither report nor replace executors that end from now on; safe in a signal handler."""
+        # Without the lock, which the interrupted thread may hold.
+        for tenant in list(self._named.values()):
+            tenant.executors.stop_restarting()
+
+    def close(self) -> None:
+        """End all tenants, and wait until they have ended."""
+        threads = [
+            threading.Thread(target=each.close, name="skyward-tenant") for each in self.there
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in [*threads, *self._closing]:
+            thread.join()
+
+    def tell(self, message: Message) -> None:
+        """Send to all clients."""
+        for tenant in self.clients:
+            tenant.tell(message)
+
+    def described(self) -> list[dict[str, Any]]:
+        """The clients as others see them."""
+        return [
+            {"client": each.name, **each.identity, "since": each.since, "away": each.away}
+            for each in self.clients
+        ]
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie has ended, and waits for its parent to notice."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

@@ -1,0 +1,84 @@
+"""Pools that stay: each test module has a state folder of its own, and leaves no agent behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward as sky
+from skyward.nodes import keeping
+from skyward.worker import detached
+
+QUIET = sky.Options(console=False, orphan_timeout=5)
+
+Script = Callable[[str], subprocess.Popen[str]]
+"""Starts a script in another process; it has `sky` imported."""
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """The state folder, and the folder in which agents that stay have theirs."""
+    folder = Path(tempfile.mkdtemp(prefix="skyk-", dir="/tmp"))
+    changed = {"SKYWARD_STATE": str(folder / "state"), "TMPDIR": str(folder)}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    tempfile.tempdir = str(folder)
+    yield folder
+    tempfile.tempdir = None
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    left = [each for each in folder.glob("sky-*") if detached.running(each)]
+    for each in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(detached.running(each), 15)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert not left, "agents were left behind"
+
+
+@pytest.fixture(scope="module")
+def script(home: Path) -> Script:
+    """Start a script in another process."""
+
+    def start(text: str) -> subprocess.Popen[str]:
+        program = "import os, sys\nimport skyward as sky\n" + textwrap.dedent(text)
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What a script printed, after its end."""
+    out, problems = process.communicate(timeout=60)
+    assert process.returncode == 0, problems
+    return out.strip()
+
+
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def kept(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
+    """The name of a pool of two nodes that stays; once with Unix sockets, once with TLS."""
+    name = f"kept-{request.param}"
+    with sky.Compute(
+        sky.Local(transport=request.param), nodes=2, name=name, keep=True, options=QUIET
+    ):
+        pass
+    yield name
+    sky.attach(name).down(force=True)
+    assert name not in keeping.names()
