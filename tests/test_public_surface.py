@@ -47,6 +47,8 @@ PUBLIC = [
     "Worker",
     "Options",
     "Volume",
+    "Project",
+    "Synced",
     "accelerators",
     "events",
     "device_stats",

@@ -101,6 +101,14 @@ def test_a_provider_with_a_table_of_its_own_keeps_its_keys_apart(project: Path) 
     assert found["image"] == sky.Image(pip=["numpy"])
 
 
+def test_a_project_is_relative_to_the_file(project: Path) -> None:
+    (project / "skyward.toml").write_text(
+        '[pools.a]\nproject = "src"\n[pools.b]\nproject = {excludes = ["data"]}'
+    )
+    assert arguments_of("a")["project"] == sky.Project(str(project / "src"))
+    assert arguments_of("b")["project"] == sky.Project(str(project), excludes=["data"])
+
+
 def test_every_argument_of_compute_can_be_written() -> None:
     known = set(inspect.signature(sky.Compute.__init__).parameters) - {"self", "provider", "name"}
     readers = set(_Reader(ProjectSettings(Path(), {}), "any")._readers())

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from skyward.errors import UnreachableError as UnreachableError
     from skyward.errors import VersionMismatchError as VersionMismatchError
     from skyward.errors import WorkerDiedError as WorkerDiedError
+    from skyward.files.transfer import Synced as Synced
     from skyward.functions import Function as Function
     from skyward.functions import Gather as Gather
     from skyward.functions import Group as Group
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from skyward.spec import Nodes as Nodes
     from skyward.spec import Options as Options
     from skyward.spec import PipIndex as PipIndex
+    from skyward.spec import Project as Project
     from skyward.spec import Volume as Volume
     from skyward.spec import Worker as Worker
     from skyward.state import barrier as barrier
@@ -157,6 +159,7 @@ _HOMES = {
         "VersionMismatchError",
         "WorkerDiedError",
     ),
+    "files.transfer": ("Synced",),
     "functions": (
         "Function",
         "Gather",
@@ -180,8 +183,8 @@ _HOMES = {
     "providers.ray": ("Ray",),
     "providers.ssh": ("SSH",),
     "sharding": ("shard",),
-    "spec": ("Image", "Nodes", "Options", "PipIndex", "Volume", "Worker"),
     "state": ("barrier", "counter", "dict", "event", "lock", "queue", "set"),
+    "spec": ("Image", "Nodes", "Options", "PipIndex", "Project", "Volume", "Worker"),
     "store.checkpoints": ("checkpoint", "restore"),
     "store.models": ("ModelStore", "ModelVersion"),
 }

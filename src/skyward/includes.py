@@ -222,8 +222,21 @@ def _resolved(path: Path) -> Path | None:
         return None
 
 
-def _is_left_out(child: str, inside: str, below: Path, excludes: Sequence[str]) -> bool:
-    if any(fnmatch.fnmatchcase(child, pattern) for pattern in LEFT_OUT):
+def is_left_out(
+    child: str, inside: str, excludes: Sequence[str], usual: Sequence[str] = LEFT_OUT
+) -> bool:
+    """Whether a file named `child`, at the path `inside`, stays here."""
+    return _is_left_out(child, inside, Path(inside), excludes, usual)
+
+
+def _is_left_out(
+    child: str,
+    inside: str,
+    below: Path,
+    excludes: Sequence[str],
+    usual: Sequence[str] = LEFT_OUT,
+) -> bool:
+    if any(fnmatch.fnmatchcase(child, pattern) for pattern in usual):
         return True
     for exclude in excludes:
         pattern = exclude.rstrip("/").removeprefix("./")

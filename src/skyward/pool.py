@@ -23,6 +23,7 @@ from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
 from skyward.events import EventStream
+from skyward.files.transfer import Synced
 from skyward.functions import Function, Pending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.ledger import Ledger
@@ -333,6 +334,24 @@ class Pool:
         """A connection to a service of a node's agent; the caller closes it."""
         self._check_open()
         return self._fleet.services.open(node, name)
+
+    @property
+    def has_folders(self) -> bool:
+        """Whether the nodes have folders of this machine."""
+        return bool(self._fleet.deliveries)
+
+    def sync(self) -> Synced:
+        """Make the folders that nodes got from this machine as they are here now."""
+        self._check_open()
+        return self._fleet.deliveries.sync(self._with_files())
+
+    def before_calls(self) -> None:
+        """Send what has changed, if the user wants that before every call."""
+        if self._fleet.deliveries:
+            self._fleet.deliveries.before_calls(self._with_files)
+
+    def _with_files(self) -> list[int]:
+        return [node.index for node in self.nodes if node.joined and node.host.endpoint]
 
     def stacks(self) -> Stacks:
         """Where every process of the nodes that have started is."""

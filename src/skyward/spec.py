@@ -11,7 +11,7 @@ from skyward import checks
 from skyward.errors import ConfigurationError
 from skyward.former import explained
 
-__all__ = ["Image", "Nodes", "Options", "PipIndex", "Variables", "Volume", "Worker"]
+__all__ = ["Image", "Nodes", "Options", "PipIndex", "Project", "Variables", "Volume", "Worker"]
 
 _PYTHON_VERSION = re.compile(r"3\.(\d{1,2})(?:\.\d{1,3})?")
 _OLDEST_MINOR = 11
@@ -316,6 +316,32 @@ class Volume:
             )
         read_only = checks.flag(self, "read_only", read_only)
         checks.store(self, source=source, target=target, read_only=read_only)
+
+    def __repr__(self) -> str:
+        return checks.shown(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The user's project: a folder whose files every node has in its working directory.
+
+    Only what changed is sent: when a node starts, on `compute.sync()`, and with `before_calls`
+    before every call. What git ignores, and the patterns in `excludes`, stay here.
+
+    >>> sky.Compute(provider, project=sky.Project(".", excludes=["data"], before_calls=True))
+    """
+
+    path: str = "."
+    excludes: Sequence[str] = ()
+    before_calls: bool = False
+
+    def __post_init__(self) -> None:
+        checks.store(
+            self,
+            path=checks.text(self, "path", self.path),
+            excludes=checks.texts(self, "excludes", self.excludes),
+            before_calls=checks.flag(self, "before_calls", self.before_calls),
+        )
 
     def __repr__(self) -> str:
         return checks.shown(self)

@@ -45,7 +45,7 @@ from skyward.nodes.view import NodeView
 from skyward.plugins.plugin import Plugin, entered
 from skyward.pool import Pool
 from skyward.providers import Provider
-from skyward.spec import Image, Nodes, Options, Volume, Worker
+from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 from skyward.state.link import StateLink
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Compute(Running):
     With `keep=True`, the pool stays when the block is left: `sky.attach(name)` uses it again, from
     any process of this user, and `sky down NAME` or `compute.down()` ends it. With a number, it
     also ends by itself after so many seconds without a client.
+
+    `project` is a folder of this machine whose files nodes have in their working directory.
 
     After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
     process is gone. The other arguments for machines that cost money are those of a provider that
@@ -90,6 +92,7 @@ class Compute(Running):
         worker: Worker | None = None,
         options: Options | None = None,
         volumes: Sequence[Volume] = (),
+        project: str | Project | None = None,
         name: str | None = None,
         allocation: Allocation = "on-demand",
         region: str | None = None,
@@ -111,6 +114,7 @@ class Compute(Running):
             worker=worker,
             options=options,
             volumes=volumes,
+            project=project,
             name=name,
             allocation=allocation,
             region=region,
@@ -152,6 +156,7 @@ class Compute(Running):
         worker: Worker | None = None,
         options: Options | None = None,
         volumes: Sequence[Volume] = (),
+        project: str | Project | None = None,
         name: str | None = None,
         ttl: float | None = None,
         on_event: OnEvent | None = None,
@@ -183,6 +188,7 @@ class Compute(Running):
                 worker=worker,
                 options=options,
                 volumes=volumes,
+                project=project,
                 name=name,
                 ttl=ttl,
                 on_event=on_event,

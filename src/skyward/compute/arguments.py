@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from skyward import accelerators, checks
@@ -14,6 +15,7 @@ from skyward.compute.choosing import Spec
 from skyward.errors import ConfigurationError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes import keeping
+from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.preparations import Preparations
 from skyward.nodes.spec import PoolSpec
@@ -27,7 +29,7 @@ from skyward.plugins.plugin import (
 )
 from skyward.providers import Provider, Request, check_provider, providers_with, sells
 from skyward.providers.local import Local
-from skyward.spec import Image, Nodes, Options, Volume, Worker
+from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 
 _names = itertools.count(1)
 
@@ -49,6 +51,7 @@ def resolve(
     worker: Worker | None,
     options: Options | None,
     volumes: Sequence[Volume],
+    project: str | Project | None,
     name: str | None,
     allocation: Allocation,
     region: str | None,
@@ -127,6 +130,7 @@ def resolve(
         name=name,
         preparations=Preparations.of(plugged, cluster),
         keep=idle,
+        folders=_project(project),
     )
     if idle is not None:
         spec = replace(spec, recorded=_recorded(spec, plugged))
@@ -168,6 +172,26 @@ def restored(record: KeptPool, provider: Provider) -> tuple[PoolSpec, tuple[Plug
     parts = keeping.unpickled(record)
     plugins: tuple[Plugin, ...] = parts.pop("plugins")
     return PoolSpec(provider=provider, recorded=record.spec, **parts), plugins
+
+
+def _project(given: str | Project | None) -> tuple[SentFolder, ...]:
+    """The project's folder, which must be there."""
+    if given is None:
+        return ()
+    _require(given, (str, Project), "project", "the path of a folder, or sky.Project(...)")
+    project = Project(given) if isinstance(given, str) else given
+    source = Path(project.path).expanduser().resolve()
+    if not source.is_dir():
+        raise ConfigurationError(
+            f"Compute(project={project.path!r}): there is no folder {source}; paths are relative "
+            f"to the working directory, which is {Path.cwd()}"
+        )
+    if source in (Path(source.root), Path.home()):
+        raise ConfigurationError(
+            f"Compute(project={project.path!r}): that is {source}, with everything in it; name the "
+            "project's own folder"
+        )
+    return (SentFolder(source, "", tuple(project.excludes), before_calls=project.before_calls),)
 
 
 def _bought(

@@ -16,7 +16,7 @@ from skyward.plugins.plugin import Plugin
 from skyward.providers import Provider, find_provider, provider_names
 from skyward.providers.local import Local
 from skyward.settings import ProjectSettings, expanded, meant, required_settings
-from skyward.spec import Image, Nodes, Options, PipIndex, Volume, Worker
+from skyward.spec import Image, Nodes, Options, PipIndex, Project, Volume, Worker
 
 _UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)")
@@ -90,6 +90,7 @@ class _Reader:
             "worker": partial(_call, Worker, "worker"),
             "options": partial(_call, Options, "options"),
             "volumes": _volumes,
+            "project": self._project,
             "allocation": lambda value: _is(value, str, '"spot"'),
             "region": lambda value: _is(value, str, '"us-east-1"'),
             "max_hourly_cost": _number,
@@ -186,6 +187,12 @@ class _Reader:
             table["includes"] = [self._below_file(each) for each in table["includes"]]
         image: Image = _call(Image, "image", table)
         return image
+
+    def _project(self, value: Any) -> Project:
+        table = {"path": value} if isinstance(value, str) else dict(_is(value, dict, '"."'))
+        table["path"] = self._below_file(table.get("path", "."))
+        project: Project = _call(Project, "project", table)
+        return project
 
     def _below_file(self, path: Any) -> Any:
         if not isinstance(path, str):

@@ -12,6 +12,7 @@ from skyward.calls.flow import Crowd, Flow, Results, not_the_end
 from skyward.calls.task import Task
 from skyward.compute.broadcasting import broadcast
 from skyward.errors import ConfigurationError
+from skyward.files.transfer import Synced
 from skyward.former import METHODS, missing
 from skyward.functions import Function, Pending, checked
 from skyward.future import Future
@@ -34,7 +35,7 @@ class Running(ABC):
 
         >>> compute.run(train(x), on="head")
         """
-        pool = self._open_pool
+        pool = self._pool_for_calls()
         task = pool.prepare(checked(pending), on=self._index(on), keep=False)
         result: T = self._await(task)
         return result
@@ -44,7 +45,7 @@ class Running(ABC):
 
         >>> future = compute.submit(train(x), on=1)
         """
-        pool = self._open_pool
+        pool = self._pool_for_calls()
         task = pool.prepare(checked(pending), on=self._index(on), keep=True)
         future: Future[T] = Future()
         future._bind(lambda: pool.cancel(task), lambda: task.assigned)
@@ -61,7 +62,7 @@ class Running(ABC):
 
         >>> results = compute.broadcast(train())
         """
-        pool = self._open_pool
+        pool = self._pool_for_calls()
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
         return broadcast(pool, checked(pending))
@@ -71,7 +72,7 @@ class Running(ABC):
 
         >>> compute.run_all([a(), b()])
         """
-        pool = self._open_pool
+        pool = self._pool_for_calls()
         tasks: list[Task] = []
         crowd = Crowd()
         try:
@@ -124,7 +125,7 @@ class Running(ABC):
                     "list or another iterable for each argument"
                 )
         call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
-        pool = self._open_pool
+        pool = self._pool_for_calls()
         pendings = (call(*items) for items in zip(*iterables, strict=False))
         sizes = [len(values) if isinstance(values, Sized) else None for values in iterables]
         known = [size for size in sizes if size is not None]
@@ -132,6 +133,24 @@ class Running(ABC):
         results: Results[Any] = Results(pool, pendings, ordered, 4 * pool.slots() + 16, count)
         results.fill()
         return results
+
+    def sync(self) -> Synced:
+        """Send the nodes what has changed in the project, and remove there what was removed here.
+
+        Modules that a worker has imported are not imported again.
+
+        >>> compute.sync().files
+        """
+        if not self._open_pool.has_folders:
+            raise ConfigurationError(
+                "sync(): the nodes follow no folder; write sky.Compute(..., project='.')"
+            )
+        return self._open_pool.sync()
+
+    def _pool_for_calls(self) -> Pool:
+        pool = self._open_pool
+        pool.before_calls()
+        return pool
 
     def current_nodes(self) -> int:
         """How many nodes are ready now.
@@ -152,7 +171,7 @@ class Running(ABC):
     def _flow(
         self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
     ) -> Iterator[Any]:
-        flow = Flow(self._open_pool, pendings, ordered, ahead)
+        flow = Flow(self._pool_for_calls(), pendings, ordered, ahead)
         flow.fill()
         return flow
 

@@ -77,6 +77,7 @@ class Briefing:
             blob_cap=blob_cap,
             plugged=bool(self._spec.preparations),
             hooks_first=bool(self._spec.preparations.for_nodes),
+            own_directory=any(not folder.root for folder in self._spec.folders),
             private=node.host.address if self._clustered else "",
             client=self._client,
             identity=identity() if self._client else {},

@@ -37,6 +37,9 @@ class ChildAgent:
         config.folder = self._equipment.folder
         config.client_pid = os.getpid()
         work = self._equipment.working_directory
+        if work is None and config.own_directory:
+            work = os.path.join(config.folder, "work")
+            os.makedirs(work, exist_ok=True)
         if work is not None:
             config.search_path.insert(0, work)
             config.working_directory = work

@@ -22,6 +22,7 @@ from skyward.events import CostCounted, EventStream
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import Approach, Contacts, connecting
+from skyward.nodes.deliveries import Deliveries
 from skyward.nodes.devices import START_SECONDS, DeviceDesk
 from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
@@ -163,6 +164,7 @@ class Fleet:
             client=self._client,
             adopting=adoption.machines if adoption else {},
             expects=self._keeper.expects,
+            deliver=self._deliver if spec.folders else None,
         )
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)
         """The services of the nodes' agents."""
@@ -185,6 +187,8 @@ class Fleet:
             self._tell_node, self._connect_device, self._locate_device, events
         )
         self._usage = UsageDesk(self._ask_node)
+        self.deliveries = Deliveries(spec.folders, self.services.open)
+        """The folders that nodes get from the client."""
         self._losses = Losses(
             self._roster,
             loop,
@@ -534,6 +538,9 @@ class Fleet:
         return True
 
     # What agents and executors send.
+
+    def _deliver(self, node: Node) -> None:
+        self.deliveries.deliver(node.index, lambda what: self._console.phase(node.index, what))
 
     def _on_control(self, node: Node, frame: Frame) -> None:
         message = messages.decode(frame.kind, frame.meta)

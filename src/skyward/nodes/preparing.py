@@ -66,7 +66,7 @@ class Preparer:
         if self._for_nodes:
             node.tell(Prepare("", self._for_nodes))
         else:
-            node.enter_hooks()
+            self.node_prepared(node, "")
 
     def node_prepared(self, node: Node, problem: str) -> None:
         """Take an agent's answer: it has entered the hooks, or a hook failed."""

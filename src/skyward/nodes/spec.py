@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skyward.accelerators import Accelerator
+from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.preparations import Preparations
 from skyward.providers import Provider, Request
 from skyward.spec import Nodes, Options, Worker
@@ -27,3 +28,5 @@ class PoolSpec:
     pool ends with its client."""
     recorded: str = field(default="", repr=False, compare=False)
     """What another client of a pool that stays needs of this, for the pool's record."""
+    folders: tuple[SentFolder, ...] = ()
+    """Folders of the client that nodes have, too; the first may be the project."""

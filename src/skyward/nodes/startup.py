@@ -70,11 +70,13 @@ class Startup:
         client: str,
         adopting: Mapping[int, tuple[KeptNode, Machine]],
         expects: Callable[[int], bool],
+        deliver: Callable[[Node], None] | None,
     ) -> None:
         """`client` is the tenant that this client is.
 
         `adopting` are the nodes of a pool that stays. `expects` says whether a lost node of such a
-        pool is still one of its nodes.
+        pool is still one of its nodes. `deliver` gives a node its files before it gets tasks; None
+        if there are none.
         """
         self._client, self._expects = client, expects
         self._adopting = dict(adopting)
@@ -84,7 +86,7 @@ class Startup:
         self._briefing, self._contacts, self._preparer = briefing, contacts, preparer
         self._credentials = credentials
         self._callbacks = callbacks
-        self._events = events
+        self._events, self._deliver = events, deliver
         self._versions = my_versions()
         self._told_out_of_reach: set[Node] = set()
 
@@ -149,7 +151,7 @@ class Startup:
             await host.prepare()
             await host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
             self._phase(node.index, "connecting")
-            await asyncio.wrap_future(connecting.submit(self._connect, node, host))
+            await asyncio.wrap_future(connecting.submit(self._connect, node, host, self._deliver))
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
             await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
@@ -170,14 +172,15 @@ class Startup:
             )
         try:
             await host.adopt(*found)
-            await asyncio.wrap_future(connecting.submit(self._connect, node, host))
+            # It has its files: another client gave them to it.
+            await asyncio.wrap_future(connecting.submit(self._connect, node, host, None))
         except (ConnectionRefusedError, FileNotFoundError) as problem:
             if first is not None:
                 raise PoolStartError(f"node {node.index}: its agent is gone ({problem})") from None
             return False
         return True
 
-    def _connect(self, node: Node, host: Host) -> None:
+    def _connect(self, node: Node, host: Host, deliver: Callable[[Node], None] | None) -> None:
         control, welcome = Approach(
             host.route(host.endpoint),
             Hello(
@@ -200,12 +203,16 @@ class Startup:
         for warning in check_compatible(self._versions, welcome.versions, f"node {node.index}"):
             self._console.note(warning)
         self._phase(node.index, "starting workers")
-        self._preparer.node_up(node)
+        if deliver is None:
+            self._preparer.node_up(node)
         self._loop.watch(
             control,
             lambda frame: self._callbacks.frame(node, frame),
             lambda problem: self._callbacks.ended(node, control, problem),
         )
+        if deliver is not None:
+            deliver(node)
+            self._preparer.node_up(node)
 
     def _start_failed(self, node: Node, problem: Exception) -> None:
         out_of_reach = isinstance(problem, (OSError, EOFError))

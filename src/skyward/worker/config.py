@@ -35,6 +35,9 @@ class AgentConfig(msgspec.Struct):
     hooks_first: bool = False
     """Whether the agent enters the plugins' hooks for the node before it starts the executors, so
     that the executors have the environment that these hooks set."""
+    own_directory: bool = False
+    """Whether the workers need a working directory that is not the client's: files are sent to
+    it."""
     direct: str = ""
     """An address on which a node listens with TLS, in addition to its Unix sockets."""
     forwarded: str = ""

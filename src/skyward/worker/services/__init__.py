@@ -24,7 +24,7 @@ from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.tenants import Tenants
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset({"about", "clients", "stacks"})
+FOR_CLIENTS = frozenset({"about", "clients", "files", "stacks"})
 """The services for the pool's clients alone."""
 FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""

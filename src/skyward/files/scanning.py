@@ -1,0 +1,197 @@
+"""Scanning: what a folder holds now; a file is read again only when its time or size changed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import xxhash
+
+from skyward import includes
+from skyward.files.items import FileItem, Listing
+
+GIT_SECONDS = 60.0
+FRESH_NS = 2_000_000_000
+"""A file that changed this recently may change again within the resolution of its time, so that
+its digest is not remembered."""
+_PIECE = 1 << 20
+
+Known = dict[str, tuple[int, int, int, bytes]]
+"""Of each path: its time, size and inode when it was read, and the digest of its bytes."""
+
+
+class Scanner:
+    """Scans one folder again and again, and remembers the digests of its files."""
+
+    def __init__(
+        self,
+        root: Path,
+        excludes: Sequence[str] = (),
+        *,
+        everything: bool = False,
+        remember: bool = True,
+    ) -> None:
+        """With `everything`, no file is left out because git or other tools ignore it.
+
+        With `remember`, the digests are kept on disk for other processes.
+        """
+        self.root = root
+        self._excludes, self._everything = tuple(excludes), everything
+        self._remember = remember
+        self._known: Known | None = None if remember else {}
+        self._changed = False
+        self._lock = threading.Lock()
+
+    def scan(self) -> Listing:
+        """What the folder holds now, sorted by name."""
+        with self._lock:
+            if self._known is None:
+                self._known = _load(self.root)
+            known, seen = self._known, set[str]()
+            now = time.time_ns()
+            items = {}
+            for name in self._names():
+                item = self._item(name, known, now)
+                if item is not None:
+                    items[name] = item
+                    seen.add(name)
+                    _add_parents(items, name)
+            for name in known.keys() - seen:
+                del known[name]
+                self._changed = True
+            if self._changed and self._remember:
+                _save(self.root, known)
+                self._changed = False
+            return Listing(tuple(items[name] for name in sorted(items)))
+
+    def _item(self, name: str, known: Known, now: int) -> FileItem | None:
+        path = self.root / name
+        try:
+            status = path.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                return FileItem(name, "link", content=os.fsencode(os.readlink(path)))
+            if stat.S_ISDIR(status.st_mode):
+                return FileItem(name, "folder")
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            mark = (status.st_mtime_ns, status.st_size, status.st_ino)
+            before = known.get(name)
+            if before is not None and before[:3] == mark:
+                digest = before[3]
+            else:
+                digest = digest_of(path)
+                self._changed = True
+                if now - status.st_mtime_ns > FRESH_NS:
+                    known[name] = (*mark, digest)
+                else:
+                    known.pop(name, None)
+        except FileNotFoundError:
+            # Deleted since its folder was listed, as temporary files are.
+            return None
+        executable = bool(status.st_mode & stat.S_IXUSR)
+        return FileItem(name, "file", status.st_size, executable, digest)
+
+    def _names(self) -> Iterator[str]:
+        listed = None if self._everything else _listed_by_git(self.root)
+        if listed is None:
+            yield from self._walked("")
+            return
+        for name in listed:
+            parts = name.split("/")
+            if any(
+                includes.is_left_out(parts[depth], "/".join(parts[: depth + 1]), self._excludes)
+                for depth in range(len(parts))
+            ):
+                continue
+            if (self.root / name).is_dir() and not (self.root / name).is_symlink():
+                # A repository within the repository.
+                yield from self._walked(name.rstrip("/"))
+            else:
+                yield name
+
+    def _walked(self, below: str) -> Iterator[str]:
+        waiting = [below]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                entries = sorted(os.scandir(self.root / folder), key=lambda entry: entry.name)
+            except FileNotFoundError:
+                if not folder:
+                    raise
+                # Deleted since its own folder was listed.
+                continue
+            else:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    usual = () if self._everything else includes.LEFT_OUT
+                    if includes.is_left_out(entry.name, name, self._excludes, usual):
+                        continue
+                    yield name
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(name)
+
+
+def digest_of(path: Path) -> bytes:
+    """The digest of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.digest()
+
+
+def _add_parents(items: dict[str, FileItem], name: str) -> None:
+    parent = name.rpartition("/")[0]
+    while parent and parent not in items:
+        items[parent] = FileItem(parent, "folder")
+        parent = parent.rpartition("/")[0]
+
+
+def _listed_by_git(root: Path) -> list[str] | None:
+    """The files that git does not ignore; None where there is no repository, or no git."""
+    git = shutil.which("git")
+    if git is None or not any((each / ".git").exists() for each in (root, *root.parents)):
+        return None
+    command = [git, "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard", "--deduplicate"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        # A repository of another user, or a broken one.
+        return None
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def _remembered(root: Path) -> Path:
+    folder = os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")
+    return Path(folder) / "digests" / xxhash.xxh3_64_hexdigest(os.fsencode(root))
+
+
+def _load(root: Path) -> Known:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.msgpack.decode(_remembered(root).read_bytes(), type=Known)
+    return {}
+
+
+def _save(root: Path, known: Known) -> None:
+    # Without a cache, files are read once more by the next process.
+    with contextlib.suppress(OSError):
+        place = _remembered(root)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=place.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.msgpack.encode(known))
+        os.replace(name, place)

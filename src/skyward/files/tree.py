@@ -1,0 +1,241 @@
+"""A folder that is made equal to another one: what is missing is asked for, the rest is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import xxhash
+
+from skyward.files.items import FileItem, check_names
+from skyward.files.scanning import digest_of
+
+STAGING = ".skyward-"
+"""How the names of folders begin in which files wait until all have come."""
+
+Mark = tuple[int, int, int]
+"""The time, size and inode of a file."""
+
+
+class ArrivingFile:
+    """A file that arrives, in pieces, under a name that is not its own yet."""
+
+    def __init__(self, folder: Path, item: FileItem) -> None:
+        self.item = item
+        descriptor, name = tempfile.mkstemp(dir=folder)
+        self.path = Path(name)
+        self._file = os.fdopen(descriptor, "wb")
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, data: memoryview | bytes) -> None:
+        """Take the next bytes."""
+        self._file.write(data)
+        self._digest.update(data)
+
+    def is_whole(self) -> bool:
+        """End the file; whether its bytes are those that were promised."""
+        self._file.close()
+        return self._digest.digest() == self.item.content
+
+    def drop(self) -> None:
+        """Give the file up."""
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+class Tree:
+    """A folder that follows another; one thread at a time changes it.
+
+    Files that the other folder never had are left alone. A file that was changed here is replaced.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._placed: dict[str, tuple[FileItem, Mark]] = {}
+        """The items that were put here, and how they looked then."""
+        self._wanted: list[FileItem] = []
+        self._staging: Path | None = None
+        self._arrived: dict[bytes, Path] = {}
+        self._incoming: ArrivingFile | None = None
+        self._changed_there: list[str] = []
+
+    def compare(self, items: list[FileItem]) -> list[int]:
+        """Take the items that are wanted; returns the numbers of those whose bytes are missing."""
+        self.abandon()
+        check_names(item.name for item in items)
+        self._wanted = items
+        there = {
+            placed.content
+            for placed, mark in self._placed.values()
+            if placed.kind == "file" and self._is_as_placed(placed.name, mark)
+        }
+        missing = []
+        for number, item in enumerate(items):
+            if item.kind != "file" or not item.size or item.content in there:
+                continue
+            if item.name not in self._placed and self._has(item):
+                there.add(item.content)
+                self._placed[item.name] = (item, _mark((self.root / item.name).lstat()))
+                continue
+            there.add(item.content)  # one copy is enough for all that are the same
+            missing.append(number)
+        return missing
+
+    def add(self, number: int, data: memoryview | bytes, last: bool) -> None:
+        """Take bytes of an item that was missing; they come in order, one item after the other."""
+        item = self._wanted[number]
+        if self._incoming is None:
+            self._incoming = ArrivingFile(self._stage(), item)
+        self._incoming.add(data)
+        if last:
+            incoming, self._incoming = self._incoming, None
+            if incoming.is_whole():
+                self._arrived[item.content] = incoming.path
+            else:
+                incoming.drop()
+                self._changed_there.append(item.name)
+
+    def finish(self) -> dict[str, object]:
+        """Put everything in its place and remove what is no longer wanted.
+
+        Returns how many files were written and removed, and the names of items whose bytes were not
+        those promised, since they changed meanwhile: these are as before.
+        """
+        again = set(self._changed_there)
+        self.root.mkdir(parents=True, exist_ok=True)
+        changes = [
+            item for item in self._wanted if item.name not in again and not self._is_placed(item)
+        ]
+        # Before anything is removed: a file may only have got another name.
+        for item in changes:
+            if not self._find_bytes(item):
+                again.add(item.name)
+        removed = self._remove_others({item.name: item.kind for item in self._wanted})
+        uses = Counter(item.content for item in changes if item.kind == "file")
+        written = 0
+        for item in changes:
+            if item.name in again:
+                continue
+            written += item.kind == "file"
+            self._place(item, uses)
+        self.abandon()
+        return {"written": written, "removed": removed, "again": sorted(again)}
+
+    def abandon(self) -> None:
+        """Forget what has arrived and was not put in its place."""
+        if self._incoming is not None:
+            self._incoming.drop()
+            self._incoming = None
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
+        self._arrived.clear()
+        self._changed_there.clear()
+
+    def _stage(self) -> Path:
+        if self._staging is None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            # On the same file system as the root, so that files are moved and not copied.
+            self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=self.root))
+        return self._staging
+
+    def _is_placed(self, item: FileItem) -> bool:
+        placed = self._placed.get(item.name)
+        return placed is not None and placed[0] == item and self._is_as_placed(item.name, placed[1])
+
+    def _is_as_placed(self, name: str, mark: Mark) -> bool:
+        try:
+            return _mark((self.root / name).lstat()) == mark
+        except OSError:
+            return False
+
+    def _has(self, item: FileItem) -> bool:
+        """Whether a file is here although it was not put here: the node had it before."""
+        path = self.root / item.name
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != item.size:
+                return False
+            return digest_of(path) == item.content
+        except OSError:
+            return False
+
+    def _find_bytes(self, item: FileItem) -> bool:
+        """Have the bytes of an item ready, if it has any and they did not come from the client."""
+        if item.kind != "file" or not item.size or item.content in self._arrived:
+            return True
+        for name, (placed, mark) in self._placed.items():
+            if placed.content == item.content and self._is_as_placed(name, mark):
+                copy = self._stage() / f"copy-{len(self._arrived)}"
+                shutil.copyfile(self.root / name, copy)
+                self._arrived[item.content] = copy
+                return True
+        return False
+
+    def _remove_others(self, wanted: dict[str, str]) -> int:
+        """Remove what was put here and is wanted no more, or as something else."""
+        removed = 0
+        for name in sorted(self._placed, reverse=True):
+            kind = self._placed[name][0].kind
+            stays = wanted.get(name)
+            if stays is not None and (stays == "folder") == (kind == "folder"):
+                continue
+            path = self.root / name
+            del self._placed[name]
+            try:
+                if kind == "folder":
+                    path.rmdir()
+                else:
+                    path.unlink()
+                    removed += 1
+            except FileNotFoundError:
+                pass
+            except OSError:
+                # A folder in which functions have left files: it stays with them.
+                if kind != "folder":
+                    raise
+        return removed
+
+    def _place(self, item: FileItem, uses: Counter[bytes]) -> None:
+        path = self.root / item.name
+        if item.kind == "folder":
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            if path.is_dir() and not path.is_symlink():
+                raise FileExistsError(
+                    f"{path} is a folder with files that were not sent, and {item.name!r} is now a "
+                    f"{item.kind}; remove the folder on the node"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ready = self._ready(item, uses)
+            os.replace(ready, path)
+        self._placed[item.name] = (item, _mark(path.lstat()))
+
+    def _ready(self, item: FileItem, uses: Counter[bytes]) -> Path:
+        """A file or link in the staging folder, to be moved to its place."""
+        ready = self._stage() / "ready"
+        if item.kind == "link":
+            ready.symlink_to(os.fsdecode(item.content))
+            return ready
+        if not item.size:
+            ready.touch()
+        elif uses[item.content] > 1:
+            shutil.copyfile(self._arrived[item.content], ready)
+        else:
+            ready = self._arrived[item.content]
+        uses[item.content] -= 1
+        ready.chmod(0o755 if item.executable else 0o644)
+        return ready
+
+
+def _mark(status: os.stat_result) -> Mark:
+    if stat.S_ISDIR(status.st_mode):
+        # The time of a folder changes with its files.
+        return (0, 0, 0)
+    return (status.st_mtime_ns, status.st_size, status.st_ino)

@@ -1,0 +1,137 @@
+"""Deliveries: folders of the client that nodes get when they start, and that follow its changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyward.errors import PoolError
+from skyward.files.items import Listing
+from skyward.files.scanning import Scanner
+from skyward.files.transfer import Synced, bring, send
+from skyward.wire.asking import ServiceConnection
+
+RECENT_SECONDS = 1.0
+"""How old a scan may be for a node that starts: many nodes start at the same time."""
+AT_ONCE = 16
+"""How many nodes get files at the same time."""
+
+Open = Callable[[int, str], ServiceConnection]
+
+
+@dataclass(frozen=True, slots=True)
+class SentFolder:
+    """A folder of the client, and where nodes have it."""
+
+    source: Path
+    root: str = ""
+    """Its place on a node; empty for the working directory."""
+    excludes: tuple[str, ...] = ()
+    everything: bool = False
+    """Whether files that git ignores are sent, too."""
+    before_calls: bool = False
+    back: bool = False
+    """Whether files that functions write come back to the client."""
+
+
+class Delivery:
+    """One folder: what was seen of it last, and what nodes got."""
+
+    def __init__(self, folder: SentFolder) -> None:
+        self.folder = folder
+        self._scanner = Scanner(folder.source, folder.excludes, everything=folder.everything)
+        self._seen: tuple[float, Listing] | None = None
+        self.sent: dict[int, Listing] = {}
+        """The files that each node got last."""
+
+    def scan(self) -> Listing:
+        """What the folder holds now."""
+        try:
+            listing = self._scanner.scan()
+        except OSError as problem:
+            raise PoolError(
+                f"the files of {self.folder.source} cannot be read: {problem}; make them readable, "
+                "or leave them out with excludes=[...]"
+            ) from problem
+        self._seen = time.monotonic(), listing
+        return listing
+
+    def recent(self) -> Listing:
+        """What the folder held a moment ago."""
+        seen = self._seen
+        if seen is not None and time.monotonic() - seen[0] < RECENT_SECONDS:
+            return seen[1]
+        return self.scan()
+
+
+class Deliveries:
+    """The folders of one pool."""
+
+    def __init__(self, folders: Sequence[SentFolder], open_service: Open) -> None:
+        self._deliveries = [Delivery(folder) for folder in folders]
+        self._open = open_service
+
+    def __bool__(self) -> bool:
+        return bool(self._deliveries)
+
+    def deliver(self, node: int, told: Callable[[str], None] = lambda what: None) -> None:
+        """Give a node that starts all folders."""
+        for delivery in self._deliveries:
+            self._send(delivery, delivery.recent(), node, told)
+
+    def sync(self, nodes: Sequence[int]) -> Synced:
+        """Make all folders of the nodes as they are here now."""
+        done = Synced()
+        for delivery in self._deliveries:
+            done += self._send_all(delivery, delivery.scan(), nodes)
+        return done
+
+    def before_calls(self, nodes: Callable[[], Sequence[int]]) -> None:
+        """Send what has changed in folders that are to be as here before every call."""
+        for delivery in self._deliveries:
+            if not delivery.folder.before_calls:
+                continue
+            listing = delivery.scan()
+            self._send_all(
+                delivery, listing, [n for n in nodes() if delivery.sent.get(n) != listing]
+            )
+
+    def bring_back(self, nodes: Sequence[int], told: Callable[[str], None]) -> Synced:
+        """Write here what functions have written into folders that come back."""
+        done = Synced()
+        for delivery in self._deliveries:
+            folder = delivery.folder
+            for node in nodes if folder.back else ():
+                sent = delivery.sent.get(node, Listing(()))
+                with self._open(node, "files") as connection:
+                    done += bring(connection, folder.root, folder.source, sent, told)
+        return done
+
+    def _send_all(self, delivery: Delivery, listing: Listing, nodes: Sequence[int]) -> Synced:
+        if not nodes:
+            return Synced()
+        with ThreadPoolExecutor(min(AT_ONCE, len(nodes)), "skyward-files") as threads:
+            sending = [threads.submit(self._send, delivery, listing, node) for node in nodes]
+            return sum((each.result() for each in sending), Synced())
+
+    def _send(
+        self,
+        delivery: Delivery,
+        listing: Listing,
+        node: int,
+        told: Callable[[str], None] = lambda what: None,
+    ) -> Synced:
+        folder = delivery.folder
+        try:
+            with self._open(node, "files") as connection:
+                done = send(connection, listing, delivery.scan, folder.source, folder.root, told)
+        except (PoolError, OSError, EOFError) as problem:
+            place = folder.root or "its working directory"
+            raise PoolError(
+                f"node {node} did not get {folder.source} at {place}: {problem}"
+            ) from problem
+        delivery.sent[node] = listing
+        return done

@@ -1,0 +1,119 @@
+"""Files: folders of the node that follow folders of the client, and are read back by it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+from skyward.errors import ProtocolError
+from skyward.files.items import decode, encode
+from skyward.files.scanning import Scanner
+from skyward.files.transfer import PIECE, pieces, received
+from skyward.files.tree import STAGING, Tree
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.messages import Question, Reply
+from skyward.worker.services import ServedNode
+
+_trees: dict[Path, tuple[Tree, threading.Lock]] = {}
+"""The folders of this node that follow others; what was sent once is not sent again."""
+_lock = threading.Lock()
+
+
+def serve(node: ServedNode, channel: Channel) -> None:
+    """Take one folder after the other, until the other end leaves."""
+    while True:
+        frame = channel.receive()
+        question = messages.decode_as(Question, frame.kind, frame.meta)
+        root = Path(question.arguments.get("root") or node.config.working_directory)
+        body = received(channel, frame)
+        if question.what == "follow":
+            tree, lock = _tree(root)
+            with lock:
+                _follow(tree, channel, bytes(body))
+        elif question.what == "read":
+            _read(root, channel)
+        else:
+            channel.send(Reply(problem=f"this service does not answer {question.what!r}"))
+
+
+def _tree(root: Path) -> tuple[Tree, threading.Lock]:
+    with _lock:
+        return _trees.setdefault(root, (Tree(root), threading.Lock()))
+
+
+def _follow(tree: Tree, channel: Channel, told: bytes) -> None:
+    try:
+        items = decode(told)
+        tree.root.mkdir(parents=True, exist_ok=True)
+        missing = tree.compare(items)
+        size = sum(items[number].size for number in missing)
+        free = shutil.disk_usage(tree.root).free
+        if size > free:
+            raise OSError(
+                f"{tree.root} has room for {free / 1e9:.1f} GB, and {size / 1e9:.1f} GB are to "
+                "come; leave files out with excludes=[...], or use a larger disk (disk_gb=...)"
+            )
+    except (OSError, ProtocolError) as problem:
+        channel.send(Reply(problem=_told(problem)))
+        return
+    channel.send(Reply(missing))
+    problem_met = ""
+    try:
+        while True:
+            frame = channel.receive()
+            part = messages.decode_as(Question, frame.kind, frame.meta)
+            body = memoryview(received(channel, frame))
+            if part.what == "finish":
+                break
+            try:
+                # After a failure, the rest is still taken, since it is on its way already.
+                if not problem_met:
+                    _take(tree, part, body)
+            except OSError as problem:
+                problem_met = _told(problem)
+        try:
+            reply = Reply(problem=problem_met) if problem_met else Reply(tree.finish())
+        except OSError as problem:
+            reply = Reply(problem=_told(problem))
+        channel.send(reply)
+    finally:
+        tree.abandon()
+
+
+def _take(tree: Tree, part: Question, body: memoryview) -> None:
+    at = 0
+    for number, length, last in part.arguments["parts"]:
+        tree.add(number, body[at : at + length], last)
+        at += length
+
+
+def _read(root: Path, channel: Channel) -> None:
+    """Tell what a folder holds, and send the files that the other end asks for."""
+    try:
+        listing = Scanner(root, [f"{STAGING}*"], everything=True, remember=False).scan()
+    except OSError as problem:
+        channel.send(Reply(problem=_told(problem)))
+        return
+    channel.send(Reply(len(listing.items)), [encode(listing.items)])
+    frame = channel.receive()
+    asked = messages.decode_as(Question, frame.kind, frame.meta)
+    received(channel, frame)
+    try:
+        for parts, data in pieces(root, listing.items, asked.arguments["missing"], PIECE):
+            channel.send(Reply(parts, more=True), data)
+    except OSError as problem:
+        channel.send(Reply(problem=_told(problem)))
+        return
+    channel.send(Reply())
+
+
+def _told(problem: Exception) -> str:
+    return (
+        str(problem)
+        if not isinstance(problem, OSError) or problem.errno is None
+        else (
+            f"{problem.strerror}: {problem.filename}" if problem.filename else str(problem.strerror)
+        )
+    )
