@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from skyward.calls.counts import Counts
@@ -329,6 +329,23 @@ class Pool:
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
         return self._fleet.usage(node)
+
+    def usages(self, nodes: Iterable[int], seconds: float) -> dict[int, NodeUsage]:
+        """How busy these nodes are; those that do not answer in so many seconds are left out."""
+        return self._fleet.usages(nodes, seconds)
+
+    def devices(self) -> list[tuple[int, int, str]]:
+        """The node, index and kind of every open device."""
+        return self._fleet.devices()
+
+    def running(self) -> list[tuple[int, str, int, int]]:
+        """The number, name, node and worker of every call that a worker runs."""
+        return self._dispatcher.running()
+
+    @property
+    def backlog(self) -> int:
+        """How many calls wait for a worker."""
+        return self._dispatcher.backlog
 
     def service(self, node: int, name: str) -> ServiceConnection:
         """A connection to a service of a node's agent; the caller closes it."""

@@ -19,6 +19,7 @@ COMMANDS = {
     "down": "Remove the machines of pools that were left behind.",
     "gc": "Find and remove what providers still have of pools that are over.",
     "offers": "List the machines that providers sell, and their prices.",
+    "ui": "Show pools live in a browser, and serve metrics.",
     "demo": "Train a model on a worker and evaluate it here.",
     "doctor": "Check this machine, the providers and the pools, and say what to do.",
     "models": "Keep models by name and version: push, pull, list, serve.",

@@ -22,6 +22,7 @@ from skyward.compute.configured import arguments_of
 from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
+from skyward.compute.showing import Showing
 from skyward.compute.stats import Stats, done, stats_of
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
@@ -136,6 +137,7 @@ class Compute(Running):
         self._pool: Pool | None = None
         self._on_event = on_event
         self._listening: Listening | None = None
+        self._showing: Showing | None = None
         self._around = contextlib.ExitStack()
         self._console: Console | None = None
         self._was_ready = False
@@ -315,6 +317,7 @@ class Compute(Running):
         count = spec.nodes.desired if adoption is None else len(adoption.machines)
         try:
             self._listening = Listening(pool, self._on_event, console.note)
+            self._showing = Showing(pool)
             pool.events.emit(PoolStarted, spec.provider.name, count)
             doing = "attaching" if adoption is not None else f"starting {quoted(spec)}"
             console.begin(f"{self.name}: {doing}", count)
@@ -378,6 +381,9 @@ class Compute(Running):
             if listening is not None:
                 pool.events.emit(PoolClosed, pool.ledger.cost)
                 listening.close()
+            showing, self._showing = self._showing, None
+            if showing is not None:
+                showing.close()
         if console is not None:
             self._console = None
             receipt = pool.ledger.receipt()
@@ -487,6 +493,17 @@ class Compute(Running):
     def worker_count(self) -> int:
         """How many workers there are now."""
         return len(self._open_pool.workers())
+
+    def ui(self, *, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Serve a page that shows this process's pools; returns its URL, which has a secret token.
+
+        The page is there until this pool is closed. A second call returns the same URL.
+
+        >>> print(compute.ui())
+        """
+        if self._open_pool.closed or self._showing is None:
+            raise PoolClosedError(f"{self.name} is closed; its page ended with it")
+        return self._showing.serve(host, port)
 
     def __repr__(self) -> str:
         if self._pool is None:

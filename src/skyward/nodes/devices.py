@@ -112,6 +112,13 @@ class DeviceDesk:
         """The indices of the open devices of that node."""
         return [device.index for at, _, device in list(self._open.values()) if at == node]
 
+    def all_open(self) -> list[tuple[int, int, str]]:
+        """The node, index and kind of every open device."""
+        return [
+            (node, device.index, max(kinds - {"auto"}, default="auto"))
+            for node, kinds, device in list(self._open.values())
+        ]
+
     def has_open(self, node: int) -> bool:
         """Whether a device of that node is open."""
         return any(at == node for at, _, _ in list(self._open.values()))

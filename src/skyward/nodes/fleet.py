@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from skyward.calls.dispatch import Dispatcher
@@ -529,6 +529,14 @@ class Fleet:
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
         return self._usage.get(node)
+
+    def usages(self, nodes: Iterable[int], seconds: float) -> dict[int, NodeUsage]:
+        """How busy these nodes are; those that do not answer in so many seconds are left out."""
+        return self._usage.get_all(nodes, seconds)
+
+    def devices(self) -> list[tuple[int, int, str]]:
+        """The node, index and kind of every open device."""
+        return self._devices.all_open()
 
     def _ask_node(self, index: int, message: Message) -> bool:
         node = self._roster.get(index)

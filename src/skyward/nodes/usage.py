@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from skyward.wire.messages import Measure, Message, Usage
@@ -32,6 +33,9 @@ class NodeUsage:
     memory_used: int
     memory_total: int
     gpus: tuple[GpuUsage, ...]
+    network_received: int = 0
+    """Bytes that the node has received since it was started, but for those from itself."""
+    network_sent: int = 0
 
 
 class UsageDesk:
@@ -45,22 +49,47 @@ class UsageDesk:
 
     def get(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if its agent does not answer."""
-        number = next(self._numbers)
+        return self.get_all([node]).get(node)
+
+    def get_all(
+        self, nodes: Iterable[int], seconds: float = ANSWER_SECONDS
+    ) -> dict[int, NodeUsage]:
+        """How busy these nodes are; those that do not answer in so many seconds are left out."""
         answers: queue.SimpleQueue[Usage] = queue.SimpleQueue()
-        self._waiting[number] = answers
+        asked: dict[int, int] = {}
+        found: dict[int, NodeUsage] = {}
+        deadline = time.monotonic() + seconds
         try:
-            if not self._tell(node, Measure(number)):
-                return None
-            told = answers.get(timeout=ANSWER_SECONDS)
+            for node in nodes:
+                number = next(self._numbers)
+                self._waiting[number] = answers
+                asked[number] = node
+                if not self._tell(node, Measure(number)):
+                    del asked[number], self._waiting[number]
+            while len(found) < len(asked):
+                told = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                found[asked[told.number]] = _usage(told)
         except queue.Empty:
-            return None
+            pass
         finally:
-            del self._waiting[number]
-        gpus = tuple(GpuUsage(*each) for each in told.gpus)
-        return NodeUsage(told.cpu_percent, told.memory_used, told.memory_total, gpus)
+            for number in asked:
+                self._waiting.pop(number, None)
+        return found
 
     def heard(self, message: Usage) -> None:
         """Take an agent's measurement."""
         waiting = self._waiting.get(message.number)
         if waiting is not None:
             waiting.put(message)
+
+
+def _usage(told: Usage) -> NodeUsage:
+    gpus = tuple(GpuUsage(*each) for each in told.gpus)
+    return NodeUsage(
+        told.cpu_percent,
+        told.memory_used,
+        told.memory_total,
+        gpus,
+        told.network_received,
+        told.network_sent,
+    )

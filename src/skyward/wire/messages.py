@@ -389,6 +389,9 @@ class Usage(Message):
     memory_total: Size
     gpus: list[tuple[str, float | None, Size, Size]]
     """The name, the load in percent if it is known, and memory used and there, of each."""
+    network_received: Size = 0
+    """Bytes that the node has received since it was started, but for those from itself."""
+    network_sent: Size = 0
 
 
 class Reclaim(Message):

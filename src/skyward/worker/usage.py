@@ -1,4 +1,4 @@
-"""How busy a node is: its processors, its memory, its NVIDIA GPUs.
+"""How busy a node is: its processors, its memory, its NVIDIA GPUs, its network.
 
 In a container, that is the container's share, as its cgroup counts it, and not the whole machine.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Gauge:
             # The driver may take seconds to wake up: not before a client asks.
             self._gpus = self._gpus or _Gpus(self._nvml)
             memory = _memory(self._cgroups)
-            return Usage(number, self._load(), *memory, self._gpus.read())
+            return Usage(number, self._load(), *memory, self._gpus.read(), *_network())
 
     def _load(self) -> float:
         busy, now = self._busy_seconds(), time.monotonic()
@@ -89,6 +90,13 @@ def _memory(cgroups: Path) -> tuple[int, int]:
     dropped = _numbers(folder / "memory.stat").get(cache, 0)
     there = min(_number(folder / limit) or machine.total, machine.total)
     return max(bytes_used - dropped, 0), int(there)
+
+
+def _network() -> tuple[int, int]:
+    """Bytes received and sent by all interfaces but those for the machine itself."""
+    counted = psutil.net_io_counters(pernic=True).items()
+    real = [each for name, each in counted if not re.fullmatch(r"lo\d*", name)]
+    return sum(each.bytes_recv for each in real), sum(each.bytes_sent for each in real)
 
 
 def _number(file: Path) -> int | None:

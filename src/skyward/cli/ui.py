@@ -1,0 +1,57 @@
+"""`sky ui`: a page that shows the pools of this user's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import signal
+import sys
+import threading
+from types import FrameType
+
+import click
+
+from skyward.cli import output
+from skyward.cli.commands import Command
+
+
+@click.command(cls=Command)
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="The port.  [default: a free one]"
+)
+@click.option("--open", "shows", is_flag=True, help="Open the page in the browser.")
+def ui(names: tuple[str, ...], host: str, port: int, shows: bool) -> None:
+    """Serve a page that shows pools live, until interrupted.
+
+    The page has the pools of all your processes on this machine, or those called NAME. Pools that
+    are entered later appear by themselves. Whoever has the printed address sees them; /metrics is
+    there for Prometheus.
+    """
+    gathering = importlib.import_module("skyward.page.gathering").Gathering(names)
+    server = importlib.import_module("skyward.page.server").PageServer(gathering, host, port)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        if output.wants_json():
+            # On one line, so that a program can read it while the server runs.
+            click.echo(json.dumps({"url": server.url, "address": server.address}))
+        else:
+            click.echo(f"the page is at {server.url}, until interrupted")
+        sys.stdout.flush()
+        if shows:
+            import webbrowser  # imported here: few ask for it
+
+            webbrowser.open(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            ended.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.close()
+        gathering.close()

@@ -1,0 +1,1 @@
+"""The page: what pools do, live in a browser, and as metrics for other programs."""

@@ -1,0 +1,114 @@
+"""The door: a socket through which `sky ui` of the same user sees the pools of this process.
+
+It is open while the process has pools. Who connects is a viewer of the hub, and gets lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from pathlib import Path
+
+from skyward.page.hub import Viewer, hub
+from skyward.page.sockets import own_socket
+
+SEND_SECONDS = 10.0
+LOOK_SECONDS = 5.0
+"""How often an idle connection gets an empty line, which shows whether the other end is there."""
+
+
+class Door:
+    """Listens on a socket that only this user may use; opened and shut as pools come and go."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._pools = 0
+        self._path: Path | None = None
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._connections: dict[socket.socket, Viewer] = {}
+
+    def enter(self) -> None:
+        """Count a pool; the door is open from the first one on."""
+        with self._lock:
+            self._pools += 1
+            if self._listener is None:
+                # Where no socket can be made, the pool works, and `sky ui` does not see it.
+                with contextlib.suppress(OSError):
+                    self._open()
+
+    def leave(self) -> None:
+        """Count a pool that was closed; after the last one, the door is shut."""
+        with self._lock:
+            self._pools -= 1
+            if self._pools == 0:
+                self._shut()
+
+    def _open(self) -> None:
+        path = own_socket()
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()  # of a process that had this number and was killed
+            listener.bind(str(path))
+            # Nobody can connect before `listen`, and then only this user.
+            path.chmod(0o600)
+            listener.listen(8)
+        except OSError:
+            listener.close()
+            raise
+        self._path, self._listener = path, listener
+        self._thread = threading.Thread(
+            target=self._serve, args=(listener,), name="skyward-door", daemon=True
+        )
+        self._thread.start()
+
+    def _shut(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        # `shutdown` ends an `accept` of another thread, which `close` alone does not.
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        listener.close()
+        for viewer in list(self._connections.values()):
+            hub.leave(viewer)
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            viewer = self._connections[connection] = hub.join()
+            threading.Thread(
+                target=self._feed, args=(connection, viewer), name="skyward-door", daemon=True
+            ).start()
+
+    def _feed(self, connection: socket.socket, viewer: Viewer) -> None:
+        try:
+            connection.settimeout(SEND_SECONDS)
+            while (batch := viewer.next(LOOK_SECONDS)) is not None:
+                connection.sendall(batch.encode() + b"\n")
+        except OSError:
+            pass  # the other end has left, or is too slow
+        finally:
+            self._connections.pop(connection, None)
+            hub.leave(viewer)
+            connection.close()
+
+
+door = Door()
+"""The door of this process."""
+
+os.register_at_fork(after_in_child=door._reset)

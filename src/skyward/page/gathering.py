@@ -1,0 +1,214 @@
+"""Gathering: the pools of all processes of this user, seen through their doors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from skyward.page.hub import Viewer
+from skyward.page.sockets import sockets
+
+LOOK_SECONDS = 1.0
+"""How often new processes are looked for."""
+CONNECT_SECONDS = 2.0
+SILENCE_SECONDS = 30.0
+"""A process that sends nothing for so long, though it should every 5 s, is given up."""
+LINE_MOST = 64 << 20
+MEASURE_SECONDS = 3.0
+
+
+def _connect(path: Path) -> socket.socket | None:
+    """A connection to a process; None if it is gone, and then its socket is removed."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(CONNECT_SECONDS)
+    try:
+        connection.connect(str(path))
+        connection.settimeout(SILENCE_SECONDS)
+    except ConnectionRefusedError:
+        connection.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+class _Watching:
+    """One viewer, and the connections that feed it."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.viewer = Viewer()
+        self._names = names
+        self._lock = threading.Lock()
+        self._open: dict[Path, socket.socket] = {}
+        self._pools: dict[Path, set[str]] = {}
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        hello = [{"type": "hello", "time": time.time(), "pid": 0}]
+        self.viewer.put(json.dumps(hello))
+        self._start(self._look)
+
+    def _start(self, target: Any, *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="skyward-gather", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _look(self) -> None:
+        while not self._ended.is_set():
+            for path in sockets():
+                if path in self._open:
+                    continue
+                connection = _connect(path)
+                if connection is not None:
+                    with self._lock:
+                        if self._ended.is_set():
+                            connection.close()
+                            return
+                        self._open[path] = connection
+                    self._start(self._read, path, connection)
+            self._ended.wait(LOOK_SECONDS)
+
+    def _read(self, path: Path, connection: socket.socket) -> None:
+        pools: set[str] = set()
+        try:
+            with connection.makefile("r", encoding="utf-8") as lines:
+                while line := lines.readline(LINE_MOST):
+                    kept = self._kept(line, pools)
+                    if kept and not self.viewer.put(kept):
+                        return
+        except (OSError, ValueError):
+            pass
+        finally:
+            connection.close()
+            with self._lock:
+                self._open.pop(path, None)
+            now = time.time()
+            gone = [{"type": "gone", "pool": pool, "time": now} for pool in pools]
+            if gone:
+                self.viewer.put(json.dumps(gone))
+
+    def _kept(self, line: str, pools: set[str]) -> str:
+        """The messages of a line that are of the wanted pools; also notes which pools there are."""
+        if not line.strip():
+            return ""
+        kept = []
+        for message in json.loads(line):
+            pool = message.get("pool")
+            if message["type"] == "pool" and (not self._names or message["name"] in self._names):
+                pools.add(pool)
+            if pool in pools:
+                kept.append(message)
+            if message["type"] == "gone":
+                pools.discard(pool)
+        return json.dumps(kept) if kept else ""
+
+    def end(self) -> None:
+        self._ended.set()
+        with self._lock:
+            connections = list(self._open.values())
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+class Gathering:
+    """Shows the pools of this user's processes; with names, only pools that are called so."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(names)
+        self._lock = threading.Lock()
+        self._watching: dict[Viewer, _Watching] = {}
+        self._measuring: tuple[_Watching, threading.Thread] | None = None
+        self._snapshots: dict[str, dict[str, Any]] = {}
+        self._samples: dict[str, dict[str, Any]] = {}
+        self._sampled = threading.Event()
+
+    def join(self) -> Viewer:
+        """A new viewer."""
+        watching = _Watching(self._names)
+        with self._lock:
+            self._watching[watching.viewer] = watching
+        return watching.viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """End a viewer."""
+        with self._lock:
+            watching = self._watching.pop(viewer, None)
+        if watching is not None:
+            viewer.put(None)
+            watching.end()
+
+    def measure(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The snapshot and the last sample of every pool; from the first call on, all are sampled.
+
+        The histogram of calls would begin again if each question made a connection of its own.
+        """
+        with self._lock:
+            first = self._measuring is None
+            if self._measuring is None:
+                watching = _Watching(self._names)
+                thread = threading.Thread(
+                    target=self._follow, args=(watching.viewer,), name="skyward-gather", daemon=True
+                )
+                self._measuring = watching, thread
+                thread.start()
+        if first and sockets():
+            self._sampled.wait(MEASURE_SECONDS)
+        known = list(self._snapshots.items())
+        return [(each, self._samples[pool]) for pool, each in known if pool in self._samples]
+
+    def _follow(self, viewer: Viewer) -> None:
+        while (batch := viewer.next(SILENCE_SECONDS)) is not None:
+            for message in json.loads(batch or "[]"):
+                self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        pool = message.get("pool", "")
+        match message["type"]:
+            case "pool":
+                self._snapshots[pool] = message
+            case "gone":
+                self._snapshots.pop(pool, None)
+                self._samples.pop(pool, None)
+            case "sample":
+                # A large pool is sampled in parts.
+                before = {row[0]: row for row in self._samples.get(pool, {}).get("usage", ())}
+                rows = before | {row[0]: row for row in message["usage"]}
+                self._samples[pool] = message | {"usage": list(rows.values())}
+                if self._samples.keys() >= self._snapshots.keys():
+                    self._sampled.set()
+            case "changes":
+                known = self._snapshots.get(pool)
+                if known is not None:
+                    nodes = {row[0]: row for row in known["nodes"]}
+                    nodes |= {row[0]: row for row in message["nodes"]}
+                    ended = {call[0] for call in message["ended"]}
+                    calls = [*known["running"], *message["started"]]
+                    self._snapshots[pool] = known | {
+                        "nodes": list(nodes.values()),
+                        "running": [call for call in calls if call[0] not in ended],
+                    }
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._lock:
+            measuring, self._measuring = self._measuring, None
+            viewers = list(self._watching)
+        for viewer in viewers:
+            self.leave(viewer)
+        if measuring is not None:
+            watching, thread = measuring
+            watching.viewer.put(None)
+            watching.end()
+            thread.join()

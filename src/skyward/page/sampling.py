@@ -1,0 +1,107 @@
+"""Sampling: how busy a pool's nodes and devices are, in numbers for the page and for metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from skyward.nodes.usage import NodeUsage
+from skyward.pool import Pool
+
+NODES_A_TIME = 64
+"""How many nodes are asked at a time: a thousand nodes are asked in turn, each every 16 s."""
+ANSWER_SECONDS = 0.8
+"""How long a sample waits for nodes; one that is slower is asked again in its turn."""
+
+
+class Sampler:
+    """Measures one pool; one thread at a time asks."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._next = 0
+        self._before: dict[int, tuple[float, int, int]] = {}
+        """When each node was measured last, and how many bytes it had received and sent."""
+
+    def sample(self, *, every_node: bool = False) -> dict[str, Any]:
+        """The pool's numbers now; of a large pool, with the nodes whose turn it is."""
+        pool = self._pool
+        nodes = [node.index for node in pool.nodes if node.serves]
+        usages = pool.usages(nodes if every_node else self._turn(nodes), ANSWER_SECONDS)
+        sent, received = pool.traffic()
+        counts, ledger = pool.counts, pool.ledger
+        return {
+            "type": "sample",
+            "pool": pool.id,
+            "time": time.time(),
+            "usage": [self._row(node, usage) for node, usage in sorted(usages.items())],
+            "devices": device_rows(pool),
+            "submitted": counts.submitted,
+            "succeeded": counts.succeeded,
+            "failed": counts.failed,
+            "cancelled": counts.cancelled,
+            "retried": counts.retried,
+            "nodes_lost": counts.nodes_lost,
+            "waiting": pool.backlog,
+            "sent": sent,
+            "received": received,
+            "cost": ledger.cost,
+            "hourly_cost": ledger.hourly_cost,
+        }
+
+    def _turn(self, nodes: list[int]) -> list[int]:
+        """The nodes that are measured this time."""
+        if len(nodes) <= NODES_A_TIME:
+            return nodes
+        first = self._next % len(nodes)
+        self._next = first + NODES_A_TIME
+        return (nodes + nodes)[first : first + NODES_A_TIME]
+
+    def _row(self, node: int, usage: NodeUsage) -> list[Any]:
+        """Node, processors, memory, memory there is, bytes a second in and out, GPUs, bytes."""
+        now = time.monotonic()
+        counted = (now, usage.network_received, usage.network_sent)
+        then, received, sent = self._before.get(node, counted)
+        self._before[node] = counted
+        seconds = max(now - then, 1e-3)
+        return [
+            node,
+            usage.cpu_percent,
+            usage.memory_used,
+            usage.memory_total,
+            max(0, counted[1] - received) / seconds,
+            max(0, counted[2] - sent) / seconds,
+            [[gpu.name, gpu.percent, gpu.memory_used, gpu.memory_total] for gpu in usage.gpus],
+            usage.network_received,
+            usage.network_sent,
+        ]
+
+
+def device_rows(pool: Pool) -> list[dict[str, Any]]:
+    """The numbers of a pool's open torch devices so far."""
+    opened = pool.devices()
+    if not opened:
+        return []
+    # Imported here: it imports torch, which a process with an open device has done already.
+    from skyward.device.core import DeviceError, core
+
+    rows = []
+    for node, index, kind in opened:
+        try:
+            stats = core().stats(index)
+        except DeviceError:
+            # It was closed a moment ago.
+            continue
+        rows.append(
+            {
+                "device": index,
+                "node": node,
+                "kind": kind,
+                "operations": stats.operations,
+                "waits": stats.waits,
+                "cache_hits": stats.cache_hits,
+                "sent": stats.bytes_sent + stats.bytes_uploaded,
+                "fetched": stats.bytes_fetched,
+            }
+        )
+    return rows

@@ -1,0 +1,253 @@
+"""The page's server: one page, one stream of events, and metrics, over HTTP.
+
+The standard library's server is enough: a page has few viewers, and each needs one thread that
+waits. A pool then needs no further package to be looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from skyward.errors import ConfigurationError
+from skyward.page import metrics
+from skyward.page.hub import Viewer
+
+VIEWERS_MOST = 32
+REQUEST_SECONDS = 10.0
+"""How long a client may take to send its request, or to take a part of the answer."""
+KEEP_ALIVE_SECONDS = 5.0
+RETRY_MS = 1000
+"""After so many milliseconds, a browser that has lost the stream asks for it again."""
+
+_EVERYWHERE = ("", "0.0.0.0", "::")
+
+
+class Source(Protocol):
+    """Where the server has its pools from."""
+
+    def join(self) -> Viewer:
+        """A new viewer."""
+
+    def leave(self, viewer: Viewer) -> None:
+        """End a viewer."""
+
+    def measure(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The snapshot and a sample of every pool."""
+
+
+class PageServer:
+    """Serves the page on a thread of its own, until it is closed."""
+
+    def __init__(self, source: Source, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._source = source
+        self._token = secrets.token_urlsafe(24)
+        self._viewers: set[Viewer] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        page = resources.files("skyward.page").joinpath("page.html").read_text(encoding="utf-8")
+        handler = type("_PageHandler", (_Handler,), {"page": self, "text": page})
+        try:
+            self._server = _Server((host, port), handler)
+        except (OSError, OverflowError) as problem:
+            raise ConfigurationError(
+                f"the page cannot be served at {host!r}, port {port}: {problem}; give another "
+                "port, or none for any that is free"
+            ) from None
+        self._hosts = _hosts(host, self._server.server_port)
+        shown = f"[{host}]" if ":" in host else host
+        if host in _EVERYWHERE:
+            shown = socket.gethostname()
+        self.address = f"http://{shown}:{self._server.server_port}"
+        """Where the server listens, without the token."""
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="skyward-page-server", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """The address to open in a browser; who has it sees the pools."""
+        return f"{self.address}/?token={self._token}"
+
+    @property
+    def token(self) -> str:
+        """The secret that every request must bring."""
+        return self._token
+
+    def close(self) -> None:
+        """End the server and every stream."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            viewers = list(self._viewers)
+        for viewer in viewers:
+            self._source.leave(viewer)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    # For the handler.
+
+    def knows(self, token: str) -> bool:
+        """Whether that is the token; takes the same time for every wrong one."""
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+    def serves(self, host: str) -> bool:
+        """Whether a request may name this host: a foreign name may have been made to lead here."""
+        return host.lower() in self._hosts if self._hosts else _is_own(host)
+
+    def join(self) -> Viewer | None:
+        """A new viewer; None if there are too many."""
+        with self._lock:
+            if self._closed or len(self._viewers) >= VIEWERS_MOST:
+                return None
+            viewer = self._source.join()
+            self._viewers.add(viewer)
+            return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """End a viewer."""
+        with self._lock:
+            self._viewers.discard(viewer)
+        self._source.leave(viewer)
+
+    def metrics(self) -> str:
+        """The metrics of all pools."""
+        return metrics.text(self._source.measure())
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # A handler ends when its viewer is ended, or when its client is too slow.
+    block_on_close = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # As the base class does, but without asking a name server for our name.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Show a defect of ours; a client that has left is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    page: PageServer
+    text: str
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "skyward", ""
+    timeout = REQUEST_SECONDS
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        # One request for each connection: no thread waits for a next one.
+        self.close_connection = True
+        if not self.page.serves(self.headers.get("Host", "")):
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name")
+        elif not self.page.knows(self._token(parse_qs(asked.query))):
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that was printed"
+            )
+        elif asked.path == "/":
+            self._send_page()
+        elif asked.path == "/stream":
+            self._stream()
+        elif asked.path == "/metrics":
+            self._answer(HTTPStatus.OK, metrics.CONTENT_TYPE, self.page.metrics())
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is only /, /stream and /metrics")
+
+    def _token(self, query: dict[str, list[str]]) -> str:
+        kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        return bearer if kind.lower() == "bearer" else query.get("token", [""])[0]
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._answer(status, "text/plain; charset=utf-8", f"{why}\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self._head(status, kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Connection", "close")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+
+    def _send_page(self) -> None:
+        nonce = secrets.token_urlsafe(16)
+        body = self.text.replace("{{nonce}}", nonce).encode()
+        self._head(HTTPStatus.OK, "text/html; charset=utf-8")
+        self.send_header(
+            "Content-Security-Policy",
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; "
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'",
+        )
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self) -> None:
+        viewer = self.page.join()
+        if viewer is None:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open; close one")
+            return
+        try:
+            self._head(HTTPStatus.OK, "text/event-stream; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(f"retry: {RETRY_MS}\n\n".encode())
+            while (batch := viewer.next(KEEP_ALIVE_SECONDS)) is not None:
+                # An empty one is a comment, which shows whether the browser is still there.
+                self.wfile.write(f"data: {batch}\n\n".encode() if batch else b": idle\n\n")
+        finally:
+            self.page.leave(viewer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address has the token."""
+
+
+def _hosts(host: str, port: int) -> frozenset[str]:
+    """The names that a request may give; none are fixed if the server listens everywhere."""
+    if host in _EVERYWHERE:
+        return frozenset()
+    names = {f"[{host}]" if ":" in host else host.lower()}
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            names |= {"localhost", "127.0.0.1", "[::1]"}
+    if "localhost" in names:
+        names |= {"127.0.0.1", "[::1]"}
+    return frozenset(f"{name}:{port}" for name in names) | (names if port == 80 else frozenset())
+
+
+def _is_own(host: str) -> bool:
+    """Whether a name of a request is an address, or this machine's own name."""
+    name = (urlsplit(f"//{host}").hostname or "").lower()
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return name in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())

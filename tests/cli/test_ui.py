@@ -1,0 +1,113 @@
+"""`sky ui`: the pools of the user's processes, in another process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import skyward as sky
+from skyward.page.gathering import Gathering
+from skyward.page.sockets import own_socket, sockets
+
+
+@sky.function
+def square(x: int) -> int:
+    return x * x
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute(name="elsewhere", options=sky.Options(console=False)) as compute:
+        yield compute
+
+
+def messages(url: str) -> Iterator[dict[str, Any]]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection.request("GET", f"/stream?{parts.query}")
+    answer = connection.getresponse()
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            yield from json.loads(line[6:])
+
+
+def address(process: Any) -> str:
+    url: str = json.loads(process.stdout.readline())["url"]
+    return url
+
+
+def test_it_shows_the_pools_of_another_process(
+    compute: sky.Compute, start: Any, eventually: Any
+) -> None:
+    process = start("ui", "--json")
+    url = address(process)
+    told = messages(url)
+    assert next(told)["type"] == "hello"
+    pool = next(message for message in told if message.get("name") == "elsewhere")
+    assert [row[1] for row in pool["nodes"]] == ["ready"]
+    square(3) >> compute
+    for message in told:
+        if message["type"] == "changes" and message["ended"]:
+            break
+    assert [call[1] for call in message["ended"]] == ["square"]
+
+    with sky.Compute(name="later", options=sky.Options(console=False)):
+        later = next(message for message in told if message.get("name") == "later")
+    gone = next(message for message in told if message["type"] == "gone")
+    assert gone["pool"] == later["pool"]
+
+    parts = urlsplit(url)
+    for _ in range(2):
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        connection.request("GET", f"/metrics?{parts.query}")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        assert 'skyward_calls_total{pool="elsewhere"' in text
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    eventually(lambda: not compute._open_pool.events.listened)  # nobody looks any more
+
+
+def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:
+    process = start("ui", "shown", "--json")
+    told = messages(address(process))
+    with sky.Compute(name="shown", options=sky.Options(console=False)):
+        pool = next(message for message in told if message["type"] == "pool")
+    assert pool["name"] == "shown"
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def test_the_socket_is_the_users_own_and_goes_with_the_last_pool(compute: sky.Compute) -> None:
+    assert own_socket() in sockets()
+    assert own_socket().stat().st_mode & 0o777 == 0o600
+
+
+def test_a_socket_of_a_process_that_was_killed_is_removed(monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = tmp_path / f"skyward-pools-{os.getuid()}-999999.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    gathering = Gathering()
+    viewer = gathering.join()
+    assert viewer.next(10) != ""
+    assert gathering.measure() == []
+    gathering.leave(viewer)
+    gathering.close()
+    assert not path.exists()
+
+
+def test_a_port_that_cannot_be_had_is_an_error(run: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run("ui", "--port", port, code=1)
+    assert f"port {port}" in result.stderr
+    assert "give another port" in result.stderr

@@ -1,0 +1,164 @@
+"""The page in a real browser: Chromium, headless."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.page.hub import Viewer
+from skyward.page.server import PageServer
+
+from .chromium import PROGRAM, Chromium
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium: apt-get install chromium")
+
+
+@sky.function
+def speak(text: str) -> None:
+    print(text)
+
+
+@sky.function
+def fail() -> None:
+    raise ValueError("<b>not bold</b>")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    with Chromium() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute(nodes=2, name="browsed", options=sky.Options(console=False)) as compute:
+        yield compute
+
+
+@pytest.fixture(scope="module")
+def opened(chromium: Chromium, compute: sky.Compute) -> Chromium:
+    chromium.show(1280, 900)
+    chromium.open(compute.ui())
+    chromium.until("document.querySelectorAll('#nodes tr').length === 2")
+    return chromium
+
+
+def shown(selector: str) -> str:
+    return f"document.querySelector({json.dumps(selector)}).innerText"
+
+
+def test_the_page_shows_nodes_and_their_load(opened: Chromium) -> None:
+    opened.until(f"{shown('#link')} === 'live'")
+    assert opened.value(shown("#pools")).split() == ["browsed", "local"]
+    opened.until(f"{shown('#nodes')}.includes('%')")
+    first = opened.value(shown("#nodes tr")).split()
+    assert first[:3] == ["0", "ready", "127.0.0.1"]
+
+
+def test_what_a_call_prints_and_raises_is_shown_as_text(
+    opened: Chromium, compute: sky.Compute
+) -> None:
+    speak("<img src=x onerror=alert(1)>") >> compute
+    with pytest.raises(ValueError, match="not bold"):
+        fail() >> compute
+    opened.until(f"{shown('#output')}.includes('<img src=x onerror=alert(1)>')")
+    opened.until(f"{shown('#notes')}.includes('fail failed on node')")
+    opened.until(f"{shown('#notes')}.includes('<b>not bold</b>')")
+    assert opened.value("document.querySelectorAll('#output img, #notes b').length") == 0
+    opened.until("hits.some(h => h[4][1] === 'speak')")
+
+
+def test_everything_can_be_reached_with_the_keyboard(opened: Chromium) -> None:
+    ids = (
+        "[...document.querySelectorAll('button, select, input, [tabindex=\"0\"]')]"
+        ".filter(e => e.offsetParent).map(e => e.tabIndex)"
+    )
+    assert set(opened.value(ids)) == {0}
+    opened.value("document.querySelector('[data-span=\"30\"]').focus()")
+    opened.ask("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r")
+    opened.ask("Input.dispatchKeyEvent", type="keyUp", key="Enter")
+    opened.until("span === 30")
+
+
+def test_a_phone_needs_no_sideways_scrolling(opened: Chromium) -> None:
+    opened.show(390, 844)
+    opened.until("innerWidth === 390")
+    assert opened.value("document.documentElement.scrollWidth") <= 390
+    opened.show(1280, 900)
+
+
+def test_dark_is_dark(opened: Chromium) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = opened.value(colour)
+    opened.show(1280, 900, dark=True)
+    dark = opened.until(f"{colour} !== {json.dumps(light)} && {colour}")
+    assert sum(map(int, dark[4:-1].split(","))) < 150
+    opened.show(1280, 900)
+
+
+class Thousand:
+    """A source with one pool of a thousand nodes."""
+
+    def join(self) -> Viewer:
+        viewer = Viewer()
+        nodes = [[n, "ready", f"10.0.{n >> 8}.{n & 255}", None, 0, ""] for n in range(1000)]
+        running = [[n, "step", n, 0, time.time()] for n in range(1000)]
+        pool = {"type": "pool", "pool": "p", "name": "large", "provider": "local", "workers": []}
+        pool |= {"nodes": nodes, "running": running, "ended": [], "lines": [], "notes": []}
+        usage = [[n, n / 10, 1 << 30, 1 << 34, 0.0, 0.0, [], 0, 0] for n in range(1000)]
+        numbers = ("submitted", "succeeded", "failed", "cancelled", "retried", "nodes_lost")
+        sample: dict[str, Any] = dict.fromkeys((*numbers, "waiting", "sent", "received"), 0)
+        sample |= {"type": "sample", "pool": "p", "time": time.time(), "usage": usage}
+        sample |= {"devices": [], "cost": 12.5, "hourly_cost": 98.3}
+        hello = {"type": "hello", "time": time.time(), "pid": 1}
+        viewer.put(json.dumps([hello, pool, sample]))
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        viewer.put(None)
+
+    def measure(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return []
+
+
+def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) -> None:
+    server = PageServer(Thousand())
+    try:
+        chromium.open(server.url)
+        chromium.until("document.querySelectorAll('#nodes tr').length === 100")
+        assert chromium.value(shown("#nodenote")) == "the 100 busiest of 1000; filter for others"
+        assert chromium.value("document.getElementById('grid').height") > 20
+        chromium.value(
+            "$('nodefilter').value = '17'; $('nodefilter').dispatchEvent(new Event('input'))"
+        )
+        assert chromium.value(shown("#nodes tr")).split()[:2] == ["17", "ready"]
+        assert chromium.value("document.querySelectorAll('#nodes tr').length") == 1
+        took = "(() => { const t = performance.now(); dirty = true; draw(); return"
+        assert chromium.value(f"{took} performance.now() - t; }})()") < 1000
+    finally:
+        server.close()
+
+
+def test_a_page_whose_server_comes_back_goes_on_by_itself(chromium: Chromium) -> None:
+    first = PageServer(Thousand())
+    port, token = first._server.server_port, first.token
+    chromium.open(first.url)
+    chromium.until(f"{shown('#link')} === 'live'")
+    first.close()
+    chromium.until(f"{shown('#link')} === 'connection lost, trying again'")
+    second = PageServer(Thousand(), port=port)
+    second._token = token
+    try:
+        chromium.until(f"{shown('#link')} === 'live'")
+    finally:
+        second.close()
+
+
+def test_the_page_reports_no_problem_of_its_own(opened: Chromium) -> None:
+    own = [each for each in opened.problems if "ERR_" not in each]
+    assert own == []

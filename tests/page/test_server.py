@@ -1,0 +1,278 @@
+"""The page's server: who may look, what they get, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import skyward as sky
+from skyward.page import hub as hubs
+from skyward.page import metrics
+from skyward.page.hub import BATCHES_WAITING, Viewer, hub
+from skyward.page.server import PageServer
+
+
+@sky.function
+def double(x: int) -> int:
+    print(f"doubling {x}")
+    return 2 * x
+
+
+@sky.function
+def fail() -> None:
+    raise ValueError("<script>alert(1)</script>")
+
+
+@sky.function
+def wait_for(path: str) -> None:
+    import os
+
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute(nodes=2, name="shown", options=sky.Options(console=False)) as compute:
+        yield compute
+
+
+@pytest.fixture(scope="module")
+def url(compute: sky.Compute) -> str:
+    return compute.ui()
+
+
+def get(url: str, path: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
+    """The status, headers and text of an answer; `path` replaces that of the URL."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection.request("GET", path or f"{parts.path}?{parts.query}", headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, {key.lower(): value for key, value in answer.getheaders()}, text
+
+
+class Stream:
+    """A plain client of the page's stream."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        self._connection.request("GET", f"/stream?{parts.query}")
+        self._answer = self._connection.getresponse()
+        assert self._answer.status == 200
+        self.kind = self._answer.getheader("Content-Type")
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while line := self._answer.readline():
+            if line.startswith(b"data: "):
+                yield from json.loads(line[6:])
+
+    def close(self) -> None:
+        self._answer.close()
+        self._connection.close()
+
+
+@pytest.fixture
+def stream(url: str) -> Iterator[Stream]:
+    stream = Stream(url)
+    yield stream
+    stream.close()
+
+
+# Who may look.
+
+
+def test_the_page_needs_nothing_from_elsewhere(url: str) -> None:
+    status, headers, text = get(url)
+    assert status == 200
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["cache-control"] == "no-store"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert "access-control-allow-origin" not in headers
+    addresses = set(re.findall(r"https?://[^\s\"'%]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "a namespace, which nobody fetches"
+    token = urlsplit(url).query.removeprefix("token=")
+    assert token not in text
+
+
+@pytest.mark.parametrize("path", ["/", "/stream", "/metrics", "/?token=", "/?token=wrong"])
+def test_without_the_token_there_is_nothing(url: str, path: str) -> None:
+    status, _, text = get(url, path)
+    assert (status, text) == (
+        403,
+        "the address lacks its token; open the one that was printed\n",
+    )
+
+
+def test_a_name_that_leads_here_by_a_trick_is_refused(url: str) -> None:
+    port = urlsplit(url).port
+    for host in ("evil.example", f"evil.example:{port}", ""):
+        status, _, text = get(url, Host=host)
+        assert (status, text) == (421, "this server has another name\n")
+    assert get(url, Host=f"localhost:{port}")[0] == 200
+
+
+def test_other_paths_and_methods_are_refused(url: str) -> None:
+    query = urlsplit(url).query
+    assert get(url, f"/etc/passwd?{query}")[0] == 404
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection.request("POST", f"/?{query}", body="x")
+    assert connection.getresponse().status == 501
+    connection.close()
+
+
+def test_a_port_in_use_is_refused_with_the_next_step() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(sky.ConfigurationError, match=rf"port {port}: .*; give another port"):
+            PageServer(hub, port=port)
+
+
+# What they get.
+
+
+def test_a_stream_begins_with_the_pools_and_goes_on_with_what_happens(
+    compute: sky.Compute, stream: Stream
+) -> None:
+    assert stream.kind == "text/event-stream; charset=utf-8"
+    told = iter(stream)
+    assert next(told)["type"] == "hello"
+    pool = next(message for message in told if message.get("name") == "shown")
+    assert (pool["provider"], [row[:2] for row in pool["nodes"]]) == (
+        "local",
+        [[0, "ready"], [1, "ready"]],
+    )
+    began = time.time()
+    double(21) >> compute
+    for message in told:
+        if message["type"] == "changes" and message["ended"]:
+            break
+    _, name, node, worker, start, end, how = message["ended"][0]
+    assert (name, worker, how) == ("double", 0, "ok")
+    assert node in (0, 1)
+    assert began - 1 < start <= end < time.time() + 1
+    assert [line[3:] for line in message["lines"]] == [["stdout", "doubling 21", "double"]]
+
+
+def test_the_nodes_are_measured_while_somebody_looks(stream: Stream) -> None:
+    sample = next(message for message in stream if message["type"] == "sample")
+    assert [row[0] for row in sample["usage"]] == [0, 1]
+    _, cpu, used, total, incoming, outgoing, gpus, received, sent = sample["usage"][0]
+    assert 0 <= cpu <= 100
+    assert 0 < used < total
+    assert incoming >= 0
+    assert outgoing >= 0
+    assert min(received, sent) >= 0
+    assert isinstance(gpus, list)
+
+
+def test_a_call_that_runs_is_shown_to_one_who_comes_later(
+    compute: sky.Compute, url: str, tmp_path: Any, eventually: Any
+) -> None:
+    running = wait_for(str(tmp_path / "go")) > compute
+    eventually(lambda: any("wait_for" in node.running for node in compute.nodes))
+    late = Stream(url)
+    pool = next(message for message in late if message["type"] == "pool")
+    late.close()
+    (tmp_path / "go").touch()
+    running.result()
+    assert [call[1] for call in pool["running"]] == ["wait_for"]
+
+
+def test_metrics_are_in_the_format_of_prometheus(compute: sky.Compute, url: str) -> None:
+    double(1) >> compute
+    with pytest.raises(ValueError, match="alert"):
+        fail() >> compute
+    token = urlsplit(url).query.removeprefix("token=")
+    status, headers, text = get(url, "/metrics", Authorization=f"Bearer {token}")
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    line = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)*\} [-+0-9.e]+|# (HELP|TYPE) .+')
+    assert [each for each in text.splitlines() if not line.fullmatch(each)] == []
+    stats = compute.stats()
+    found = dict(re.findall(r"^(\w+\{[^}]*\}) (\S+)$", text, re.MULTILINE))
+    plain = {re.sub(r',?id="\w+"', "", key): float(value) for key, value in found.items()}
+    assert plain['skyward_calls_total{pool="shown",outcome="succeeded"}'] == stats.succeeded
+    assert plain['skyward_calls_total{pool="shown",outcome="failed"}'] == stats.failed
+    assert plain['skyward_nodes{pool="shown",state="ready"}'] == 2
+    assert plain['skyward_call_seconds_bucket{pool="shown",le="+Inf"}'] >= 2
+    assert 0 <= plain['skyward_node_cpu_ratio{pool="shown",node="1"}'] <= 1
+    assert plain['skyward_node_memory_bytes{pool="shown",node="0",kind="total"}'] > 1 << 20
+
+
+# Nothing without bounds, and nothing left.
+
+
+def test_a_viewer_that_is_too_slow_is_dropped() -> None:
+    viewer = Viewer()
+    assert all(viewer.put("[]") for _ in range(BATCHES_WAITING))
+    assert not viewer.put("[]")
+    assert viewer.next(1) is None
+
+
+def test_too_many_pages_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyward.page.server.VIEWERS_MOST", 0)
+    status, _, text = get(url, f"/stream?{urlsplit(url).query}")
+    assert (status, text) == (503, "too many pages are open; close one\n")
+
+
+def threads() -> int:
+    return sum(t.name in ("skyward-page-server", "skyward-door") for t in threading.enumerate())
+
+
+def test_nobody_looks_means_no_events() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        pool = compute._open_pool
+        viewer = hub.join()
+        assert pool.events.listened
+        hub.leave(viewer)
+        assert pool.events.listened == (hub._held > 0), "only a page that is served keeps events"
+    assert pool.id not in hub._watched
+
+
+def test_a_page_ends_with_its_pool() -> None:
+    before = threads()
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        url = compute.ui()
+        assert compute.ui() == url
+        stream = Stream(url)
+        told = iter(stream)
+        assert next(told)["type"] == "hello"
+    kinds = [message["type"] for message in told]
+    stream.close()
+    assert "gone" in kinds
+    with pytest.raises(ConnectionRefusedError):
+        get(url)
+    with pytest.raises(sky.PoolClosedError, match="is closed; its page ended with it"):
+        compute.ui()
+    assert threads() == before
+
+
+def test_a_large_pool_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyward.page.sampling import NODES_A_TIME, Sampler
+
+    sampler = Sampler(None)  # type: ignore[arg-type]
+    nodes = list(range(3 * NODES_A_TIME + 5))
+    asked = [sampler._turn(nodes) for _ in range(4)]
+    assert {len(turn) for turn in asked} == {NODES_A_TIME}
+    assert set().union(*asked) == set(nodes)
+    assert hubs.SAMPLE_SECONDS == 1.0
+
+
+def test_the_documentation_names_every_metric() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "page.md").read_text()
+    assert not [name for name in metrics._FAMILIES if f"`{name}`" not in page]
