@@ -182,6 +182,18 @@ NEEDS_COMPILER = {
     "skytorch_cluster",
 }
 
+LONG = {
+    "compile_gpt",
+    "grid_search",
+    "grpo_sync",
+    "hf_trainer",
+    "jax_psum",
+    "keras_digits",
+    "profile_training",
+    "skytorch_cluster",
+}
+"""Examples of what other tests cover, and which take long: `make test-all` runs them."""
+
 
 def run(script: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script)]
@@ -195,6 +207,8 @@ def run(script: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", sorted({p.stem for p in EXAMPLES.glob("*.py")} - ELSEWHERE))
 def test_example_runs_and_shows_what_it_promises(name: str) -> None:
     """Slow: starts a pool in a new process; those that train a model take some seconds more."""
+    if name in LONG and QUICK:
+        pytest.skip(f"{name}.py takes long, and other tests cover what it shows: make test-all")
     if name in NEEDS_COMPILER and not has_compiler():
         pytest.skip(f"{name}.py needs a C++ compiler, once; there is none")
     for module in NEEDS.get(name, []):

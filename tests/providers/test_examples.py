@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from ..conftest import only_in_all
 from . import podman
 from .ssh_hosts import Sshd
 from .torch_index import torch_index
@@ -18,6 +19,7 @@ from .torch_index import torch_index
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@only_in_all
 @pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 def test_a_model_is_trained_in_a_container_that_had_nothing() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import only_in_all
 from ..network.namespaces import Link, linked
 from ..network.network import OUTAGE_SECONDS
 from .ssh_hosts import Sshd
@@ -104,6 +105,7 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> No
         assert len(outcome["again"]) == 2
 
 
+@only_in_all
 @LOSSY
 def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(client: Any) -> None:
     """One connection carries half a megabyte a second there, and heartbeats must not wait."""
@@ -112,6 +114,7 @@ def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(client: A
         assert outcome["states"] == ["ready"]
 
 
+@only_in_all
 @FAR
 def test_a_host_far_away_is_connected_to_again_through_ssh(client: Any) -> None:
     """Connecting takes longer than any of those who wait for it."""
