@@ -23,6 +23,7 @@ from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
 from skyward.compute.showing import Showing
+from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, stats_of
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
@@ -537,6 +538,12 @@ class Compute(Running):
             count = len(self._pool.nodes)
             state = "1 node" if count == 1 else f"{count} nodes"
         return f"<sky.Compute {self.name}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: nodes, their states, what they run and how busy they are."""
+        if self._pool is None:
+            return unstarted(self.name, self._spec)
+        return snapshot(self.name, self._pool)
 
 
 @atexit.register
