@@ -12,7 +12,7 @@ TORCH_PIP_ARGS ?=
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format bench wheels clean
+.PHONY: help setup demo test test-all check format bench docs wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,13 @@ format: setup  ## rewrite the sources in the house format
 
 bench: setup  ## run the benchmarks and print the table
 	@$(BIN)/python bench/run.py
+
+# build, or serve to see a page while you write it.
+DOCS ?= build
+
+docs: setup  ## build the documentation as a site into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(DOCS) --strict
+	@test $(DOCS) != build || echo "docs: build/site/index.html"
 
 # Options for tools/wheels.py, for example WHEELS="--only linux-x86_64 --torch-wheels FOLDER".
 WHEELS ?=

@@ -241,7 +241,6 @@ class Pool:
             timeout=options.default_timeout if function.timeout is None else function.timeout,
             retries=function.retries or options.retries,
             staying=staying,
-            cell=self._console.cell(),
         )
 
     def copies(self, workers: Sequence[tuple[int, int]]) -> BroadcastTensors:

@@ -258,15 +258,9 @@ class Dispatcher:
                 task = lane.tasks.get(message.task)
                 if task is not None:
                     task.wrote = True
-                name = "" if task is None else task.name
+                name = task.name if task is not None else ""
                 self._console.output(
-                    message.text,
-                    message.stream,
-                    lane.node,
-                    lane.worker,
-                    name,
-                    message.transient,
-                    None if task is None else task.cell,
+                    message.text, message.stream, lane.node, lane.worker, name, message.transient
                 )
                 if self._events.listened:
                     self.tell_output(message, lane.node, lane.worker, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import Context
 from typing import Any
 
 from skyward.calls.answers import Answer, Streaming
@@ -24,7 +23,6 @@ class Task:
         "_on_done",
         "answer",
         "cancelled",
-        "cell",
         "code",
         "counted",
         "done",
@@ -67,7 +65,6 @@ class Task:
         timeout: float | None = None,
         retries: int = 0,
         staying: Staying | None = None,
-        cell: Context | None = None,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -81,8 +78,6 @@ class Task:
         self.retries = retries
         self.staying = staying
         """Where the tensors of the result stay; None if they come to the client."""
-        self.cell = cell
-        """The cell of a notebook that gets the task's output; None outside of notebooks."""
         self.waiting = False
         self.order = 0
         self.sent = 0

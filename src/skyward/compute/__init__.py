@@ -23,7 +23,6 @@ from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness
 from skyward.compute.running import Running
 from skyward.compute.showing import Showing
-from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, stats_of
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
@@ -219,26 +218,11 @@ class Compute(Running):
 
     # Entering and leaving.
 
-    def start(self) -> Self:
-        """Start the pool without a `with` block; `close` ends it, or else the end of the process.
-
-        For notebooks, where a block cannot span cells. A pool that runs already stays as it is.
-
-        >>> compute = sky.Compute(nodes=2).start()
-        """
-        if self._was_ready and self._pool is not None and not self._pool.closed:
-            return self
-        return self._entered()
-
-    def _entered(self) -> Self:
+    def __enter__(self) -> Self:
         try:
             self._open()
         except SkywardError as problem:
             raise shown_from_outside(problem) from problem.__cause__
-        return self
-
-    def __enter__(self) -> Self:
-        self._entered()
         self._token = functions.current.set(self)
         return self
 
@@ -249,7 +233,7 @@ class Compute(Running):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        self.close()
+        self._close_surely()
 
     def _forget_context(self) -> None:
         if self._token is not None:
@@ -269,11 +253,11 @@ class Compute(Running):
             # A machine may take half an hour: what the thread waits for must end as well.
             while not opening.done():
                 if self._pool is not None and self._pool.nodes:
-                    await asyncio.to_thread(self.close)
+                    await asyncio.to_thread(self._close_surely)
                 await asyncio.wait([opening], timeout=0.05)
             with contextlib.suppress(SkywardError):
                 await opening
-            await asyncio.to_thread(self.close)
+            await asyncio.to_thread(self._close_surely)
             raise
         self._token = functions.current.set(self)
         return self
@@ -285,7 +269,7 @@ class Compute(Running):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self._close_surely)
 
     @classmethod
     def _attach(cls, adoption: Adoption, on_event: OnEvent | None) -> Self:
@@ -302,12 +286,7 @@ class Compute(Running):
             self._attached = False
             return
         if self._pool is not None:
-            if self._was_ready or not self._pool.closed:
-                raise PoolClosedError(
-                    f"{self.name} is already entered; make another Compute instead"
-                )
-            # It did not start, and nothing of that attempt is left.
-            self._pool = None
+            raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
         if self._choose is None:
             self._start(self._spec)
         else:
@@ -358,7 +337,7 @@ class Compute(Running):
             console.drain()
             self._was_ready = True
         except BaseException:
-            self.close()
+            self._close_surely()
             raise
         functions.active.append(self)
         entered_computes.add(self)
@@ -375,18 +354,16 @@ class Compute(Running):
                     f"{type(problem).__name__}: {problem}"
                 ) from problem
 
+    def _close_surely(self) -> None:
+        """Close completely; a Ctrl-C meanwhile makes closing quicker."""
+        close_despite_interrupts(self.close, self._hurry)
+
     def _hurry(self) -> None:
         if self._pool is not None:
             self._pool.hurry()
 
     def close(self, seconds: float = 5.0) -> None:
-        """Take everything down; leaving the `with` block does this for you.
-
-        Closes completely; a Ctrl-C meanwhile makes closing quicker.
-        """
-        close_despite_interrupts(lambda: self._take_down(seconds), self._hurry)
-
-    def _take_down(self, seconds: float = 5.0) -> None:
+        """Take everything down; leaving the `with` block does this for you."""
         if self in functions.active:
             functions.active.remove(self)
         entered_computes.discard(self)
@@ -430,8 +407,7 @@ class Compute(Running):
     def _open_pool(self) -> Pool:
         if self._pool is None:
             raise PoolClosedError(
-                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
-                "or call compute.start()"
+                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first"
             )
         return self._pool
 
@@ -539,18 +515,11 @@ class Compute(Running):
             state = "1 node" if count == 1 else f"{count} nodes"
         return f"<sky.Compute {self.name}: {state}>"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: nodes, their states, what they run and how busy they are."""
-        if self._pool is None:
-            return unstarted(self.name, self._spec)
-        return snapshot(self.name, self._pool)
-
 
 @atexit.register
 def _close_all() -> None:
     for compute in list(entered_computes):
-        # Directly: an interpreter that ends starts no thread.
-        compute._take_down()
+        compute.close()
 
 
 def _disown() -> None:

@@ -144,6 +144,11 @@ class Slurm:
             await login.close()
         if state.status:
             said = (state.words or state.output).strip().rpartition("\n")[2]
+            if "configuration source" in said:
+                raise ConfigurationError(
+                    f"Slurm's commands are on {login.name}, but they know no cluster: {said}; run "
+                    'this on a login node, or name one: Slurm(login="me@cluster")'
+                )
             raise UnreachableError(
                 f"Slurm: no controller answers on {login.name}: {said}; see `scontrol ping` there"
             )

@@ -1,1 +1,0 @@
-"""Notebooks: the magics `%sky` and `%%sky`, loaded with `%load_ext skyward`."""

@@ -1,0 +1,61 @@
+"""The site: builds without a warning, has every public name, and fetches nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyward as sky
+from skyward import plugins
+
+from .snippets import ROOT
+
+pytest.importorskip("material")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole site, built as `make docs` does; a link that leads nowhere ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    text = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    anchors = set(re.findall(r'id="skyward\.([\w.]+)"', text))
+    shown = {name.rpartition(".")[2] for name in anchors}
+    assert set(sky.__all__) - {"accelerators", "plugins"} <= shown
+    assert set(plugins.__all__) <= shown
+
+
+def test_examples_in_docstrings_are_shown_as_code(site: Path) -> None:
+    for page in (site / "reference").glob("*.html"):
+        assert "&gt;&gt;&gt; " not in page.read_text(), page
+
+
+def test_nothing_is_fetched_from_elsewhere_when_a_page_is_viewed(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        fetched = re.findall(r'<(?:script|img|link|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', text)
+        assert not fetched, page
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"url\([\"']?https?:", style.read_text()), style
+
+
+def test_what_a_snippet_needs_is_on_the_page(site: Path) -> None:
+    assert '<p class="needs">Needs an AWS account:</p>' in (site / "aws.html").read_text()
