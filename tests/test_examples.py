@@ -51,6 +51,14 @@ TELLING = {
         r"in +: 4\.5",
         r"through: \[0\.0, 7\.0, 7\.0, 7\.0, 8\.0, 8\.0\]",
     ],
+    "state": [
+        r"5 documents, 15 words, 10 different",
+        r"sky: 2, cloud: 2, wind: 1",
+        r"first : 8",
+        r"all   : \[8, 3, 8, 1, 7\]",
+        r"asked : 6 times, loaded once",
+        r"copies: 2, which say \[4, 4\]",
+    ],
     "async_pool": [
         r"one +: 49",
         r"many +: \[0, 1, 4, 9\]",

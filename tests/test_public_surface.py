@@ -14,6 +14,9 @@ PUBLIC = [
     # what to run
     "function",
     "Function",
+    "cls",
+    "RemoteClass",
+    "InstanceGroup",
     "remote",
     "Pending",
     "PendingFunction",
@@ -109,6 +112,7 @@ PUBLIC = [
     "TaskCancelledError",
     "WorkerDiedError",
     "NodeLostError",
+    "InstanceLostError",
     "Ray",
     "RemoteError",
     "BroadcastError",

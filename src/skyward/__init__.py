@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from skyward import events as events
     from skyward import plugins as plugins
     from skyward.calls.flow import Results as Results
+    from skyward.classes import InstanceGroup as InstanceGroup
+    from skyward.classes import RemoteClass as RemoteClass
+    from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
     from skyward.compute.attaching import attach as attach
     from skyward.compute.choosing import Spec as Spec
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from skyward.errors import ConfigurationError as ConfigurationError
     from skyward.errors import HostKeyError as HostKeyError
     from skyward.errors import ImageError as ImageError
+    from skyward.errors import InstanceLostError as InstanceLostError
     from skyward.errors import LoginError as LoginError
     from skyward.errors import ModelMismatchError as ModelMismatchError
     from skyward.errors import ModelNotFoundError as ModelNotFoundError
@@ -108,6 +112,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "calls.flow": ("Results",),
+    "classes": ("InstanceGroup", "RemoteClass", "cls"),
     "compute": ("Compute",),
     "compute.attaching": ("attach",),
     "compute.choosing": ("Spec",),
@@ -133,6 +138,7 @@ _HOMES = {
         "ConfigurationError",
         "HostKeyError",
         "ImageError",
+        "InstanceLostError",
         "LoginError",
         "ModelMismatchError",
         "ModelNotFoundError",

@@ -130,6 +130,10 @@ class NodeLostError(TaskError):
     """The whole node running the task is gone or has stopped answering."""
 
 
+class InstanceLostError(TaskError):
+    """An object of a `@sky.cls` class is gone: with its worker or its node, or closed."""
+
+
 class RemoteError(TaskError):
     """A remote exception whose own type could not be rebuilt here."""
 

@@ -61,7 +61,8 @@ active: list[CallTarget] = []
 """Every entered Compute of this process, for threads that inherited no context."""
 
 
-def _target(where: Where) -> CallTarget:
+def call_target(where: Where) -> CallTarget:
+    """The `Compute` that the right side of an operator stands for."""
     if not isinstance(where, types.ModuleType):
         if not hasattr(where, "run") or not hasattr(where, "broadcast"):
             raise TypeError(
@@ -157,6 +158,11 @@ class Function(Generic[P, T]):
             # The same body: it need not be encoded again.
             changed._code = self._code
         return changed
+
+    @property
+    def seat(self) -> Any:
+        """The worker process that the calls must run in; None if any can run them."""
+        return None
 
     @property
     def __sky_constant__(self) -> tuple[Any, ...]:
@@ -285,15 +291,15 @@ class Pending(Generic[T]):
 
     def __rshift__(self, where: Where) -> T:
         """Run on one node, wait."""
-        return _target(where).run(self)
+        return call_target(where).run(self)
 
     def __gt__(self, where: Where) -> Future[T]:
         """Run on one node, don't wait."""
-        return _target(where).submit(self)
+        return call_target(where).submit(self)
 
     def __matmul__(self, where: Where) -> list[T]:
         """Run on every worker at once."""
-        return _target(where).broadcast(self)
+        return call_target(where).broadcast(self)
 
     @overload
     def __and__(self, other: Pending[A]) -> Group[T, A]: ...
@@ -349,11 +355,11 @@ class Group(Generic[*Ts]):
 
     def __rshift__(self, where: Where) -> tuple[*Ts]:
         """Run all of them, wait for all."""
-        return cast("tuple[*Ts]", tuple(_target(where).run_all(self.pendings)))
+        return cast("tuple[*Ts]", tuple(call_target(where).run_all(self.pendings)))
 
     def __gt__(self, where: Where) -> tuple[Future[Any], ...]:
         """Run all of them, don't wait."""
-        target = _target(where)
+        target = call_target(where)
         return tuple(target.submit(pending) for pending in self.pendings)
 
     def __repr__(self) -> str:
@@ -392,7 +398,7 @@ class Gather(Generic[T_co]):
 
     def __rshift__(self, where: Where) -> T_co:
         """Run all of them."""
-        target = _target(where)
+        target = call_target(where)
         result: Any
         if self._stream:
             result = target.stream_all(self._pendings, ordered=self._ordered)
@@ -452,6 +458,16 @@ def function(
     """
     if body is None:
         return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
+    return as_function(body)
+
+
+def as_function(body: Callable[..., Any]) -> Function[..., Any]:
+    """A callable as a function: a method of an object on a node runs where the object is."""
+    if isinstance(body, Function):
+        return body
+    if getattr(type(body), "__sky_method__", False):
+        found: Function[..., Any] = body.function  # type: ignore[attr-defined]
+        return found
     return Function(body)
 
 
@@ -473,8 +489,7 @@ def remote(body: Callable[..., Any], /, *, device: Any = "auto") -> Function[...
             f"remote({_short(body)}, device={device!r}): give 'cuda', 'cpu', 'mps' or 'auto', or a "
             "device of compute.device()"
         )
-    made = body if isinstance(body, Function) else Function(body)
-    return made.staying(device)
+    return as_function(body).staying(device)
 
 
 def _short(value: Any) -> str:

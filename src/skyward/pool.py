@@ -18,6 +18,7 @@ from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.scheduler import Load
 from skyward.calls.staying import Staying
 from skyward.calls.task import Task
 from skyward.console import Console
@@ -198,6 +199,7 @@ class Pool:
         worker: tuple[int, int] | None = None,
         like: Task | None = None,
         copies: BroadcastTensors | None = None,
+        pinned: Load[Task] | None = None,
     ) -> Task:
         """Encode a call; `keep` copies arguments that the caller may change before they are sent.
 
@@ -207,6 +209,10 @@ class Pool:
         """
         self._check_open()
         function = pending.function
+        if (seat := function.seat) is not None:
+            pinned = self._check_seat(function, seat, free=on is None and worker is None)
+        if pinned is not None:
+            on = pinned.node
         code = function.code()
         inputs: list[Iterator[Any]] = []
         tensors = None
@@ -238,10 +244,34 @@ class Pool:
             inputs,
             on=on,
             worker=worker,
+            pinned=pinned,
             timeout=options.default_timeout if function.timeout is None else function.timeout,
             retries=function.retries or options.retries,
             staying=staying,
         )
+
+    def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:
+        """The executor of an object whose method is called."""
+        if seat.pool is not self:
+            raise ConfigurationError(
+                f"{function.name} belongs to an object on another pool ({seat.pool.spec.name}); "
+                "call it there, or make an object on this one"
+            )
+        if not free:
+            raise ConfigurationError(
+                f"{function.name} runs where its object is, on {seat.where}; leave `on` out, and "
+                "use `>>` or `>`, not `@`"
+            )
+        load: Load[Task] = seat.load
+        return load
+
+    def has(self, load: Load[Task]) -> bool:
+        """Whether an executor is there; one that is lost never comes back."""
+        return self._dispatcher.lanes.has(load)
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Have the pool's thread call a function, which must not wait; never waits itself."""
+        self._loop.call_soon(action)
 
     def copies(self, workers: Sequence[tuple[int, int]]) -> BroadcastTensors:
         """Copies of the device tensors of one call, for each of these workers."""

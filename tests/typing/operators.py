@@ -156,6 +156,50 @@ def machines_are_bought_by_type(provider: sky.Local) -> None:
     sky.Compute.any([sky.Spec(provider)], choose="best")  # type: ignore[arg-type]
 
 
+# Not as decorators: mypy takes a class with a decorator for the plain class (its issue 3135).
+class PlainTokenizer:
+    def __init__(self, name: str, *, fast: bool = True) -> None: ...
+
+    def encode(self, text: str) -> list[int]:
+        return [len(text)]
+
+
+class PlainCounter:
+    def count(self) -> int:
+        return 1
+
+
+Tokenizer = sky.cls(PlainTokenizer)
+Counter = sky.cls(restart=True, timeout=60)(PlainCounter)
+
+
+def objects_on_nodes_have_the_types_of_their_classes(compute: sky.Compute) -> None:
+    tokenizer = Tokenizer("gpt2", fast=False) >> compute
+    assert_type(tokenizer.encode("text"), list[int])
+    assert_type(compute.map(tokenizer.encode, ["a"]), sky.Results[list[int]])
+    assert_type(sky.function(tokenizer.encode)("text") >> compute, list[int])
+    assert_type(Counter() > compute, sky.Future[PlainCounter])
+    assert_type((Counter() >> compute).count(), int)
+    assert_type((Tokenizer("gpt2") @ compute)[0].encode("text"), list[int])
+    assert_type(Tokenizer.local("gpt2").encode("text"), list[int])
+    Tokenizer(3)  # type: ignore[arg-type]
+    tokenizer.encode(3)  # type: ignore[arg-type]
+    tokenizer.decode([1])  # type: ignore[attr-defined]
+
+
+def shared_objects_have_types() -> None:
+    scores: sky.dict[str, float] = sky.dict("scores")
+    assert_type(scores["a"], float)
+    assert_type(scores.get("a"), float | None)
+    jobs: sky.queue[int] = sky.queue("jobs", maxsize=3)
+    assert_type(jobs.get(timeout=1), int)
+    assert_type(sky.counter("n").add(2), int)
+    assert_type(sky.barrier("b").wait(), int)
+    with sky.lock("l") as lock:
+        assert_type(lock.abandoned, bool)
+    jobs.put("a")  # type: ignore[arg-type]
+
+
 def wrong_arguments_are_errors(model: Model) -> None:
     train(model, "three")  # type: ignore[arg-type]
     train(model)  # type: ignore[call-arg]

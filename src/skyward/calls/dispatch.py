@@ -26,6 +26,7 @@ from skyward.calls.task import Task
 from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
 from skyward.errors import (
+    InstanceLostError,
     NodeLostError,
     PoolClosedError,
     ProtocolError,
@@ -61,6 +62,7 @@ from skyward.wire.messages import (
 )
 
 CANCEL_LOOK_SECONDS = 0.005
+MAKE_AGAIN = "the object is gone with it: make it again, or have @sky.cls(restart=True) do that"
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
 
 
@@ -139,6 +141,9 @@ class Dispatcher:
 
     def _retry_or_fail(self, task: Task, problem: SkywardError) -> None:
         """Retry or fail a task whose executor was lost."""
+        if task.pinned is not None:
+            self._finisher.fail(task, InstanceLostError(f"{problem}; {MAKE_AGAIN}"))
+            return
         if task.done or not task.retries or task.inputs:
             self._finisher.fail(task, problem)
             return
@@ -204,14 +209,23 @@ class Dispatcher:
         if lane is not None:
             self._tell_started(lane, task)
         else:
-            if self._prospects.can_run(task):
+            problem = self._why_not(task)
+            if problem is None:
                 self.lanes.queue(task)
             else:
-                nowhere = Failed.because(self._nowhere_to_run(task))
+                nowhere = Failed.because(problem)
                 task.finish(nowhere)
                 emit = self._events.emit
                 emit(CallFailed, task.id, task.name, None, None, 0.0, nowhere.summary)
         return lane
+
+    def _why_not(self, task: Task) -> SkywardError | None:
+        """Why a task can never run; None if it can."""
+        if task.pinned is not None and not self.lanes.has(task.pinned):
+            return InstanceLostError(
+                f"{task.name} has lost its worker on {task.pinned.where}; {MAKE_AGAIN}"
+            )
+        return None if self._prospects.can_run(task) else self._nowhere_to_run(task)
 
     def _tell_started(self, lane: Lane, task: Task) -> None:
         if self._events.listened:

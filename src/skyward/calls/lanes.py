@@ -65,19 +65,28 @@ class Lanes:
                 self._refillable.add(lane)
 
     def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:
-        """Remove a lane; returns its tasks that may have started, and its other tasks."""
+        """Remove a lane; returns its tasks that may have started, and its other tasks.
+
+        The tasks that only this executor can run count as started.
+        """
         with self.lock:
             self.drain(lane)
             self._by_load.pop(lane.load, None)
             started, unstarted = lane.load.started(), lane.load.unstarted()
+            started += [task for task in unstarted if task.pinned is not None]
+            unstarted = [task for task in unstarted if task.pinned is None]
             lane.tasks.clear()
-            return started, unstarted
+            return started + self.take_unrunnable(lambda t: t.pinned is not lane.load), unstarted
 
     def with_task(self, task: Task) -> Lane | None:
         """The lane that has a task, if one does."""
         with self.lock:
             load = task.load if task.on_executor else None
             return self._by_load.get(load) if load is not None else None
+
+    def has(self, load: Load[Task]) -> bool:
+        """Whether an executor is there; one that is lost never comes back."""
+        return load in self._by_load
 
     def relist(self) -> None:
         """Find every free slot again: a Ctrl-C may have interrupted the assigning of a task."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 FAST_SECONDS = 0.001
 """Tasks shorter than this are sent ahead, so that the worker never waits for the next one."""
@@ -24,6 +24,8 @@ class Work(Protocol):
     """The node that the task must run on."""
     worker: tuple[int, int] | None
     """The (node, worker) that the task must run on."""
+    pinned: Load[Any] | None
+    """The executor process that the task must run in, and no other."""
     waiting: bool
     """Whether the task is queued; False after it was cancelled in the queue."""
     order: int
@@ -128,6 +130,9 @@ class Scheduler(Generic[W]):
         """An executor that has a free slot for this task; None if there is none."""
         # No task overtakes one that waits for the same worker or node: broadcasts must keep one
         # order everywhere.
+        if task.pinned is not None:
+            load = task.pinned
+            return None if self._awaited(load) or not load.open or not load.idle_slots else load
         if task.worker is not None:
             if self._awaited(task.worker):
                 return None
@@ -162,7 +167,7 @@ class Scheduler(Generic[W]):
     def queue(self, task: W, *, first: bool = False) -> None:
         """Keep a task until an executor has room; `first` puts it before all others."""
         task.order = next(self._first) if first else next(self._order)
-        aim: object = task.worker if task.worker is not None else task.on
+        aim: object = task.pinned or (task.worker if task.worker is not None else task.on)
         queue = self._queue if aim is None else self._aimed.setdefault(aim, deque())
         if first:
             queue.appendleft(task)
@@ -181,6 +186,8 @@ class Scheduler(Generic[W]):
             return None
         # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
         queues = [self._queue]
+        if self._aimed and (pinned := self._aimed.get(load)) is not None:
+            queues.append(pinned)
         if len(load.tasks) < load.capacity and self._aimed:
             queues += [
                 queue

@@ -37,6 +37,7 @@ class Task:
         "order",
         "overdue",
         "parcel",
+        "pinned",
         "ran",
         "retries",
         "sent",
@@ -62,6 +63,7 @@ class Task:
         *,
         on: int | None = None,
         worker: tuple[int, int] | None = None,
+        pinned: Load[Task] | None = None,
         timeout: float | None = None,
         retries: int = 0,
         staying: Staying | None = None,
@@ -74,6 +76,7 @@ class Task:
         self.inputs = inputs
         self.on = on
         self.worker = worker
+        self.pinned = pinned
         self.timeout = timeout
         self.retries = retries
         self.staying = staying

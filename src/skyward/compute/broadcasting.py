@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from skyward.calls.task import Task
@@ -28,6 +28,13 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
         if not task.parcel.encoded.referred:
             like = task
         tasks.append(task)
+    return outcomes_of(pool, pending.function.name, workers, tasks)
+
+
+def outcomes_of(
+    pool: Pool, name: str, workers: Sequence[tuple[int, int]], tasks: list[Task]
+) -> list[Any]:
+    """Run tasks at once, each on its worker; their results, or `BroadcastError` if any fails."""
     outcomes = []
     try:
         for task in tasks:
@@ -52,7 +59,7 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
     if failed:
         places = ", ".join(f"node {o.node}" for o in failed)
         raise BroadcastError(
-            f"{pending.function.name} failed on {len(failed)} of {len(outcomes)} workers "
+            f"{name} failed on {len(failed)} of {len(outcomes)} workers "
             f"({places}){timeouts_told(outcomes)}",
             [o.error for o in failed if isinstance(o.error, Exception)],
             outcomes,

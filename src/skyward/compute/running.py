@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from skyward.calls.flow import Crowd, Flow, Results, not_the_end
+from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
+from skyward.classes import InstanceGroup, Making
+from skyward.compute.awaiting import await_task, future_of, result_of
 from skyward.compute.broadcasting import broadcast
+from skyward.compute.making import make, make_everywhere, make_later
 from skyward.errors import ConfigurationError
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, missing
-from skyward.functions import Function, Pending, checked
+from skyward.functions import Function, Pending, as_function, checked
 from skyward.future import Future
 from skyward.pool import Pool
 
@@ -30,34 +31,39 @@ class Running(ABC):
     def _open_pool(self) -> Pool:
         """The pool; raises `PoolClosedError` if there is none yet."""
 
-    def run(self, pending: Pending[T], on: On = None) -> T:
+    @overload
+    def run(self, pending: Pending[T], on: On = None) -> T: ...
+    @overload
+    def run(self, pending: Making[T], on: On = None) -> T: ...
+    def run(self, pending: Pending[Any] | Making[Any], on: On = None) -> Any:
         """Run on one node and wait; the same as `pending >> compute`.
 
         >>> compute.run(train(x), on="head")
         """
         pool = self._pool_for_calls()
-        task = pool.prepare(checked(pending), on=self._index(on), keep=False)
-        result: T = self._await(task)
-        return result
+        if isinstance(pending, Making):
+            return make(pool, pending, self._index(on))
+        return self._await(pool.prepare(checked(pending), on=self._index(on), keep=False))
 
-    def submit(self, pending: Pending[T], on: On = None) -> Future[T]:
+    @overload
+    def submit(self, pending: Pending[T], on: On = None) -> Future[T]: ...
+    @overload
+    def submit(self, pending: Making[T], on: On = None) -> Future[T]: ...
+    def submit(self, pending: Pending[Any] | Making[Any], on: On = None) -> Future[Any]:
         """Run on one node and don't wait; the same as `pending > compute`.
 
         >>> future = compute.submit(train(x), on=1)
         """
         pool = self._pool_for_calls()
-        task = pool.prepare(checked(pending), on=self._index(on), keep=True)
-        future: Future[T] = Future()
-        future._bind(lambda: pool.cancel(task), lambda: task.assigned)
-        pool.after(task, functools.partial(_settle, pool, task, future))
-        try:
-            pool.submit(task)
-        except BaseException:
-            pool.cancel(task)
-            raise
-        return future
+        if isinstance(pending, Making):
+            return make_later(pool, pending, self._index(on))
+        return future_of(pool, pool.prepare(checked(pending), on=self._index(on), keep=True))
 
-    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]:
+    @overload
+    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]: ...
+    @overload
+    def broadcast(self, pending: Making[T], on: None = None) -> InstanceGroup[T]: ...
+    def broadcast(self, pending: Pending[Any] | Making[Any], on: None = None) -> Any:
         """Run on every worker at once; the same as `pending @ compute`.
 
         >>> results = compute.broadcast(train())
@@ -65,6 +71,8 @@ class Running(ABC):
         pool = self._pool_for_calls()
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        if isinstance(pending, Making):
+            return make_everywhere(pool, pending)
         return broadcast(pool, checked(pending))
 
     def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
@@ -124,7 +132,7 @@ class Running(ABC):
                     f"map({fn!r}, {values!r}): that is not iterable; give a "
                     "list or another iterable for each argument"
                 )
-        call: Function[..., Any] = fn if isinstance(fn, Function) else Function(fn)
+        call = as_function(fn)
         pool = self._pool_for_calls()
         pendings = (call(*items) for items in zip(*iterables, strict=False))
         sizes = [len(values) if isinstance(values, Sized) else None for values in iterables]
@@ -176,19 +184,10 @@ class Running(ABC):
         return flow
 
     def _await(self, task: Task) -> Any:
-        pool = self._open_pool
-        try:
-            pool.submit(task)
-            return self._result(task)
-        except BaseException:
-            if task.cancellable:
-                pool.cancel(task)
-            raise
+        return await_task(self._open_pool, task)
 
     def _result(self, task: Task) -> Any:
-        outcome = task.wait()
-        self._open_pool.flush_output(task)
-        return outcome.get()
+        return result_of(self._open_pool, task)
 
     def _index(self, on: On) -> int | None:
         if on is None:
@@ -200,18 +199,3 @@ class Running(ABC):
         if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
             raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
         return on
-
-
-def _settle(pool: Pool, task: Task, future: Future[Any]) -> None:
-    if future.cancelled():
-        return
-    pool.flush_output(task)
-    try:
-        value = task.wait().get()
-    except BaseException as problem:
-        problem = not_the_end(problem)
-        with contextlib.suppress(Exception):  # cancelled in the meantime
-            future.set_exception(problem)
-        return
-    with contextlib.suppress(Exception):  # likewise
-        future.set_result(value)

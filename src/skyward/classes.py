@@ -1,0 +1,483 @@
+"""Classes: an object of a `@cls` class lives in a worker, and its methods run there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+
+from skyward import instances
+from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
+from skyward.functions import Function, Pending, Where, call_target
+from skyward.future import Future
+
+P = ParamSpec("P")
+C = TypeVar("C")
+
+_log = logging.getLogger("skyward")
+
+
+class InstanceSeat(Protocol):
+    """The worker process that an object lives in."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process is gone."""
+
+    @property
+    def where(self) -> str:
+        """The process's node and worker, in words."""
+
+    def run(self, pending: Pending[Any]) -> Any:
+        """Run a call there, and wait."""
+
+    def submit(self, pending: Pending[Any]) -> Future[Any]:
+        """Run a call there, and don't wait."""
+
+    def run_together(self, pendings: list[Pending[Any]]) -> list[Any]:
+        """Run calls of objects of this pool at once; `BroadcastError` if any of them fails."""
+
+    def free(self, pending: Pending[Any]) -> None:
+        """Run a call there some time, for whom nobody waits; a finalizer may ask for it."""
+
+
+class MakingTarget(Protocol):
+    """Where objects can be made: a `Compute`."""
+
+    def run(self, pending: Making[C], on: None = None) -> C: ...
+    def submit(self, pending: Making[C], on: None = None) -> Future[C]: ...
+    def broadcast(self, pending: Making[C], on: None = None) -> InstanceGroup[C]: ...
+
+
+def _target(where: Where) -> MakingTarget:
+    return cast(MakingTarget, call_target(where))
+
+
+class RemoteClass(Generic[P, C]):
+    """A class whose objects live on nodes; made by `cls`."""
+
+    def __init__(
+        self, kind: Callable[P, C], *, restart: bool = False, timeout: float | None = None
+    ) -> None:
+        if not inspect.isclass(kind):
+            raise ConfigurationError(
+                f"@sky.cls on {kind!r}: it is not a class; use @sky.function for functions"
+            )
+        if not isinstance(restart, bool):
+            raise ConfigurationError(f"cls(restart={restart!r}): give True or False")
+        # Refuses what is no timeout.
+        Function(kind, timeout=timeout)
+        self.kind: type = kind
+        self.restart, self.timeout = restart, timeout
+        functools.update_wrapper(self, kind, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Making[C]:
+        return Making(self, args, kwargs)
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> C:
+        """Make a plain object, here.
+
+        >>> model = Model.local("gpt2")
+        """
+        made: C = self.kind(*args, **kwargs)
+        return made
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        """A class that has this one as its base has the plain class as its base."""
+        return (self.kind,)
+
+    def __repr__(self) -> str:
+        return f"<sky.cls {self.kind.__qualname__}>"
+
+
+class Making(Generic[C]):
+    """An object that has been described; an operator makes it, on a node."""
+
+    def __init__(
+        self, kind: RemoteClass[..., C], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.kind, self.args, self.kwargs = kind, args, kwargs
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return str(self.kind.kind.__qualname__)
+
+    def __rshift__(self, where: Where) -> C:
+        """Make one object, on one node, and wait until it is there."""
+        return _target(where).run(self)
+
+    def __gt__(self, where: Where) -> Future[C]:
+        """Make one object, on one node, and don't wait."""
+        return _target(where).submit(self)
+
+    def __matmul__(self, where: Where) -> InstanceGroup[C]:
+        """Make one object in every worker, and wait until all are there."""
+        return _target(where).broadcast(self)
+
+    def call(self, key: str) -> Pending[None]:
+        """The call that makes the object, in the worker that runs it."""
+        function: Function[..., None] = Function(instances.make, name=self.name)
+        return Pending(function, (key, self.kind.kind, *self.args), self.kwargs)
+
+    def new_key(self) -> str:
+        """A key for one more object."""
+        return f"{self.name} {uuid.uuid4().hex}"
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self!r} has not been made, so it is neither true nor false; make it with "
+            f"`{self.name}(...) >> compute`"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.name}(...) only describes an object, so it has no {name!r} yet; make it first: "
+            f"`model = {self.name}(...) >> compute`, or {self.name}.local(...) here"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.name} that is not made yet>"
+
+
+class Residence:
+    """Where one object lives; whatever can call the object holds this, and frees it last."""
+
+    def __init__(
+        self,
+        making: Making[Any],
+        key: str,
+        seat: InstanceSeat,
+        make_again: Callable[[str], InstanceSeat],
+    ) -> None:
+        """`make_again` makes the object anew, under the key that it gets."""
+        self.making, self.key = making, key
+        self._seat, self._make_again = seat, make_again
+        self._lock = threading.Lock()
+        self._closed = False
+        self._finalizer = self._watched()
+
+    def _watched(self) -> Any:
+        finalizer = weakref.finalize(
+            self, self._seat.free, Pending(_free_function(self.making.name), (self.key,), {})
+        )
+        # When the process ends, its pools end, and their objects with them.
+        finalizer.atexit = False
+        return finalizer
+
+    def seat(self) -> InstanceSeat:
+        """The worker that has the object; makes a lost one anew if its class says so."""
+        with self._lock:
+            if self._closed:
+                raise InstanceLostError(f"this {self.making.name} was closed; make another one")
+            if self._seat.lost and self.making.kind.restart:
+                lost = self._seat.where
+                self._finalizer.detach()
+                self._seat = self._make_again(self.key)
+                self._finalizer = self._watched()
+                _log.warning(
+                    "%s was lost on %s; it was made again, with the same arguments, on %s",
+                    self.making.name,
+                    lost,
+                    self._seat.where,
+                )
+            return self._seat
+
+    def close(self) -> None:
+        """Free the object."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._finalizer.detach()
+        if not self._seat.lost:
+            closing = SeatFunction(instances.close, f"{self.making.name}.close", lambda: self._seat)
+            self._seat.run(Pending(closing, (self.key,), {}))
+
+    def __repr__(self) -> str:
+        return f"{self.making.name} on {self._seat.where}"
+
+
+def _free_function(name: str) -> Function[..., None]:
+    return Function(instances.free, name=f"{name}: freed")
+
+
+class SeatFunction(Function[..., Any]):
+    """A function whose calls run in one worker process."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        name: str,
+        seat: Callable[[], InstanceSeat],
+        *,
+        timeout: float | None = None,
+        stays: Any = None,
+    ) -> None:
+        super().__init__(body, name=name, timeout=timeout, stays=stays)
+        self._find_seat = seat
+
+    @property
+    def seat(self) -> InstanceSeat:
+        return self._find_seat()
+
+
+class InstanceFunction(SeatFunction):
+    """A method of one object: calling it describes a call, as for any function."""
+
+    def __init__(
+        self, residence: Residence, method: str, plain: Callable[..., Any], stays: Any = None
+    ) -> None:
+        timeout = getattr(plain, "timeout", None) if isinstance(plain, Function) else None
+        super().__init__(
+            instances.call,
+            f"{residence.making.name}.{method}",
+            residence.seat,
+            timeout=residence.making.kind.timeout if timeout is None else timeout,
+            stays=stays,
+        )
+        self._residence, self._method, self._plain = residence, method, plain
+        self.__doc__ = plain.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Pending[Any]:
+        return Pending(self, (self._residence.key, self._method, *args), kwargs)
+
+    def local(self, *args: Any, **kwargs: Any) -> Any:
+        """A method of an object on a node cannot run here."""
+        raise ConfigurationError(
+            f"{self.name} belongs to {self._residence!r}; make an object here with "
+            f"{self._residence.making.name}.local(...)"
+        )
+
+    def _changed(self, body: Callable[..., Any], stays: Any) -> InstanceFunction:
+        return InstanceFunction(self._residence, self._method, self._plain, stays)
+
+    @functools.cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """As of the method, after those of `instances.call`."""
+        names = Function(self._plain).parameter_names
+        is_static = isinstance(
+            inspect.getattr_static(self._residence.making.kind.kind, self._method), staticmethod
+        )
+        bound = inspect.ismethod(self._plain) or is_static
+        return ("key", "method", *(names if bound else names[1:]))
+
+    @functools.cached_property
+    def streamed_parameters(self) -> frozenset[str]:
+        """As of the method."""
+        return Function(self._plain).streamed_parameters
+
+    def by_value(self) -> tuple[Any, ...]:
+        """It cannot travel."""
+        raise SerializationError(_stays_here(str(self.name)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.by_value()
+
+
+class RemoteMethod:
+    """A method of an object on a node: a call runs there, and waits for the result."""
+
+    __sky_method__ = True
+
+    def __init__(self, function: InstanceFunction) -> None:
+        self.function = function
+        """The same method as a function, whose calls are lazy."""
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.seat.run(self.function(*args, **kwargs))
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call without waiting.
+
+        >>> future = model.predict.submit(x)
+        """
+        return self.function.seat.submit(self.function(*args, **kwargs))
+
+    def pending(self, *args: Any, **kwargs: Any) -> Pending[Any]:
+        """Describe a call, for `>>`, `&` and `sky.gather`.
+
+        >>> sky.gather(*[model.predict.pending(x) for x in xs]) >> compute
+        """
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function.by_value()
+
+    def __repr__(self) -> str:
+        return f"<method {self.function.name} of an object on {self.function.seat.where}>"
+
+
+class Instance:
+    """An object on a node, with the methods of its class; a `with` block closes it."""
+
+    __sky_instance__ = True
+    _residence: Residence
+    _functions: dict[str, InstanceFunction]
+
+    def __init__(self, residence: Residence) -> None:
+        object.__setattr__(self, "_residence", residence)
+        object.__setattr__(self, "_functions", {})
+
+    def _function(self, name: str) -> InstanceFunction:
+        function = self._functions.get(name)
+        if function is None:
+            plain = _method(self._residence.making.kind.kind, name)
+            function = self._functions[name] = InstanceFunction(self._residence, name, plain)
+        return function
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        return RemoteMethod(self._function(name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return RemoteMethod(self._function("__call__"))(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{name!r} of {self._residence!r} cannot be set from here; write a method that sets it"
+        )
+
+    def close(self) -> None:
+        """Call the object's own `close`, if it has one, and free the object."""
+        self._residence.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise SerializationError(_stays_here(repr(self._residence)))
+
+    def __repr__(self) -> str:
+        return f"<{self._residence!r}>"
+
+
+class InstanceGroup(Generic[C]):
+    """One object in every worker, in rank order; a method runs in all at once."""
+
+    def __init__(self, members: list[C]) -> None:
+        self._members = tuple(members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, rank: int) -> C:
+        return self._members[rank]
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(self._members)
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        members: Any = self._members
+        return GroupMethod([member._function(name) for member in members])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.__getattr__("__call__")(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close all objects."""
+        members: Any = self._members
+        for member in members:
+            member.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise SerializationError(_stays_here(repr(self)))
+
+    def __repr__(self) -> str:
+        return f"<group of {len(self)} objects>"
+
+
+class GroupMethod:
+    """A method of the objects of a group."""
+
+    def __init__(self, functions: list[InstanceFunction]) -> None:
+        self._functions = functions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method of all objects at once; `BroadcastError` if any of them fails."""
+        pendings = [function(*args, **kwargs) for function in self._functions]
+        return self._functions[0].seat.run_together(pendings)
+
+    def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
+        """Call the method of all objects without waiting."""
+        return [each.seat.submit(each(*args, **kwargs)) for each in self._functions]
+
+
+def _method(kind: type, name: str) -> Callable[..., Any]:
+    """The method of a class, which must be callable from outside."""
+    found = inspect.getattr_static(kind, name, None)
+    if name.startswith("_") and name != "__call__":
+        raise AttributeError(
+            f"{name!r} of {kind.__qualname__} is the object's own, and not reachable from outside; "
+            "write a method without an underscore"
+        )
+    is_method = isinstance(found, staticmethod | classmethod) or callable(found)
+    if found is None or not is_method or inspect.isclass(found):
+        raise AttributeError(
+            f"{kind.__qualname__} has no method {name!r}; the object lives on a node, so that only "
+            "its methods are reachable: write one that returns what you need"
+        )
+    method: Callable[..., Any] = getattr(kind, name)
+    return method
+
+
+def _stays_here(what: str) -> str:
+    return (
+        f"{what} cannot be sent to a task: only the client calls it; call it here and pass its "
+        "result, or make an object in the task with .local(...)"
+    )
+
+
+@overload
+def cls(kind: Callable[P, C], /) -> RemoteClass[P, C]: ...
+@overload
+def cls(
+    *, restart: bool = False, timeout: float | None = None
+) -> Callable[[Callable[P, C]], RemoteClass[P, C]]: ...
+def cls(
+    kind: Callable[..., Any] | None = None,
+    /,
+    *,
+    restart: bool = False,
+    timeout: float | None = None,
+) -> Any:
+    """Have the objects of a class live on nodes: made once, and used by any number of calls.
+
+    With `restart`, an object that is lost with its worker is made again, with the same arguments,
+    at the next call. `timeout` is that of each call of a method, in seconds.
+
+    >>> @sky.cls
+    ... class Model:
+    ...     def __init__(self, path: str) -> None: ...
+    ...     def predict(self, text: str) -> float: ...
+    >>> model = Model("gpt2") >> compute
+    >>> model.predict("hello")
+    """
+    if kind is None:
+        return lambda actual: RemoteClass(actual, restart=restart, timeout=timeout)
+    return RemoteClass(kind)

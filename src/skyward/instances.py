@@ -1,0 +1,49 @@
+"""Instances: the objects of the user's classes that live in this process, by key.
+
+The functions here run as tasks of an executor, which keeps the objects between calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from skyward.errors import InstanceLostError
+
+_kept: dict[str, Any] = {}
+
+
+def make(key: str, kind: type, /, *args: Any, **kwargs: Any) -> None:
+    """Make an object and keep it."""
+    _kept[key] = kind(*args, **kwargs)
+
+
+def call(key: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of an object."""
+    instance = _find(key)
+    found = inspect.getattr_static(type(instance), method, None)
+    if getattr(type(found), "__sky_function__", False):
+        # A `@sky.function` in the class: here it runs.
+        return found.local(instance, *args, **kwargs)
+    return getattr(instance, method)(*args, **kwargs)
+
+
+def close(key: str, /) -> None:
+    """Forget an object; if its class has a method `close`, that is called before."""
+    instance = _kept.pop(key, None)
+    if callable(closing := getattr(instance, "close", None)):
+        closing()
+
+
+def free(key: str, /) -> None:
+    """Forget an object that nobody refers to any more."""
+    _kept.pop(key, None)
+
+
+def _find(key: str) -> Any:
+    try:
+        return _kept[key]
+    except KeyError:
+        raise InstanceLostError(
+            f"the object of {key.partition(' ')[0]} is not in this process any more; make it again"
+        ) from None

@@ -1,0 +1,308 @@
+"""Objects of `@sky.cls` classes: they live in a worker, and their methods run there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import skyward as sky
+
+from .conftest import Eventually, Sharing
+
+
+@pytest.fixture(scope="module")
+def pool(sharing: Sharing) -> Iterator[sky.Compute]:
+    """Two nodes with two processes each, shared by the tests of this module."""
+    worker = sky.Worker(concurrency=2)
+    options = sky.Options(console=False)
+    with sharing(sky.Compute(nodes=2, worker=worker, options=options)) as compute:
+        yield compute
+
+
+class Base:
+    """What a class may inherit."""
+
+    def inherited(self) -> str:
+        return "inherited"
+
+
+@sky.cls
+class Model(Base):
+    """Counts its calls, so that one can see that it stays."""
+
+    shared = "a class attribute"
+
+    def __init__(self, path: str, *, scale: int = 1) -> None:
+        self.path, self.scale, self.calls = path, scale, 0
+
+    def predict(self, x: int) -> tuple[int, int]:
+        """The result, and how often this object was asked."""
+        self.calls += 1
+        return self.scale * x, self.calls
+
+    def place(self) -> tuple[int, int]:
+        return sky.instance_info().node, os.getpid()
+
+    def counts(self, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    def total(self, numbers: Iterator[int]) -> int:
+        return sum(numbers)
+
+    async def later(self) -> str:
+        return self.path
+
+    @sky.function(timeout=30)
+    def marked(self, x: int) -> int:
+        return x + self.scale
+
+    @staticmethod
+    def static(x: int) -> int:
+        return -x
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def fails(self) -> None:
+        raise LookupError("as a function's")
+
+    def dies(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __call__(self, x: int) -> int:
+        return x
+
+
+def test_an_object_is_made_once_and_keeps_its_state(pool: sky.Compute) -> None:
+    model = Model("gpt", scale=3) >> pool
+    assert [model.predict(x) for x in (1, 2)] == [(3, 1), (6, 2)]
+    assert len({model.place() for _ in range(8)}) == 1, "always in the same process"
+
+
+def test_two_objects_are_apart(pool: sky.Compute) -> None:
+    first, second = Model("a") >> pool, Model("b") >> pool
+    assert first.predict(1) == second.predict(1) == (1, 1)
+    assert first.predict(1) == (1, 2)
+
+
+def test_methods_are_what_functions_are(pool: sky.Compute) -> None:
+    model = Model("gpt") >> pool
+    assert list(model.counts(3)) == [0, 1, 2]
+    assert model.total(iter([1, 2, 3])) == 6
+    assert model.later() == "gpt"  # type: ignore[comparison-overlap]
+    assert model.marked(1) == 2  # type: ignore[comparison-overlap]
+    assert model.static(3) == -3
+    assert model.inherited() == "inherited"
+    assert model(4) == 4
+    with pytest.raises(LookupError, match="as a function's"):
+        model.fails()
+    with pytest.raises(TypeError, match="predict"):
+        model.predict()  # type: ignore[call-arg]
+
+
+def test_calls_of_a_method_go_where_calls_of_functions_go(pool: sky.Compute) -> None:
+    model: Any = Model("gpt", scale=2) >> pool
+    assert model.predict.submit(1).result(30) == (2, 1)
+    assert model.predict.pending(1) >> pool == (2, 2)
+    lazy = sky.function(model.predict)
+    assert (lazy(1) & lazy(1)) >> pool == ((2, 3), (2, 4))
+    assert [x for x, _ in pool.map(model.predict, range(3))] == [0, 2, 4]
+    assert sky.gather(*[lazy(x) for x in range(2)]) >> sky == [(0, 8), (2, 9)]
+    with pytest.raises(sky.ConfigurationError, match="runs where its object is, on node"):
+        lazy(1) @ pool
+    with pytest.raises(sky.ConfigurationError, match="leave `on` out"):
+        pool.run(lazy(1), on=1)
+
+
+def test_an_object_is_made_on_the_node_that_is_asked_for(pool: sky.Compute) -> None:
+    for node in (0, 1):
+        assert pool.run(Model("gpt"), on=node).place()[0] == node
+    future = Model("gpt") > pool
+    assert future.result(30).predict(1) == (1, 1)
+
+
+def test_a_group_has_an_object_in_every_worker(pool: sky.Compute) -> None:
+    models = Model("gpt") @ pool
+    assert [node for node, _ in models.place()] == [0, 1]
+    assert models.predict(5) == [(5, 1), (5, 1)]
+    assert models[1].predict(5) == (5, 2)
+    assert len(models) == len(list(models)) == 2
+    assert models(7) == [7, 7]
+    assert [future.result(30) for future in models.static.submit(1)] == [-1, -1]
+    with pytest.raises(sky.BroadcastError, match=r"Model.fails failed on 2 of 2 workers"):
+        models.fails()
+    with models:
+        pass
+    with pytest.raises(sky.InstanceLostError, match="was closed"):
+        models.predict(1)
+
+
+def test_an_object_that_cannot_be_made_is_its_own_error(pool: sky.Compute) -> None:
+    with pytest.raises(TypeError, match="scales"):
+        Model("gpt", scales=3) >> pool  # type: ignore[call-arg]
+    with pytest.raises(sky.BroadcastError, match="Model failed on 2 of 2 workers"):
+        Model() @ pool  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("path", "Model has no method 'path'; .* write one that returns what you need"),
+        ("size", "Model has no method 'size'"),
+        ("shared", "Model has no method 'shared'"),
+        ("_secret", "'_secret' of Model is the object's own"),
+    ],
+)
+def test_only_methods_are_reachable(pool: sky.Compute, name: str, problem: str) -> None:
+    model = Model("gpt") >> pool
+    with pytest.raises(AttributeError, match=problem):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="write a method that sets it"):
+        model.path = "other"
+
+
+def test_what_is_not_made_yet_says_so() -> None:
+    made = Model("gpt")
+    with pytest.raises(AttributeError, match=r"make it first: `model = Model\(...\) >> compute`"):
+        made.predict(1)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="neither true nor false"):
+        bool(made)
+    with pytest.raises(sky.ConfigurationError, match=r"it is not a class; use @sky\.function"):
+        sky.cls(len)
+    with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
+        sky.cls(timeout=-1)(Base)
+
+
+def test_a_plain_object_is_made_here() -> None:
+    model = Model.local("gpt", scale=5)
+    assert model.predict(2) == (10, 1)
+    assert model.path == "gpt"
+
+    class Larger(Model):  # type: ignore[misc, valid-type]
+        """Has the plain class as its base."""
+
+    assert Larger("x").inherited() == "inherited"
+
+
+def test_a_handle_does_not_travel(pool: sky.Compute) -> None:
+    @sky.function
+    def takes(it: Any) -> None: ...
+
+    model = Model("gpt") >> pool
+    for it in (model, model.predict, sky.function(model.predict)):
+        with pytest.raises(sky.SerializationError, match="only the client calls it"):
+            takes(it) >> pool
+
+
+class Tracked:
+    """Says when it ends."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def there(self) -> bool:
+        return True
+
+    def __del__(self) -> None:
+        sky.set("gone").add(self._name)
+
+
+class Closing(Tracked):
+    """Has a `close` of its own."""
+
+    def close(self) -> None:
+        sky.set("gone").add("closed " + self._name)
+
+
+def test_an_object_is_freed_with_its_handle(pool: sky.Compute, eventually: Eventually) -> None:
+    tracked = sky.cls(Tracked)("dropped") >> pool
+    assert tracked.there()
+    future = tracked.there.submit()  # type: ignore[attr-defined]
+    del tracked
+    gc.collect()
+    assert future.result(30), "a call that is under way still has its object"
+    eventually(lambda: "dropped" in sky.set("gone"))
+
+
+def test_close_calls_the_objects_own_close(pool: sky.Compute) -> None:
+    with sky.cls(Closing)("own") >> pool as tracked:
+        assert tracked.there()
+    assert {"closed own", "own"} <= sky.set("gone")
+    with pytest.raises(sky.InstanceLostError, match="this Closing was closed; make another one"):
+        tracked.there()
+    tracked.close()
+
+
+def test_calls_of_a_lost_object_name_it_and_say_what_to_do(pool: sky.Compute) -> None:
+    model: Any = Model("gpt") >> pool
+    with pytest.raises(sky.InstanceLostError, match=r"Model.dies lost its worker.*make it again"):
+        model.dies()
+    for _ in range(2):
+        with pytest.raises(sky.InstanceLostError, match=r"Model.predict has lost its worker"):
+            model.predict(1)
+    waiting = [model.predict.submit(1) for _ in range(3)]
+    for future in waiting:
+        with pytest.raises(sky.InstanceLostError):
+            future.result(30)
+    model.close()
+
+
+def test_calls_that_wait_for_a_lost_object_fail_with_it(pool: sky.Compute) -> None:
+    model: Any = Model("gpt") >> pool
+    futures = [model.dies.submit(), *(model.predict.submit(1) for _ in range(5))]
+    for future in futures:
+        with pytest.raises(sky.InstanceLostError, match="make it again"):
+            future.result(30)
+
+
+def test_an_object_that_restarts_is_made_again_and_says_so(
+    pool: sky.Compute, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sky.cls(restart=True)(Model.kind)("gpt", scale=2) >> pool
+    model.predict(1)
+    with pytest.raises(sky.InstanceLostError):
+        model.dies()
+    with caplog.at_level(logging.WARNING, "skyward"):
+        assert model.predict(3) == (6, 1)
+    assert "Model was lost on node" in caplog.text
+    assert "made again, with the same arguments" in caplog.text
+    models = sky.cls(restart=True)(Model.kind)("gpt") @ pool
+    with pytest.raises(sky.BroadcastError):
+        models.dies()
+    assert [node for node, _ in models.place()] == [0, 1]
+
+
+def test_objects_of_another_pool_are_refused(pool: sky.Compute) -> None:
+    model: Any = Model("gpt") >> pool
+    with sky.Compute(options=sky.Options(console=False)) as other:
+        with pytest.raises(sky.ConfigurationError, match="an object on another pool"):
+            model.predict.pending(1) >> other
+        elsewhere = Model("gpt") >> other
+    with pytest.raises(sky.PoolClosedError):
+        elsewhere.predict(1)
+
+
+class Meeting:
+    """Two calls that need each other to end."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+
+    def meet(self) -> int:
+        return self._barrier.wait(30)
+
+
+def test_methods_run_at_the_same_time_on_threads() -> None:
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:
+        meeting: Any = sky.cls(Meeting)() >> compute
+        futures = [meeting.meet.submit() for _ in range(2)]
+        assert sorted(future.result(30) for future in futures) == [0, 1]
