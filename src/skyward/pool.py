@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from skyward.calls import tracing
 from skyward.calls.counts import Counts
 from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
 from skyward.calls.dispatch import CLOSED, Dispatcher
@@ -235,8 +236,9 @@ class Pool:
             staying = Staying(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
+        number = next(self._ids)
         return Task(
-            next(self._ids),
+            number,
             function.name,
             self._packer.code(code),
             parcel,
@@ -248,6 +250,7 @@ class Pool:
             timeout=options.default_timeout if function.timeout is None else function.timeout,
             retries=function.retries or options.retries,
             staying=staying,
+            trace=tracing.begin(function.name, number, self.spec.name),
         )
 
     def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:

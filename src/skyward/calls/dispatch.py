@@ -217,6 +217,8 @@ class Dispatcher:
                 task.finish(nowhere)
                 emit = self._events.emit
                 emit(CallFailed, task.id, task.name, None, None, 0.0, nowhere.summary)
+                if task.trace is not None:
+                    task.trace.end(0.0, nowhere.summary)
         return lane
 
     def _why_not(self, task: Task) -> SkywardError | None:
@@ -231,6 +233,8 @@ class Dispatcher:
         if self._events.listened:
             task.given = time.monotonic()
             self._events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
+        if task.trace is not None:
+            task.trace.given(lane.node, lane.worker)
 
     def _tell_transfer(self, lane: Lane, task: Task, direction: str, size: int) -> None:
         if self._events.listened and size > HEAVY_BYTES:
@@ -247,6 +251,8 @@ class Dispatcher:
                 self.lanes.take_back(lane, task)
                 self._finisher.release(task)
             self._tell_transfer(lane, task, "sent", task.parcel.encoded.size)
+            if task.trace is not None:
+                task.trace.sent()
         except KeyboardInterrupt:
             if lane.channel.aborted:
                 self.drain(lane)
@@ -457,6 +463,9 @@ class Dispatcher:
             unsent = lane.send_small(tasks)
         except OSError:
             return
+        for task in tasks:
+            if task.trace is not None:
+                task.trace.sent()
         for task in unsent:
             self.lanes.take_back(lane, task)
             self._finisher.release(task)

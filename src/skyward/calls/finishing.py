@@ -54,6 +54,8 @@ class Finisher:
             self._counts.failed += 1
         if self._events.listened:
             self._tell(task, failed)
+        if task.trace is not None:
+            task.trace.end(task.ran, "" if failed is None else failed.summary)
 
     def _tell(self, task: Task, failed: Failed | None) -> None:
         load, emit = task.load, self._events.emit

@@ -199,9 +199,9 @@ class Lane:
         keys = [named.key for named in task.handles]
         task.sent = holdings.count_task()
         stays = task.staying is not None
-        self.channel.send(
-            Run(task.id, task.name, task.code.key, payload, keys, names, stays), body, descriptors
-        )
+        trace = {} if task.trace is None else task.trace.carrier
+        run = Run(task.id, task.name, task.code.key, payload, keys, names, stays, trace)
+        self.channel.send(run, body, descriptors)
         return True
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
@@ -218,7 +218,8 @@ class Lane:
                 keys = [named.key for named in task.handles]
                 task.sent = self.holdings.count_task()
                 stays = task.staying is not None
-                run = Run(task.id, task.name, task.code.key, packed.payload, keys, [], stays)
+                code, trace = task.code.key, {} if task.trace is None else task.trace.carrier
+                run = Run(task.id, task.name, code, packed.payload, keys, [], stays, trace)
                 batch.append((run, packed.body))
             self.channel.send_many(batch)
             return unsent

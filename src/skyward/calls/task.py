@@ -13,6 +13,7 @@ from skyward.calls.scheduler import Load
 from skyward.calls.standing import Standing
 from skyward.calls.staying import Staying
 from skyward.calls.streams import StreamItems
+from skyward.calls.tracing import CallTrace
 
 
 class Task:
@@ -47,6 +48,7 @@ class Task:
         "timeout",
         "timer",
         "together",
+        "trace",
         "waiting",
         "worker",
         "wrote",
@@ -67,6 +69,7 @@ class Task:
         timeout: float | None = None,
         retries: int = 0,
         staying: Staying | None = None,
+        trace: CallTrace | None = None,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -81,6 +84,8 @@ class Task:
         self.retries = retries
         self.staying = staying
         """Where the tensors of the result stay; None if they come to the client."""
+        self.trace = trace
+        """The call's spans; None if the program makes no traces."""
         self.waiting = False
         self.order = 0
         self.sent = 0

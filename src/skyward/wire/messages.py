@@ -236,6 +236,8 @@ class Run(Message):
     """Names of the argument streams, in the order the payload refers to them."""
     stays: bool = False
     """Whether the tensors of the result stay on the node's device."""
+    trace: dict[str, str] = {}
+    """The headers of the call's trace, as OpenTelemetry writes them; empty if there is none."""
 
 
 class Cancel(Message):

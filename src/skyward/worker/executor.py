@@ -52,7 +52,7 @@ from skyward.wire.messages import (
     Run,
     Topology,
 )
-from skyward.worker import failures, hooks, jobs, lifeline, limits, staying
+from skyward.worker import failures, hooks, jobs, lifeline, limits, staying, tracing
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.definitions import Definitions
@@ -354,7 +354,11 @@ class Executor:
         started = time.perf_counter()
         try:
             try:
-                value, streamed = self._call(job)
+                if job.run.trace:
+                    with tracing.below(job.run.trace):
+                        value, streamed = self._call(job)
+                else:
+                    value, streamed = self._call(job)
                 references.settle()
                 ran = time.perf_counter() - started
                 outcome: tuple[Message, Sendable | None]
