@@ -8,14 +8,15 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 import skyward as sky
+from skyward.page import sockets
 from skyward.page.gathering import Gathering
-from skyward.page.sockets import own_socket, sockets
 
 
 @sky.function
@@ -86,23 +87,37 @@ def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any
     assert process.wait(20) == 0
 
 
-def test_the_socket_is_the_users_own_and_goes_with_the_last_pool(compute: sky.Compute) -> None:
-    assert own_socket() in sockets()
-    assert own_socket().stat().st_mode & 0o777 == 0o600
+def test_a_process_is_found_while_it_has_a_pool() -> None:
+    with sky.Compute(options=sky.Options(console=False)):
+        assert sockets.own_address() in sockets.addresses()
 
 
-def test_a_socket_of_a_process_that_was_killed_is_removed(monkeypatch: Any, tmp_path: Any) -> None:
+def test_a_socket_of_a_process_that_was_killed_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where sockets are files."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = tmp_path / f"skyward-pools-{os.getuid()}-999999.sock"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
+    monkeypatch.setattr("skyward.kernel.IS_LINUX", False)
+    sockets.listen(sockets.own_address()).close()
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_mode & 0o777 == 0o600
     gathering = Gathering()
     viewer = gathering.join()
     assert viewer.next(10) != ""
     assert gathering.measure() == []
     gathering.leave(viewer)
     gathering.close()
-    assert not path.exists()
+    assert not left.exists()
+
+
+def test_a_process_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sky.Compute(options=sky.Options(console=False)):
+        connection = sockets.connect(sockets.own_address())
+        assert connection is not None
+        connection.close()
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        assert sockets.connect(f"\0skyward-pools-{user}-{os.getpid()}") is None
 
 
 def test_a_port_that_cannot_be_had_is_an_error(run: Any) -> None:

@@ -9,10 +9,9 @@ import contextlib
 import os
 import socket
 import threading
-from pathlib import Path
 
 from skyward.page.hub import Viewer, hub
-from skyward.page.sockets import own_socket
+from skyward.page.sockets import forget, is_own, listen, own_address
 
 SEND_SECONDS = 10.0
 LOOK_SECONDS = 5.0
@@ -28,7 +27,6 @@ class Door:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._pools = 0
-        self._path: Path | None = None
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[socket.socket, Viewer] = {}
@@ -50,19 +48,7 @@ class Door:
                 self._shut()
 
     def _open(self) -> None:
-        path = own_socket()
-        listener = socket.socket(socket.AF_UNIX)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()  # of a process that had this number and was killed
-            listener.bind(str(path))
-            # Nobody can connect before `listen`, and then only this user.
-            path.chmod(0o600)
-            listener.listen(8)
-        except OSError:
-            listener.close()
-            raise
-        self._path, self._listener = path, listener
+        self._listener = listener = listen(own_address())
         self._thread = threading.Thread(
             target=self._serve, args=(listener,), name="skyward-door", daemon=True
         )
@@ -72,9 +58,7 @@ class Door:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+        forget(own_address())
         # `shutdown` ends an `accept` of another thread, which `close` alone does not.
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
@@ -90,6 +74,9 @@ class Door:
                 connection, _ = listener.accept()
             except OSError:
                 return
+            if not is_own(connection):
+                connection.close()
+                continue
             viewer = self._connections[connection] = hub.join()
             threading.Thread(
                 target=self._feed, args=(connection, viewer), name="skyward-door", daemon=True

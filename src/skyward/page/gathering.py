@@ -8,37 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from skyward.page.hub import Viewer
-from skyward.page.sockets import sockets
+from skyward.page.sockets import addresses, connect
 
 LOOK_SECONDS = 1.0
 """How often new processes are looked for."""
-CONNECT_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 """A process that sends nothing for so long, though it should every 5 s, is given up."""
 LINE_MOST = 64 << 20
 MEASURE_SECONDS = 3.0
-
-
-def _connect(path: Path) -> socket.socket | None:
-    """A connection to a process; None if it is gone, and then its socket is removed."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(CONNECT_SECONDS)
-    try:
-        connection.connect(str(path))
-        connection.settimeout(SILENCE_SECONDS)
-    except ConnectionRefusedError:
-        connection.close()
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return None
-    except OSError:
-        connection.close()
-        return None
-    return connection
 
 
 class _Watching:
@@ -48,8 +28,7 @@ class _Watching:
         self.viewer = Viewer()
         self._names = names
         self._lock = threading.Lock()
-        self._open: dict[Path, socket.socket] = {}
-        self._pools: dict[Path, set[str]] = {}
+        self._open: dict[str, socket.socket] = {}
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         hello = [{"type": "hello", "time": time.time(), "pid": 0}]
@@ -63,20 +42,21 @@ class _Watching:
 
     def _look(self) -> None:
         while not self._ended.is_set():
-            for path in sockets():
-                if path in self._open:
+            for address in addresses():
+                if address in self._open:
                     continue
-                connection = _connect(path)
+                connection = connect(address)
                 if connection is not None:
+                    connection.settimeout(SILENCE_SECONDS)
                     with self._lock:
                         if self._ended.is_set():
                             connection.close()
                             return
-                        self._open[path] = connection
-                    self._start(self._read, path, connection)
+                        self._open[address] = connection
+                    self._start(self._read, address, connection)
             self._ended.wait(LOOK_SECONDS)
 
-    def _read(self, path: Path, connection: socket.socket) -> None:
+    def _read(self, address: str, connection: socket.socket) -> None:
         pools: set[str] = set()
         try:
             with connection.makefile("r", encoding="utf-8") as lines:
@@ -89,7 +69,7 @@ class _Watching:
         finally:
             connection.close()
             with self._lock:
-                self._open.pop(path, None)
+                self._open.pop(address, None)
             now = time.time()
             gone = [{"type": "gone", "pool": pool, "time": now} for pool in pools]
             if gone:
@@ -163,7 +143,7 @@ class Gathering:
                 )
                 self._measuring = watching, thread
                 thread.start()
-        if first and sockets():
+        if first and addresses():
             self._sampled.wait(MEASURE_SECONDS)
         known = list(self._snapshots.items())
         return [(each, self._samples[pool]) for pool, each in known if pool in self._samples]
