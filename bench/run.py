@@ -36,6 +36,7 @@ SUITES = {
     "copies": "Copies between devices",
     "ddp": "Distributed training",
     "store": "The model store",
+    "files": "Files on nodes",
     "machines": "Containers and SSH hosts",
     "kubernetes": "Kubernetes",
     "slurm": "Slurm",

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import stat
 import tarfile
 from collections import Counter
@@ -38,6 +39,7 @@ LEFT_OUT = (
     ".DS_Store",
 )
 """Left out, unless the user names one as an include."""
+_LEFT_OUT = re.compile("|".join(map(fnmatch.translate, LEFT_OUT)))
 _BUILD_OUTPUTS = ("build", "dist")
 _PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 _PIECE = 1 << 20
@@ -236,7 +238,10 @@ def _is_left_out(
     excludes: Sequence[str],
     usual: Sequence[str] = LEFT_OUT,
 ) -> bool:
-    if any(fnmatch.fnmatchcase(child, pattern) for pattern in usual):
+    if usual is LEFT_OUT:
+        if _LEFT_OUT.match(child):
+            return True
+    elif any(fnmatch.fnmatchcase(child, pattern) for pattern in usual):
         return True
     for exclude in excludes:
         pattern = exclude.rstrip("/").removeprefix("./")

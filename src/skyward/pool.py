@@ -23,7 +23,7 @@ from skyward.calls.scheduler import Load
 from skyward.calls.staying import Staying
 from skyward.calls.task import Task
 from skyward.console import Console
-from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
+from skyward.errors import ConfigurationError, PoolClosedError, PoolError, PoolStartError
 from skyward.events import EventStream
 from skyward.files.transfer import Synced
 from skyward.functions import Function, Pending
@@ -164,6 +164,12 @@ class Pool:
             self._ended.wait()
 
     def _close(self, seconds: float) -> None:
+        if self._fleet.deliveries.comes_back:
+            # Before anything else ends: functions are done, and the nodes still answer.
+            try:
+                self.write_back(last=True)
+            except (PoolError, OSError, EOFError) as problem:
+                self._console.note(f"{self.spec.name}: not everything was written back: {problem}")
         self._state.close()
         self._dispatcher.close(self._expired)
         self._fleet.close(seconds)
@@ -388,16 +394,20 @@ class Pool:
     @property
     def has_folders(self) -> bool:
         """Whether the nodes have folders of this machine."""
-        return bool(self._fleet.deliveries)
+        return self._fleet.deliveries.follows
 
     def sync(self) -> Synced:
         """Make the folders that nodes got from this machine as they are here now."""
         self._check_open()
         return self._fleet.deliveries.sync(self._with_files())
 
+    def write_back(self, *, last: bool = False) -> Synced:
+        """Write what functions have written into volumes to where the volumes come from."""
+        return self._fleet.deliveries.write_back(self._with_files(), self._console.note, last=last)
+
     def before_calls(self) -> None:
         """Send what has changed, if the user wants that before every call."""
-        if self._fleet.deliveries:
+        if self._fleet.deliveries.follows:
             self._fleet.deliveries.before_calls(self._with_files)
 
     def _with_files(self) -> list[int]:

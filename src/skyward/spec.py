@@ -287,6 +287,10 @@ class Options:
 class Volume:
     """Storage made visible on every node: `source` appears at the path `target`.
 
+    `source` is a folder of this machine, a URL such as "s3://bucket/path" or "nfs://server/export",
+    or, without `target`, a path of the nodes. What is copied to a node is written back when the
+    pool ends, unless the volume is read-only.
+
     >>> Volume("/data").target
     '/data'
     """

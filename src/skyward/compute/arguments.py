@@ -12,6 +12,8 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
 from skyward.compute.choosing import Spec
+from skyward.compute.volumes import equipped
+from skyward.compute.volumes import plan as volume_plan
 from skyward.errors import ConfigurationError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes import keeping
@@ -103,13 +105,14 @@ def resolve(
     cluster = Cluster(name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))
     plugged = composed(plugins)
     check_distributed(plugged, worker, options)
-    image = transformed(image or Image(), plugged, cluster)
+    planned = volume_plan(provider, volumes)
+    image = equipped(transformed(image or Image(), plugged, cluster), provider, planned.nodes)
     request = Request(
         accelerator,
         vcpus,
         memory_gb,
         image,
-        tuple(volumes),
+        planned.providers,
         cluster.spec.nodes.ceiling,
         allocation=allocation,
         max_hourly_cost=max_hourly_cost,
@@ -130,7 +133,8 @@ def resolve(
         name=name,
         preparations=Preparations.of(plugged, cluster),
         keep=idle,
-        folders=_project(project),
+        folders=(*_project(project), *planned.sent),
+        volumes=planned.nodes,
     )
     if idle is not None:
         spec = replace(spec, recorded=_recorded(spec, plugged))

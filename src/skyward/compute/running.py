@@ -155,6 +155,15 @@ class Running(ABC):
             )
         return self._open_pool.sync()
 
+    def write_back(self) -> Synced:
+        """Write what functions have written into volumes to where the volumes come from.
+
+        That happens by itself when the pool ends.
+
+        >>> compute.write_back().files
+        """
+        return self._open_pool.write_back()
+
     def _pool_for_calls(self) -> Pool:
         pool = self._open_pool
         pool.before_calls()

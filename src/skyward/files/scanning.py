@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import stat
@@ -59,13 +60,19 @@ class Scanner:
                 self._known = _load(self.root)
             known, seen = self._known, set[str]()
             now = time.time_ns()
-            items = {}
-            for name in self._names():
+            items: dict[str, FileItem] = {}
+            listed = None if self._everything else self._listed()
+            waiting = self._walked("") if listed is None else iter(listed)
+            nested: list[str] = []
+            for name in itertools.chain(waiting, self._inside(nested)):
                 item = self._item(name, known, now)
                 if item is not None:
                     items[name] = item
                     seen.add(name)
                     _add_parents(items, name)
+                    if listed is not None and item.kind == "folder" and name in listed:
+                        # A repository within the repository, of which git names the folder alone.
+                        nested.append(name)
             for name in known.keys() - seen:
                 del known[name]
                 self._changed = True
@@ -75,9 +82,9 @@ class Scanner:
             return Listing(tuple(items[name] for name in sorted(items)))
 
     def _item(self, name: str, known: Known, now: int) -> FileItem | None:
-        path = self.root / name
+        path = f"{self.root}/{name}"
         try:
-            status = path.lstat()
+            status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 return FileItem(name, "link", content=os.fsencode(os.readlink(path)))
             if stat.S_ISDIR(status.st_mode):
@@ -101,23 +108,25 @@ class Scanner:
         executable = bool(status.st_mode & stat.S_IXUSR)
         return FileItem(name, "file", status.st_size, executable, digest)
 
-    def _names(self) -> Iterator[str]:
-        listed = None if self._everything else _listed_by_git(self.root)
+    def _listed(self) -> dict[str, None] | None:
+        """The names that git lists, without those that stay here."""
+        listed = _listed_by_git(self.root)
         if listed is None:
-            yield from self._walked("")
-            return
-        for name in listed:
-            parts = name.split("/")
-            if any(
-                includes.is_left_out(parts[depth], "/".join(parts[: depth + 1]), self._excludes)
-                for depth in range(len(parts))
-            ):
-                continue
-            if (self.root / name).is_dir() and not (self.root / name).is_symlink():
-                # A repository within the repository.
-                yield from self._walked(name.rstrip("/"))
-            else:
-                yield name
+            return None
+        stays = {"": False}
+
+        def stays_here(name: str) -> bool:
+            # Most files share their folders with others: each folder is looked at once.
+            if name not in stays:
+                parent, _, own = name.rpartition("/")
+                stays[name] = stays_here(parent) or includes.is_left_out(own, name, self._excludes)
+            return stays[name]
+
+        return {name: None for name in listed if not stays_here(name)}
+
+    def _inside(self, folders: list[str]) -> Iterator[str]:
+        for folder in folders:
+            yield from self._walked(folder)
 
     def _walked(self, below: str) -> Iterator[str]:
         waiting = [below]
@@ -141,10 +150,10 @@ class Scanner:
                         waiting.append(name)
 
 
-def digest_of(path: Path) -> bytes:
+def digest_of(path: Path | str) -> bytes:
     """The digest of a file's bytes."""
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.digest()
@@ -172,7 +181,7 @@ def _listed_by_git(root: Path) -> list[str] | None:
     if done.returncode:
         # A repository of another user, or a broken one.
         return None
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return [os.fsdecode(name).rstrip("/") for name in done.stdout.split(b"\0") if name]
 
 
 def _remembered(root: Path) -> Path:

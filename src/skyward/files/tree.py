@@ -59,6 +59,8 @@ class Tree:
         self.root = root
         self._placed: dict[str, tuple[FileItem, Mark]] = {}
         """The items that were put here, and how they looked then."""
+        self._untouched: set[str] = set()
+        """The names of those that still looked so when the last comparison was made."""
         self._wanted: list[FileItem] = []
         self._staging: Path | None = None
         self._arrived: dict[bytes, Path] = {}
@@ -70,18 +72,18 @@ class Tree:
         self.abandon()
         check_names(item.name for item in items)
         self._wanted = items
-        there = {
-            placed.content
-            for placed, mark in self._placed.values()
-            if placed.kind == "file" and self._is_as_placed(placed.name, mark)
+        self._untouched = {
+            name for name, (_, mark) in self._placed.items() if self._is_as_placed(name, mark)
         }
+        there = {self._placed[name][0].content for name in self._untouched}
         missing = []
         for number, item in enumerate(items):
             if item.kind != "file" or not item.size or item.content in there:
                 continue
             if item.name not in self._placed and self._has(item):
                 there.add(item.content)
-                self._placed[item.name] = (item, _mark((self.root / item.name).lstat()))
+                self._placed[item.name] = (item, _mark(os.lstat(f"{self.root}/{item.name}")))
+                self._untouched.add(item.name)
                 continue
             there.add(item.content)  # one copy is enough for all that are the same
             missing.append(number)
@@ -146,12 +148,11 @@ class Tree:
         return self._staging
 
     def _is_placed(self, item: FileItem) -> bool:
-        placed = self._placed.get(item.name)
-        return placed is not None and placed[0] == item and self._is_as_placed(item.name, placed[1])
+        return item.name in self._untouched and self._placed[item.name][0] == item
 
     def _is_as_placed(self, name: str, mark: Mark) -> bool:
         try:
-            return _mark((self.root / name).lstat()) == mark
+            return _mark(os.lstat(f"{self.root}/{name}")) == mark
         except OSError:
             return False
 

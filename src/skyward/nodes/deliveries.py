@@ -12,7 +12,9 @@ from skyward.errors import PoolError
 from skyward.files.items import Listing
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import Synced, bring, send
+from skyward.spec import Volume
 from skyward.wire.asking import ServiceConnection
+from skyward.wire.messages import Question
 
 RECENT_SECONDS = 1.0
 """How old a scan may be for a node that starts: many nodes start at the same time."""
@@ -70,15 +72,27 @@ class Delivery:
 class Deliveries:
     """The folders of one pool."""
 
-    def __init__(self, folders: Sequence[SentFolder], open_service: Open) -> None:
+    def __init__(
+        self, folders: Sequence[SentFolder], volumes: Sequence[Volume], open_service: Open
+    ) -> None:
         self._deliveries = [Delivery(folder) for folder in folders]
+        self._volumes = tuple(volumes)
         self._open = open_service
 
-    def __bool__(self) -> bool:
+    @property
+    def follows(self) -> bool:
+        """Whether nodes have folders of this machine."""
         return bool(self._deliveries)
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether anything is written back when the pool ends."""
+        return bool(self._volumes) or any(each.folder.back for each in self._deliveries)
+
     def deliver(self, node: int, told: Callable[[str], None] = lambda what: None) -> None:
-        """Give a node that starts all folders."""
+        """Give a node that starts all folders and volumes."""
+        for volume in self._volumes:
+            self._tell_node(node, "mount", volume, told)
         for delivery in self._deliveries:
             self._send(delivery, delivery.recent(), node, told)
 
@@ -99,9 +113,20 @@ class Deliveries:
                 delivery, listing, [n for n in nodes() if delivery.sent.get(n) != listing]
             )
 
-    def bring_back(self, nodes: Sequence[int], told: Callable[[str], None]) -> Synced:
-        """Write here what functions have written into folders that come back."""
+    def write_back(
+        self, nodes: Sequence[int], told: Callable[[str], None], *, last: bool = False
+    ) -> Synced:
+        """Write what functions have written into volumes to where these come from.
+
+        With `last`, the volumes go, too.
+        """
         done = Synced()
+        for volume in self._volumes:
+            for node in nodes:
+                done += Synced(files=self._tell_node(node, "write back", volume, told))
+        for volume in self._volumes if last else ():
+            for node in nodes:
+                self._tell_node(node, "unmount", volume, told)
         for delivery in self._deliveries:
             folder = delivery.folder
             for node in nodes if folder.back else ():
@@ -109,6 +134,21 @@ class Deliveries:
                 with self._open(node, "files") as connection:
                     done += bring(connection, folder.root, folder.source, sent, told)
         return done
+
+    def _tell_node(self, node: int, what: str, volume: Volume, told: Callable[[str], None]) -> int:
+        arguments = {
+            "source": volume.source,
+            "target": volume.target,
+            "read_only": volume.read_only,
+        }
+        try:
+            with self._open(node, "files") as connection:
+                connection.channel.send(Question(what, arguments))
+                while (reply := connection.next_reply()).more:
+                    told(str(reply.value))
+                return int(reply.value)
+        except (PoolError, OSError, EOFError) as problem:
+            raise PoolError(f"{volume}: node {node}: {problem}") from problem
 
     def _send_all(self, delivery: Delivery, listing: Listing, nodes: Sequence[int]) -> Synced:
         if not nodes:

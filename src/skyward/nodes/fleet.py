@@ -164,7 +164,7 @@ class Fleet:
             client=self._client,
             adopting=adoption.machines if adoption else {},
             expects=self._keeper.expects,
-            deliver=self._deliver if spec.folders else None,
+            deliver=self._deliver if spec.folders or spec.volumes else None,
         )
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)
         """The services of the nodes' agents."""
@@ -187,7 +187,7 @@ class Fleet:
             self._tell_node, self._connect_device, self._locate_device, events
         )
         self._usage = UsageDesk(self._ask_node)
-        self.deliveries = Deliveries(spec.folders, self.services.open)
+        self.deliveries = Deliveries(spec.folders, spec.volumes, self.services.open)
         """The folders that nodes get from the client."""
         self._losses = Losses(
             self._roster,

@@ -8,7 +8,7 @@ from skyward.accelerators import Accelerator
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.preparations import Preparations
 from skyward.providers import Provider, Request
-from skyward.spec import Nodes, Options, Worker
+from skyward.spec import Nodes, Options, Volume, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +30,5 @@ class PoolSpec:
     """What another client of a pool that stays needs of this, for the pool's record."""
     folders: tuple[SentFolder, ...] = ()
     """Folders of the client that nodes have, too; the first may be the project."""
+    volumes: tuple[Volume, ...] = ()
+    """The volumes that nodes mount or copy by themselves."""

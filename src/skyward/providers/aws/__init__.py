@@ -164,6 +164,11 @@ class AWS:
 
     # Requests.
 
+    @property
+    def mounts_folders(self) -> bool:
+        """No: an instance has its own disk alone."""
+        return False
+
     def check(self, request: Request) -> None:
         """Refuse what no instance can have, and an account that cannot be used at all."""
         self._account()

@@ -33,6 +33,7 @@ class Local:
             )
 
     name = "local"
+    mounts_folders = False
 
     here = True
     """The agents are child processes of the client."""

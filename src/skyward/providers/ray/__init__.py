@@ -67,6 +67,7 @@ class Ray:
     """How many seconds a node may be pending."""
 
     name = "ray"
+    mounts_folders = False
 
     def __post_init__(self) -> None:
         variables = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")

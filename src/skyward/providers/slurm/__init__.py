@@ -154,6 +154,11 @@ class Slurm:
             )
         return f"{version.output.strip()} on {login.name}"
 
+    @property
+    def mounts_folders(self) -> bool:
+        """Whether a node sees a folder of the cluster's machines at another path."""
+        return self.container is not None
+
     def check(self, request: Request) -> None:
         """Refuse volumes that are elsewhere on the nodes; the rest only the cluster knows."""
         for volume in request.volumes:

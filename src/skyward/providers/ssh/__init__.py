@@ -53,6 +53,7 @@ class SSH:
     timeout: float = 15.0
 
     name = "ssh"
+    mounts_folders = False
 
     def __post_init__(self) -> None:
         hosts = checks.texts(self, "hosts", self.hosts)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import sys
 import threading
 from pathlib import Path
 
-from skyward.errors import ProtocolError
+from skyward.errors import PoolError, ProtocolError
 from skyward.files.items import decode, encode
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import PIECE, pieces, received
 from skyward.files.tree import STAGING, Tree
+from skyward.files.volumes import NodeVolume
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Question, Reply
@@ -18,6 +21,8 @@ from skyward.worker.services import ServedNode
 
 _trees: dict[Path, tuple[Tree, threading.Lock]] = {}
 """The folders of this node that follow others; what was sent once is not sent again."""
+_volumes: dict[str, NodeVolume] = {}
+"""The volumes of this node, by their paths."""
 _lock = threading.Lock()
 
 
@@ -34,8 +39,57 @@ def serve(node: ServedNode, channel: Channel) -> None:
                 _follow(tree, channel, bytes(body))
         elif question.what == "read":
             _read(root, channel)
+        elif question.what in ("mount", "write back", "unmount"):
+            _serve_volume(question, channel)
         else:
             channel.send(Reply(problem=f"this service does not answer {question.what!r}"))
+
+
+def _serve_volume(question: Question, channel: Channel) -> None:
+    """Mount a volume, write it back or unmount it, and tell meanwhile how far that is."""
+
+    def tell(what: str) -> None:
+        channel.send(Reply(what, more=True))
+
+    target = str(question.arguments["target"])
+    try:
+        if question.what == "mount":
+            volume = NodeVolume(
+                str(question.arguments["source"]),
+                target,
+                read_only=bool(question.arguments["read_only"]),
+            )
+            volume.open(tell)
+            with _lock:
+                _volumes[target] = volume
+                if len(_volumes) == 1:
+                    # For a node whose client is gone: it ends itself, and takes its volumes along.
+                    atexit.register(_close_volumes)
+            written = 0
+        else:
+            with _lock:
+                found = _volumes.get(target)
+                if question.what == "unmount":
+                    _volumes.pop(target, None)
+            act = None if found is None else found.close
+            if found is not None and question.what == "write back":
+                act = found.write_back
+            written = 0 if act is None else act(tell)
+    except (OSError, PoolError, ValueError) as problem:
+        channel.send(Reply(problem=_told(problem)))
+        return
+    channel.send(Reply(written))
+
+
+def _close_volumes() -> None:
+    with _lock:
+        volumes = list(_volumes.values())
+        _volumes.clear()
+    for volume in volumes:
+        try:
+            volume.close(lambda what: None)
+        except (OSError, PoolError) as problem:
+            print(f"{volume.target}: {problem}", file=sys.stderr)
 
 
 def _tree(root: Path) -> tuple[Tree, threading.Lock]:

@@ -1,0 +1,207 @@
+"""Volumes of a node: each is at its path while a process of this machine uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import xxhash
+
+from skyward.errors import PoolError
+from skyward.files.copying import BucketCopy
+from skyward.files.mounting import Mount, mount
+from skyward.files.transfer import Told
+
+
+class ServedVolume(Protocol):
+    """What is at the path of a volume."""
+
+    def write_back(self, told: Told) -> int:
+        """Write what has changed to the source; returns how many files, if that is known."""
+
+    def remove(self) -> None:
+        """Take it away."""
+
+
+class MountedVolume:
+    """A mounted file system: what is written goes to its source by itself."""
+
+    def __init__(self, mounted: Mount) -> None:
+        self._mounted = mounted
+
+    def write_back(self, told: Told) -> int:
+        """Nothing to do."""
+        return 0
+
+    def remove(self) -> None:
+        """Unmount it."""
+        self._mounted.unmount()
+        with contextlib.suppress(OSError):
+            self._mounted.at.rmdir()
+
+
+class CopiedVolume:
+    """A copy, whose changes are written back."""
+
+    def __init__(self, copy: BucketCopy, read_only: bool) -> None:
+        self._copy, self._read_only = copy, read_only
+
+    def write_back(self, told: Told) -> int:
+        """Write back what has changed, unless the volume is read-only."""
+        return 0 if self._read_only else self._copy.write_back(told)
+
+    def remove(self) -> None:
+        """Delete the copy."""
+        shutil.rmtree(self._copy.at, ignore_errors=True)
+
+
+class LinkedVolume:
+    """A link to a folder of this same machine."""
+
+    def __init__(self, link: Path) -> None:
+        self._link = link
+
+    def write_back(self, told: Told) -> int:
+        """Nothing to do."""
+        return 0
+
+    def remove(self) -> None:
+        """Remove the link."""
+        with contextlib.suppress(FileNotFoundError):
+            self._link.unlink()
+
+
+class NodeVolume:
+    """A volume of this node; nodes on the same machine share what is at its path."""
+
+    def __init__(self, source: str, target: str, *, read_only: bool) -> None:
+        self.source, self.target, self.read_only = source, Path(target), read_only
+        self._served: ServedVolume | None = None
+
+    def open(self, told: Told) -> None:
+        """Have the volume at its path."""
+        with self._record() as record:
+            users = record.get("users", [])
+            if users and record["source"] != self.source:
+                raise PoolError(
+                    f"{self.target} is taken: another pool has {record['source']} there; choose "
+                    "another target"
+                )
+            if not users:
+                self._served = self._serve(told, ours=record.get("source") == self.source)
+            record.update(source=self.source, users=[*users, os.getpid()])
+
+    def write_back(self, told: Told) -> int:
+        """Write what has changed to the source; returns how many files."""
+        return 0 if self._served is None else self._served.write_back(told)
+
+    def close(self, told: Told) -> int:
+        """Write back, and take the volume away; returns how many files were written."""
+        served, self._served = self._served, None
+        try:
+            return 0 if served is None else served.write_back(told)
+        finally:
+            with self._record() as record:
+                if not _leave(record):
+                    if served is None:
+                        _clear(self.target)
+                    else:
+                        served.remove()
+
+    def _serve(self, told: Told, *, ours: bool) -> ServedVolume:
+        if "://" not in self.source:
+            return self._link()
+        self._make_folder(ours)
+        mounted, reasons = mount(self.source, self.target, read_only=self.read_only)
+        if mounted is not None:
+            return MountedVolume(mounted)
+        if self.source.startswith("nfs://"):
+            raise PoolError(
+                f"{self.source} cannot be mounted at {self.target}: {'; '.join(reasons)}; mounting "
+                "NFS needs root on the node"
+            )
+        try:
+            copy = BucketCopy(self.source, self.target)
+            copy.bring(told)
+        except PoolError as problem:
+            also = f" (and could not be mounted: {'; '.join(reasons)})" if reasons else ""
+            raise PoolError(f"{problem}{also}") from problem
+        return CopiedVolume(copy, self.read_only)
+
+    def _link(self) -> ServedVolume:
+        if self.target.is_symlink() and os.readlink(self.target) == self.source:
+            return LinkedVolume(self.target)
+        if os.path.lexists(self.target):
+            raise self._taken()
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.target.symlink_to(self.source)
+        except OSError as problem:
+            raise self._not_allowed(problem) from problem
+        return LinkedVolume(self.target)
+
+    def _make_folder(self, ours: bool) -> None:
+        try:
+            self.target.mkdir(parents=True, exist_ok=True)
+            if any(self.target.iterdir()) and not ours:
+                raise self._taken()
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError as problem:
+            raise self._not_allowed(problem) from problem
+
+    def _taken(self) -> PoolError:
+        return PoolError(
+            f"{self.target} is taken: the node has files there already; choose another target for "
+            f"{self.source}"
+        )
+
+    def _not_allowed(self, problem: OSError) -> PoolError:
+        return PoolError(
+            f"{self.target} cannot be made on the node: {problem.strerror}; choose a target that "
+            "its user may make, such as one below /tmp"
+        )
+
+    @contextlib.contextmanager
+    def _record(self) -> Iterator[dict[str, Any]]:
+        """Who uses the path, as a file of this machine that one process at a time changes."""
+        folder = Path(tempfile.gettempdir()) / f"skyward-volumes-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path = folder / xxhash.xxh3_64_hexdigest(os.fsencode(self.target))
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            written = file.read()
+            record: dict[str, Any] = json.loads(written) if written else {}
+            # An agent that was killed has not said that it left.
+            record["users"] = [pid for pid in record.get("users", []) if psutil.pid_exists(pid)]
+            yield record
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(record) if record["users"] else "")
+
+
+def _clear(target: Path) -> None:
+    """Remove what a process that left before has put at a path."""
+    if target.is_symlink():
+        target.unlink()
+    elif os.path.ismount(target):
+        Mount(target, "", None).unmount()
+    else:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _leave(record: dict[str, Any]) -> list[int]:
+    """Take this process out of the users; returns the others."""
+    users: list[int] = record["users"]
+    if os.getpid() in users:
+        users.remove(os.getpid())
+    return users

@@ -1,0 +1,306 @@
+"""Volumes on nodes: linked, mounted, copied and written back, and refused with a reason."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward as sky
+from skyward.compute.volumes import plan
+from skyward.errors import ConfigurationError, PoolError
+from skyward.files import mounting
+from skyward.files.copying import BucketCopy
+from skyward.files.items import Listing
+from skyward.files.mounting import PROGRAMS, BucketPlace
+from skyward.files.transfer import bring
+from skyward.files.volumes import NodeVolume
+from skyward.nodes.deliveries import Deliveries, SentFolder
+
+pytest.importorskip("fsspec", reason="fsspec is not installed")
+
+QUIET = sky.Options(console=False)
+
+
+@sky.function
+def read(path: str) -> str:
+    return Path(path).read_text()
+
+
+@sky.function
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def quiet(what: str) -> None:
+    """Nobody to tell."""
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    """What stands for a bucket: a folder that fsspec opens by a URL."""
+    folder = tmp_path / "bucket"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "data.txt").write_text("data")
+    (folder / "deep" / "more.txt").write_text("more")
+    return folder
+
+
+class TestOnAPool:
+    def test_a_bucket_is_copied_to_every_node_and_written_back(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "at"
+        volume = sky.Volume(f"file://{bucket}", str(target))
+
+        with sky.Compute(nodes=2, volumes=[volume], options=QUIET) as compute:
+            assert read(f"{target}/deep/more.txt") @ compute == ["more", "more"]
+            write(f"{target}/out/first.txt", "1") >> compute
+            assert compute.write_back().files == 1
+            assert (bucket / "out" / "first.txt").read_text() == "1"
+            write(f"{target}/data.txt", "changed") >> compute
+
+        assert (bucket / "data.txt").read_text() == "changed"
+        assert not target.exists()
+
+    def test_a_read_only_volume_is_not_written_back(self, bucket: Path, tmp_path: Path) -> None:
+        target = tmp_path / "at"
+        volume = sky.Volume(f"file://{bucket}", str(target), read_only=True)
+
+        with sky.Compute(volumes=[volume], options=QUIET) as compute:
+            write(f"{target}/data.txt", "changed") >> compute
+
+        assert (bucket / "data.txt").read_text() == "data"
+
+    def test_a_folder_of_this_machine_is_linked_for_local_nodes(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "link"
+        volume = sky.Volume(str(bucket), str(target))
+
+        with sky.Compute(nodes=2, volumes=[volume], options=QUIET) as compute:
+            assert read(f"{target}/data.txt") @ compute == ["data", "data"]
+            write(f"{target}/new", "new") >> compute
+
+        assert (bucket / "new").read_text() == "new"
+        assert not os.path.lexists(target)
+
+    def test_a_path_that_is_taken_fails_the_start_and_says_so(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "taken").mkdir()
+        (tmp_path / "taken" / "file").touch()
+        volume = sky.Volume(f"file://{bucket}", str(tmp_path / "taken"))
+
+        with (
+            pytest.raises(PoolError, match=r"taken is taken: .*choose another target"),
+            sky.Compute(volumes=[volume], options=QUIET),
+        ):
+            raise AssertionError("started")
+
+        assert (tmp_path / "taken" / "file").exists()
+
+
+class TestPlan:
+    """Who makes a volume: the provider, the node, or the client, which sends it."""
+
+    def test_providers_that_mount_folders_get_them(self) -> None:
+        data, claim = sky.Volume("/usr", "/data"), sky.Volume("pvc://claim", "/claim")
+        bucket = sky.Volume("s3://bucket/path", "/bucket")
+
+        made = plan(sky.Container(), [data, claim, bucket])
+
+        assert (made.providers, made.nodes, made.sent) == ((data, claim), (bucket,), ())
+
+    def test_hosts_get_a_copy_of_a_folder_that_comes_back_unless_it_is_read_only(
+        self, tmp_path: Path
+    ) -> None:
+        hosts = sky.SSH(["one"])
+        theirs = sky.Volume("/scratch")
+
+        made = plan(
+            hosts,
+            [
+                sky.Volume(str(tmp_path), "/data"),
+                sky.Volume(str(tmp_path), "/fixed", read_only=True),
+                theirs,
+            ],
+        )
+
+        assert made.providers == (theirs,)
+        assert made.sent == (
+            SentFolder(tmp_path, "/data", everything=True, back=True),
+            SentFolder(tmp_path, "/fixed", everything=True, back=False),
+        )
+
+    def test_a_folder_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"there is no folder .*nothing on this"):
+            sky.Compute(volumes=[sky.Volume(str(tmp_path / "nothing"), "/data")])
+
+    def test_two_volumes_at_one_path_are_refused(self) -> None:
+        twice = [sky.Volume("s3://a", "/data"), sky.Volume("s3://b", "/data")]
+        with pytest.raises(ConfigurationError, match="two of them have the target '/data'"):
+            sky.Compute(volumes=twice)
+
+
+class TestSentFolders:
+    def test_what_functions_write_comes_back_and_nothing_is_removed_here(
+        self, tmp_path: Path
+    ) -> None:
+        source, target = tmp_path / "here", tmp_path / "there"
+        source.mkdir()
+        (source / "kept").write_text("kept")
+        (source / "changed").write_text("old")
+        folder = SentFolder(source, str(target), everything=True, back=True)
+
+        with sky.Compute(options=QUIET) as compute:
+            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries.deliver(0)
+            write(str(target / "changed"), "new") >> compute
+            write(str(target / "deep" / "made"), "made") >> compute
+            (target / "kept").unlink()
+            done = deliveries.write_back([0], quiet)
+
+        assert (done.files, done.bytes) == (2, 7)
+        assert (source / "kept").read_text() == "kept"
+        assert (source / "changed").read_text() == "new"
+        assert (source / "deep" / "made").read_text() == "made"
+
+    def test_a_folder_that_is_not_on_the_node_says_so(self, tmp_path: Path) -> None:
+        with (
+            sky.Compute(options=QUIET) as compute,
+            compute._open_pool.service(0, "files") as connection,
+            pytest.raises(PoolError, match=r"No such file or directory: .*nothing"),
+        ):
+            bring(connection, str(tmp_path / "nothing"), tmp_path, Listing(()))
+
+
+class TestCopies:
+    def test_progress_is_told_in_bytes(self, bucket: Path, tmp_path: Path) -> None:
+        told: list[str] = []
+        (tmp_path / "at").mkdir()
+
+        BucketCopy(f"file://{bucket}", tmp_path / "at").bring(told.append)
+
+        assert told[-1] == f"copying file://{bucket}, 0.0 of 0.0 MB"
+        assert len(told) == 2
+
+    @pytest.mark.parametrize(
+        ("url", "message"),
+        [
+            ("file:///nothing/here", r"there is nothing at file:///nothing/here; check the name"),
+            ("weather://paris", r"give a URL that fsspec knows"),
+        ],
+    )
+    def test_what_cannot_be_copied_says_why(self, tmp_path: Path, url: str, message: str) -> None:
+        with pytest.raises(PoolError, match=message):
+            NodeVolume(url, str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_missing_credentials_are_named_with_the_way_to_give_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("s3fs", reason="s3fs is not installed")
+        for name in list(os.environ):
+            if name.startswith("AWS_"):
+                monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+        with pytest.raises(PoolError, match=r"s3://bucket.*credentials.*Image\(env="):
+            NodeVolume("s3://bucket/part", str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_too_little_room_is_told_before_anything_is_copied(
+        self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: Full())
+
+        with pytest.raises(PoolError, match=r"has room for 0\.0 GB; mount it .*disk_gb"):
+            NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_a_target_that_may_not_be_made_is_named(self, bucket: Path) -> None:
+        with pytest.raises(PoolError, match=r"/proc/data cannot be made on the node: .*below /tmp"):
+            NodeVolume(f"file://{bucket}", "/proc/data", read_only=True).open(quiet)
+
+
+class Full:
+    """A disk without room."""
+
+    free = 0
+
+
+class TestMounts:
+    def test_programs_get_the_bucket_the_prefix_and_the_mode(self) -> None:
+        place = BucketPlace.of("s3://bucket/a/b")
+
+        first, second, third = (write(place, "/data", True) for write in PROGRAMS["s3"])
+        (fuse, _) = (
+            write(BucketPlace.of("gs://bucket"), "/data", False) for write in PROGRAMS["gs"]
+        )
+
+        assert first[:4] == ["mount-s3", "bucket", "/data", "--foreground"]
+        assert first[-3:] == ["--prefix", "a/b/", "--read-only"]
+        assert second == ["s3fs", "bucket:/a/b", "/data", "-f", "-o", "ro"]
+        assert third == ["rclone", "mount", ":s3,env_auth:bucket/a/b", "/data", "--read-only"]
+        assert fuse[-4:] == ["-o", "rw", "bucket", "/data"]
+
+    @pytest.fixture
+    def program(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:  # type: ignore[type-arg]
+        """Puts a program of a name on PATH, with `ismount` as the program says."""
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        monkeypatch.setattr(mounting, "FUSE", str(folder))
+        monkeypatch.setattr(os.path, "ismount", lambda path: (Path(path) / "mounted").exists())
+
+        def put(name: str, script: str) -> None:
+            path = folder / name
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+        return put
+
+    def test_a_mounted_bucket_is_unmounted_at_the_end(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+    ) -> None:
+        program("s3fs", 'touch "$2/mounted"; exec sleep 1000')
+        program("fusermount3", 'rm "$2/mounted"')
+        volume = NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=False)
+
+        volume.open(quiet)
+        assert (tmp_path / "at" / "mounted").exists()
+        volume.close(quiet)
+
+        assert not (tmp_path / "at").exists()
+
+    def test_a_program_that_fails_is_quoted_when_copying_fails_too(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        program("gcsfuse", "echo 'no permission for bucket' >&2; exit 1")
+        monkeypatch.setattr("skyward.files.copying._opened", _no_copy)
+
+        with pytest.raises(PoolError, match=r"no copy \(and could not .*gcsfuse: no permission"):
+            NodeVolume("gs://bucket", str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_nfs_is_mounted_and_never_copied(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+    ) -> None:
+        program("mount.nfs", "")
+        program("mount", "echo 'access denied by server' >&2; exit 32")
+
+        with pytest.raises(PoolError, match=r"mount: access denied by server; mounting NFS needs"):
+            NodeVolume("nfs://server/export", str(tmp_path / "at"), read_only=True).open(quiet)
+
+
+def _no_copy(url: str) -> None:
+    raise PoolError("no copy")
