@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from skyward.errors import PoolError
+from skyward.errors import PoolError, ProtocolError
 from skyward.wire import messages
-from skyward.wire.channel import Channel
+from skyward.wire.channel import Bytes, Channel
+from skyward.wire.frames import INLINE_BODY, Frame
 from skyward.wire.messages import Question, Reply
+
+PART = INLINE_BODY // 2
+"""How many bytes the body of a question or a reply has, at most, if bytes come in parts."""
 
 
 class ServiceConnection:
@@ -35,6 +39,18 @@ class ServiceConnection:
             raise PoolError(reply.problem)
         return reply
 
+    def send(self, what: str, body: Bytes = b"", **arguments: Any) -> None:
+        """Send a question, or a part of one, without waiting for an answer."""
+        self.channel.send(Question(what, arguments), (body,) if body else ())
+
+    def next_part(self) -> tuple[Reply, bytearray]:
+        """The next reply, with its body; `PoolError` if it tells of a failure."""
+        frame = self.channel.receive()
+        reply = messages.decode_as(Reply, frame.kind, frame.meta)
+        if reply.problem:
+            raise PoolError(reply.problem)
+        return reply, _body(frame)
+
     def close(self) -> None:
         """End the connection."""
         self.channel.close()
@@ -55,6 +71,21 @@ def next_question(channel: Channel) -> Question:
     """Wait for the next question; the answering end of a connection calls this."""
     frame = channel.receive()
     return messages.decode_as(Question, frame.kind, frame.meta)
+
+
+def next_part(channel: Channel) -> tuple[Question, bytearray]:
+    """Wait for the next question or the next part of one, with its body."""
+    frame = channel.receive()
+    return messages.decode_as(Question, frame.kind, frame.meta), _body(frame)
+
+
+def _body(frame: Frame) -> bytearray:
+    if frame.body is None:
+        raise ProtocolError(
+            f"a service was sent {frame.body_length} bytes at once; bytes come in parts of at most "
+            f"{PART} bytes"
+        )
+    return frame.body
 
 
 def answer(channel: Channel, answers: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:

@@ -41,6 +41,7 @@ from skyward.wire.messages import (
 from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
+from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
 from skyward.worker.services import ServedNode, Services
@@ -66,7 +67,10 @@ class Agent:
         """The plugins' hooks that were entered for the node."""
         self._gauge = Gauge()
         self._notices = Notices(config.notice, self._tenants.tell)
-        self._services = Services(ServedNode(config, self._tenants, self._starts.put, PoolLease()))
+        self._jobs = KeptJobs(Path(config.folder, "jobs"))
+        self._services = Services(
+            ServedNode(config, self._tenants, self._jobs, self._starts.put, PoolLease())
+        )
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock", for_peers=True)
         self._listener = Listener(
@@ -92,7 +96,7 @@ class Agent:
             if ttl is not None and time.monotonic() - self._began > ttl:
                 # Whatever runs, and whatever the clients say.
                 self.end()
-            if self._tenants.look():
+            if self._tenants.look(working=bool(self._jobs.running)):
                 self.end()
         self._close()
 

@@ -1,37 +1,27 @@
 """Bootstrap commands of plugins: a process runs them, and ends the daemons that they leave behind.
 
 A command may start a daemon, for the tasks of its node to use. The daemon lives as long as the
-node. On Linux, the process that runs the commands adopts orphans, so that every daemon stays its
-descendant, even one with a session of its own. The process ends its descendants when the agent
-closes the process's standard input or dies, also by SIGKILL. On other systems, a daemon with a
-session of its own survives.
+node. The process that runs the commands ends all that is below it when the agent closes the
+process's standard input or dies, also by SIGKILL.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from skyward import kernel
-
-if TYPE_CHECKING:
-    import psutil
+from skyward.worker import descendants
 
 COMMAND_SECONDS = 1800.0
 """How long one command may take."""
-TERMINATE_SECONDS = 1.0
-"""How long daemons have to end on SIGTERM before they are killed."""
 OUTPUT_MAX = 4000
 """How many bytes, the last ones, of a failed command's output go into the error."""
 
@@ -215,45 +205,16 @@ class _Runner:
             os.close(output.descriptor)
 
 
-def _end_descendants() -> None:
-    """Terminate, then kill, everything that the commands have started."""
-    import psutil
-
-    deadline = time.monotonic() + TERMINATE_SECONDS
-    for child in _descendants():
-        with contextlib.suppress(psutil.Error):
-            child.terminate()
-    while _descendants() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    # In a loop: a process that forks meanwhile leaves a child, which this process adopts.
-    while left := _descendants():
-        for child in left:
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        time.sleep(0.01)
-
-
-def _descendants() -> list[psutil.Process]:
-    import psutil
-
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    return list(psutil.Process().children(recursive=True))
-
-
 def main() -> None:
     """Run commands until the agent closes the standard input, is gone, or sends SIGTERM."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if kernel.IS_LINUX:
-        pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+    descendants.adopt_orphans()
     runner = _Runner()
     try:
         runner.serve()
     finally:
-        _end_descendants()
+        descendants.end_all()
 
 
 if __name__ == "__main__":

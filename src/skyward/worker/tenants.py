@@ -226,8 +226,11 @@ class Tenants:
         if others:
             self._end(tenant)
 
-    def look(self) -> bool:
-        """End the tenants whose clients are gone; whether the whole node is to end."""
+    def look(self, *, working: bool = False) -> bool:
+        """End the tenants whose clients are gone; whether the whole node is to end.
+
+        A node that is `working` for nobody who is there, on a job, is not idle.
+        """
         now = time.monotonic()
         for tenant in self.there:
             tenant.executors.look()
@@ -236,7 +239,7 @@ class Tenants:
                     return True
                 self._end(tenant)
                 self._have_spare()
-        return self._is_idle(now)
+        return self._is_idle(now, working)
 
     def _is_gone(self, tenant: Tenant, now: float) -> bool:
         if now - tenant.heard > self._config.orphan_timeout:
@@ -246,8 +249,8 @@ class Tenants:
         pid = self._config.client_pid
         return bool(pid and tenant.away and not _is_alive(pid))
 
-    def _is_idle(self, now: float) -> bool:
-        if not self.keeps or self.clients:
+    def _is_idle(self, now: float, working: bool) -> bool:
+        if not self.keeps or self.clients or working:
             self._idle_since = None
             return False
         if self._idle_since is None:

@@ -19,12 +19,13 @@ from skyward.wire.identity import PEER
 from skyward.wire.messages import Reply
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceChild
+from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.tenants import Tenants
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset({"about", "clients", "files", "stacks"})
+FOR_CLIENTS = frozenset({"about", "clients", "copying", "exec", "files", "jobs", "stacks"})
 """The services for the pool's clients alone."""
 FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""
@@ -37,6 +38,7 @@ class ServedNode:
     config: AgentConfig
     tenants: Tenants
     """What the agent has for each of its clients."""
+    jobs: KeptJobs
     on_main_thread: Callable[[Callable[[], None]], None]
     """Has the agent's main thread call a function: only that thread may start processes."""
     lease: PoolLease
@@ -96,9 +98,10 @@ class Services:
                 self._channels.discard(channel)
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections and jobs."""
         with self._lock:
             self._closed = True
             channels = list(self._channels)
         for channel in channels:
             channel.abort()
+        self._node.jobs.close()

@@ -1,0 +1,231 @@
+"""Jobs: they go on without a client, their output is kept, and their end is known."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import skyward as sky
+from skyward.compute.workbench import jobs
+from skyward.compute.workbench.jobs import JobOutput
+from skyward.errors import PoolError
+from skyward.pool import Pool
+from skyward.worker import kept_jobs, output_log
+from skyward.worker.kept_jobs import JobView, KeptJobs
+
+Eventually = Callable[..., None]
+
+
+@pytest.fixture
+def running(pool: sky.Compute) -> Pool:
+    return pool._open_pool
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Write a script in a folder of its own, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def output_of(pool: Pool, job: str, tail: int | None = None) -> tuple[bytes, JobView]:
+    with contextlib.closing(JobOutput(pool, 0, job, tail=tail)) as output:
+        data = b"".join(part for _, part in output.parts())
+    assert output.job is not None
+    return data, output.job
+
+
+def test_a_script_runs_with_its_modules_and_arguments(
+    running: Pool, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "settings.py").write_text("RATE = 3")
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "__init__.py").write_text("from nets.deep import DEPTH")
+    (tmp_path / "nets" / "deep.py").write_text("DEPTH = 7")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "large.bin").write_bytes(b"x")
+    path = script(
+        "import os, sys, pathlib, nets, settings\n"
+        "print(settings.RATE * nets.DEPTH, *sys.argv[1:], os.environ['WHO'])\n"
+        "print(sorted(each.name for each in pathlib.Path(__file__).parent.iterdir()))\n"
+        "sys.exit(4)"
+    )
+
+    job = jobs.start_script(running, 0, path, ["--epochs", "2"], environment={"WHO": "ann"})
+    data, ended = output_of(running, job)
+
+    assert data.decode().splitlines() == [
+        "21 --epochs 2 ann",
+        "['__pycache__', 'nets', 'settings.py', 'train.py']",
+    ]
+    assert (ended.id, ended.state, ended.code) == (job, "failed", 4)
+    assert job.startswith("train-")
+
+
+def test_output_is_shown_again_by_id_by_name_and_by_its_last_lines(
+    running: Pool, script: Callable[[str], Path]
+) -> None:
+    first = jobs.start_script(running, 0, script("print('one')"), name="again")
+    output_of(running, first)
+    second = jobs.start_script(running, 0, script("for i in range(9): print(i)"), name="again")
+
+    assert output_of(running, second)[1].state == "done"
+    assert output_of(running, "again", tail=2)[0] == b"7\n8\n"
+    assert output_of(running, first)[0] == b"one\n"
+    assert [each.id for each in jobs.jobs_of(running, 0)][-2:] == [first, second]
+
+
+def test_a_job_goes_on_while_nobody_looks_and_is_followed_again(
+    running: Pool, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = script(
+        "import pathlib, time\n"
+        "print('began')\n"
+        f"while not pathlib.Path({str(tmp_path)!r}, 'go').exists(): time.sleep(0.01)\n"
+        "print('ended')"
+    )
+    job = jobs.start_script(running, 0, path)
+    with contextlib.closing(JobOutput(running, 0, job)) as output:
+        assert next(output.parts()) == (0, b"began\n")
+    assert jobs.look_at(running, 0, job).state == "running"
+    (tmp_path / "go").touch()
+
+    assert output_of(running, job)[0] == b"began\nended\n"
+
+
+def test_a_cancelled_job_can_clean_up_and_leaves_nothing(
+    running: Pool, script: Callable[[str], Path]
+) -> None:
+    path = script(
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('saved')\n"
+        "raise SystemExit(1)"
+    )
+    job = jobs.start_script(running, 0, path)
+    with contextlib.closing(JobOutput(running, 0, job)) as output:
+        parts = output.parts()
+        pid = int(next(parts)[1])
+        jobs.cancel(running, 0, job)
+        assert b"".join(data for _, data in parts) == b"saved\n"
+
+    assert output.job is not None
+    assert output.job.state == "cancelled"
+    assert not psutil.pid_exists(pid)
+    assert jobs.cancel(running, 0, job).state == "cancelled"
+
+
+def test_several_jobs_run_at_once(running: Pool, script: Callable[[str], Path]) -> None:
+    path = script("import os, sys; print(os.environ['SKYWARD_JOB']); sys.stdin.read()")
+    started = [jobs.start_script(running, 0, path, name=f"at.once{n}") for n in range(3)]
+
+    for job in started:
+        assert output_of(running, job)[0].decode().strip() == job
+
+
+def test_a_job_that_is_not_there_is_named_with_those_that_are(running: Pool) -> None:
+    with pytest.raises(PoolError, match="no job 'nope'; the pool's jobs are: "):
+        jobs.look_at(running, 0, "nope")
+    with pytest.raises(PoolError, match="no job 'nope'"):
+        output_of(running, "nope")
+
+
+def test_names_and_commands_that_cannot_be_are_refused(running: Pool) -> None:
+    with pytest.raises(PoolError, match=r"cannot be called '\.\./x'"):
+        jobs.start(running, 0, "../x", ["true"])
+    with pytest.raises(PoolError, match="no program 'treu'"):
+        jobs.start(running, 0, "x", ["treu"])
+    with pytest.raises(sky.ConfigurationError, match=r"there is no script nowhere\.py"):
+        jobs.start_script(running, 0, Path("nowhere.py"))
+
+
+def test_a_long_output_loses_its_beginning_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: Pool
+) -> None:
+    monkeypatch.setattr(kept_jobs, "OUTPUT_KEPT", 8000)
+    kept = KeptJobs(tmp_path / "jobs")
+    try:
+        job = kept.start(
+            "loud",
+            ["seq", "1", "100000"],
+            working_directory=str(tmp_path),
+            environment=dict(os.environ),
+        )
+        folder = Path(kept.get(job).folder)
+        while kept.get(job).state == "running":
+            pass
+        size = sum(each.stat().st_size for each in (folder / "output").iterdir())
+        assert 8000 <= size < 4 * 8000
+        position, data = everything(folder)
+        assert position > 500_000
+        assert data.endswith(b"\n99999\n100000\n")
+        assert data[: data.index(b"\n")].isdigit()
+    finally:
+        kept.close()
+
+
+def everything(folder: Path) -> tuple[int, bytes]:
+    begin, data = output_log.read(folder / "output", 0, 1 << 20)
+    end = begin + len(data)
+    while more := output_log.read(folder / "output", end, 1 << 20)[1]:
+        data, end = data + more, end + len(more)
+    return begin, data
+
+
+def test_only_so_many_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_jobs, "KEPT", 2)
+    kept = KeptJobs(tmp_path / "jobs")
+    try:
+        for _ in range(4):
+            kept.start(
+                "one", ["true"], working_directory=str(tmp_path), environment=dict(os.environ)
+            )
+            while kept.running:
+                pass
+    finally:
+        kept.close()
+    assert [each.id for each in kept.all()] == ["one-3", "one-4"]
+
+
+def test_a_job_ends_with_a_killed_agent(
+    script: Callable[[str], Path], eventually: Eventually
+) -> None:
+    path = script("import os, time; print(os.getpid()); time.sleep(600)")
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        pool = compute._open_pool
+        with pool.service(0, "about") as about:
+            facts = about.ask("facts")
+        job = jobs.start_script(pool, 0, path)
+        with contextlib.closing(JobOutput(pool, 0, job)) as output:
+            parts = output.parts()
+            pid = int(next(parts)[1])
+            os.kill(facts["pid"], signal.SIGKILL)
+            with pytest.raises(sky.NodeLostError, match="agent of node 0 is gone, and its jobs"):
+                list(parts)
+        eventually(lambda: not psutil.pid_exists(pid))
+
+
+def test_a_job_whose_agent_has_ended_is_lost_for_the_next_agent(tmp_path: Path) -> None:
+    before = KeptJobs(tmp_path / "jobs")
+    before.start(
+        "fit", ["sleep", "600"], working_directory=str(tmp_path), environment=dict(os.environ)
+    )
+    before.close()
+
+    (found,) = KeptJobs(tmp_path / "jobs").all()
+
+    assert found.state == "lost"
+    assert found.problem == "it ended with the node's agent, which was killed or stopped"
