@@ -33,6 +33,7 @@ PUBLIC = [
     "Compute",
     "Stacks",
     "attach",
+    "post_mortem",
     "Stats",
     "NodeView",
     "AWS",
@@ -83,6 +84,7 @@ PUBLIC = [
     # what can go wrong
     "SkywardError",
     "ConfigurationError",
+    "DebuggerError",
     "DeviceError",
     "DeviceStats",
     "ImageError",

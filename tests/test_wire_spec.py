@@ -42,8 +42,10 @@ def table(*columns: str) -> list[list[str]]:
 
 def written(hint: Any) -> str:
     """A field's type as the page writes it."""
-    if hint is messages.Size or hint is messages.Place:
-        return "size" if hint is messages.Size else "place"
+    named = ((messages.Size, "size"), (messages.Place, "place"), (messages.DebugMode, "mode"))
+    for known, name in named:
+        if hint is known:
+            return name
     if hint is Any:
         return "any"
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
@@ -58,8 +60,7 @@ def written(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join("nil" if part == "NoneType" else part for part in inner)
     assert origin is not Annotated, hint
-    name: str = hint.__name__
-    return name
+    return str(hint.__name__)
 
 
 def fields(kind: type[msgspec.Struct]) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from skyward.compute import Compute as Compute
     from skyward.compute.attaching import attach as attach
     from skyward.compute.choosing import Spec as Spec
+    from skyward.compute.debugging import post_mortem as post_mortem
     from skyward.compute.offers import offers as offers
     from skyward.compute.stats import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import ConfigurationError as ConfigurationError
+    from skyward.errors import DebuggerError as DebuggerError
     from skyward.errors import HostKeyError as HostKeyError
     from skyward.errors import ImageError as ImageError
     from skyward.errors import InstanceLostError as InstanceLostError
@@ -116,6 +118,7 @@ _HOMES = {
     "compute": ("Compute",),
     "compute.attaching": ("attach",),
     "compute.choosing": ("Spec",),
+    "compute.debugging": ("post_mortem",),
     "compute.offers": ("offers",),
     "compute.stats": ("Stats",),
     "context": (
@@ -136,6 +139,7 @@ _HOMES = {
         "BlobStoreFullError",
         "BroadcastError",
         "ConfigurationError",
+        "DebuggerError",
         "HostKeyError",
         "ImageError",
         "InstanceLostError",

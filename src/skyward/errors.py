@@ -134,6 +134,10 @@ class InstanceLostError(TaskError):
     """An object of a `@sky.cls` class is gone: with its worker or its node, or closed."""
 
 
+class DebuggerError(SkywardError, RuntimeError):
+    """A debugger cannot be opened; the message says what to set or to call."""
+
+
 class RemoteError(TaskError):
     """A remote exception whose own type could not be rebuilt here."""
 

@@ -72,12 +72,17 @@ def call_target(where: Where) -> CallTarget:
         return where
     if where.__name__ != "skyward":
         raise TypeError(f"the module {where.__name__!r} cannot run functions; did you mean sky?")
-    found = current.get() or (active[-1] if active else None)
+    found = active_compute()
     if found is None:
         raise PoolClosedError(
             "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block"
         )
     return found
+
+
+def active_compute() -> CallTarget | None:
+    """The Compute whose block this code is in, or that was entered last."""
+    return current.get() or (active[-1] if active else None)
 
 
 class Function(Generic[P, T]):

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyward.calls import tracing
 from skyward.calls.counts import Counts
+from skyward.calls.debuggers import debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
 from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
@@ -243,7 +244,7 @@ class Pool:
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
         number = next(self._ids)
-        return Task(
+        task = Task(
             number,
             function.name,
             self._packer.code(code),
@@ -258,6 +259,8 @@ class Pool:
             staying=staying,
             trace=tracing.begin(function.name, number, self.spec.name),
         )
+        task.debugged = debug_mode()
+        return task
 
     def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:
         """The executor of an object whose method is called."""
@@ -390,6 +393,11 @@ class Pool:
         """A connection to a service of a node's agent; the caller closes it."""
         self._check_open()
         return self._fleet.services.open(node, name)
+
+    @property
+    def failed(self) -> tuple[int, int] | None:
+        """The worker whose task failed last, if it may be looked at in a debugger."""
+        return self._dispatcher.failed
 
     @property
     def has_folders(self) -> bool:

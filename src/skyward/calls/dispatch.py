@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from skyward.calls.answers import Failed, Streaming, Value, remote_failure
 from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
+from skyward.calls.debuggers import DebuggerDesk
 from skyward.calls.finishing import Finisher
 from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
@@ -45,7 +46,9 @@ from skyward.events import (
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
+    NEVER,
     Credit,
+    DebuggerSays,
     End,
     Evicted,
     Failure,
@@ -89,6 +92,9 @@ class Dispatcher:
         self._finisher = Finisher(packer, self.counts, events)
         self._canceller = Canceller(loop, self.lanes.drain)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
+        self.debuggers = DebuggerDesk(console, self.timeouts)
+        self.failed: tuple[int, int] | None = None
+        """The worker whose task failed last, if it may be looked at in a debugger."""
         self._sending = Sending()
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
@@ -130,6 +136,7 @@ class Dispatcher:
         self.counts.bytes_sent += lane.channel.bytes_sent
         self.counts.bytes_received += lane.channel.bytes_received
         lane.close()
+        self.debuggers.lost(lane)
         self._sending.release(lane)
         for task in started:
             self._retry_or_fail(task, problem(task))
@@ -312,6 +319,8 @@ class Dispatcher:
                         daemon=True,
                     )
                     maker.start()
+            case DebuggerSays():
+                self.debuggers.heard(lane, lane.tasks.get(message.task), message)
             case Recalled():
                 self.lanes.recalled(lane, message.tasks)
             case Prepared():
@@ -352,6 +361,8 @@ class Dispatcher:
         task = self._leave(lane, failure.task, failure.ran)
         if task is None:
             return
+        if task.debugged != NEVER:
+            self.failed = lane.node, lane.worker
         answer = remote_failure(failure, pieces, task.name, lane.where)
         self._finisher.end_stream(task, answer)
         self._finisher.finish(task, answer)
@@ -537,6 +548,7 @@ class Dispatcher:
             self.closed = True
             self._why_closed = why or CLOSED
             unfinished = self.lanes.take_all()
+        self.debuggers.close()
         for task in unfinished:
             # A user who closes the pool does not want the rest of a stream.
             task.cancelled = task.cancelled or task.stream is not None

@@ -200,7 +200,9 @@ class Lane:
         task.sent = holdings.count_task()
         stays = task.staying is not None
         trace = {} if task.trace is None else task.trace.carrier
-        run = Run(task.id, task.name, task.code.key, payload, keys, names, stays, trace)
+        run = Run(
+            task.id, task.name, task.code.key, payload, keys, names, stays, trace, task.debugged
+        )
         self.channel.send(run, body, descriptors)
         return True
 
@@ -219,7 +221,8 @@ class Lane:
                 task.sent = self.holdings.count_task()
                 stays = task.staying is not None
                 code, trace = task.code.key, {} if task.trace is None else task.trace.carrier
-                run = Run(task.id, task.name, code, packed.payload, keys, [], stays, trace)
+                mode = task.debugged
+                run = Run(task.id, task.name, code, packed.payload, keys, [], stays, trace, mode)
                 batch.append((run, packed.body))
             self.channel.send_many(batch)
             return unsent

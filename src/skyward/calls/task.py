@@ -14,6 +14,7 @@ from skyward.calls.standing import Standing
 from skyward.calls.staying import Staying
 from skyward.calls.streams import StreamItems
 from skyward.calls.tracing import CallTrace
+from skyward.wire.messages import NEVER
 
 
 class Task:
@@ -26,6 +27,7 @@ class Task:
         "cancelled",
         "code",
         "counted",
+        "debugged",
         "done",
         "due",
         "given",
@@ -86,6 +88,8 @@ class Task:
         """Where the tensors of the result stay; None if they come to the client."""
         self.trace = trace
         """The call's spans; None if the program makes no traces."""
+        self.debugged = NEVER
+        """When the task opens a debugger."""
         self.waiting = False
         self.order = 0
         self.sent = 0

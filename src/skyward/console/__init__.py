@@ -45,6 +45,9 @@ class Console:
         self._started = time.monotonic()
         self._shown = 0
         self._said = ""
+        self._held_for: tuple[int, int] | None = None
+        """The worker whose task is in a debugger: only its output is shown meanwhile."""
+        self._held: list[tuple[Any, ...]] = []
         self._thread = threading.Thread(target=self._run, name="skyward-console", daemon=True)
         self._thread.start()
 
@@ -70,6 +73,14 @@ class Console:
     ) -> None:
         """Lines a task wrote, or one state of its progress bar."""
         self._events.put(("output", (text, stream, node, worker, task, transient)))
+
+    def hold(self, node: int, worker: int) -> None:
+        """Show the output of one worker alone, and no progress bars, until `release`."""
+        self._events.put(("hold", (node, worker)))
+
+    def release(self) -> None:
+        """Show everything again, first what was held back."""
+        self._events.put(("release", ()))
 
     def drain(self) -> None:
         """Wait until everything so far has been shown."""
@@ -113,8 +124,22 @@ class Console:
         match kind:
             case "drain":
                 details[0].set()
+            case "output" if self._held_for is not None and (
+                details[5] or details[2:4] != self._held_for
+            ):
+                if not details[5]:
+                    self._held.append(details)
             case "output":
                 self._show_output(*details)
+            case "hold":
+                self._held_for = details
+                # A bar that is redrawn would write over what the person types.
+                self._face.end("")
+            case "release":
+                self._held_for = None
+                held, self._held = self._held, []
+                for each in held:
+                    self._show_output(*each)
             case _:
                 getattr(self._face, kind)(*details)
 

@@ -15,9 +15,16 @@ At the front of the body, in shared memory, at the end of the body, or in the re
 """
 
 
+NEVER, AT_BREAKPOINTS, AT_FAILURES, POST_MORTEM = range(4)
+"""When a task opens a debugger on the client's terminal.
+
+Never; at `breakpoint()`; also when the task fails; or at once, in the frames of the failure before.
+"""
+
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 """A number of bytes, an offset or a segment's id; the decoder refuses numbers out of range."""
 Place = Annotated[int, msgspec.Meta(ge=INLINE, le=KNOWN)]
+DebugMode = Annotated[int, msgspec.Meta(ge=NEVER, le=POST_MORTEM, title="mode")]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -238,6 +245,7 @@ class Run(Message):
     """Whether the tensors of the result stay on the node's device."""
     trace: dict[str, str] = {}
     """The headers of the call's trace, as OpenTelemetry writes them; empty if there is none."""
+    debugged: DebugMode = NEVER
 
 
 class Cancel(Message):
@@ -457,6 +465,28 @@ class Places(Message):
     """How the executor opens each piece of memory."""
     places: list[tuple[Size, Size]]
     """For each storage, the number of a piece and an offset in it."""
+
+
+class DebuggerSays(Message):
+    """A task's debugger wants the client's terminal, asks for a line, or gives it back."""
+
+    KIND = 43
+    task: int
+    event: str
+    """"opened", "asks" or "closed"."""
+    text: str
+    """What the client shows first."""
+
+
+class DebuggerHears(Message):
+    """What the client says to a task's debugger."""
+
+    KIND = 44
+    task: int
+    event: str
+    """"line", "interrupt" for Ctrl-C, "end" for the end of the input, or "refused"."""
+    text: str
+    """The line, or why there is no terminal."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

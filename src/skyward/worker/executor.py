@@ -30,8 +30,10 @@ from skyward.wire.frames import Frame
 from skyward.wire.identity import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
+    POST_MORTEM,
     Cancel,
     Credit,
+    DebuggerHears,
     Define,
     Detach,
     End,
@@ -55,6 +57,7 @@ from skyward.wire.messages import (
 from skyward.worker import failures, hooks, jobs, lifeline, limits, staying, tracing
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
+from skyward.worker.debugging import Debuggers
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
 from skyward.worker.inspection import Inspection, TaskBoard
@@ -88,6 +91,13 @@ class Executor:
         os.close(config.board)
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._emit)
+        self._debuggers = Debuggers(
+            self._running_job,
+            lambda message: self._client.send(message),
+            self._hurry,
+            self._capture.flush,
+            lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
+        )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: JobReader[Job | Prepare] | None = None
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -180,6 +190,8 @@ class Executor:
                     job.places.put(message)
             case Recall():
                 self._give_back(channel)
+            case DebuggerHears():
+                self._debuggers.hear(message)
             case Topology():
                 os.environ[context.VARIABLE] = message.compute_pool
             case Prepare():
@@ -230,6 +242,13 @@ class Executor:
         with self._lock:
             return self._waiting.get(task) or self._running.get(task)
 
+    def _running_job(self, task: int) -> Job | None:
+        """A job that runs; with 0, the one that runs alone."""
+        with self._lock:
+            if not task and not self._config.threads:
+                return next(iter(self._running.values()), None)
+            return self._running.get(task)
+
     def _grant(self, credit: Credit) -> None:
         job = self._job(credit.task)
         if job is not None and job.output is not None:
@@ -265,6 +284,7 @@ class Executor:
                 # Before the streams are closed, so that the task is interrupted before it sees
                 # them end.
                 self._interrupts.raise_in(job)
+                self._debuggers.cancel(task)
                 job.places.put(None)
                 for stream in job.inputs:
                     stream.finish(None)
@@ -352,6 +372,7 @@ class Executor:
         inside = context.inside.set(True)
         self._capture.begin(job.run.task)
         started = time.perf_counter()
+        self._debuggers.begin(job)
         try:
             try:
                 if job.run.trace:
@@ -375,8 +396,10 @@ class Executor:
                 self._interrupts.calling = None
                 with contextlib.suppress(Exception):
                     references.settle()
+                self._debuggers.failed(job, problem)
                 outcome = self._failure(job, problem, time.perf_counter() - started)
         finally:
+            self._debuggers.end(job)
             self._capture.end()
             context.inside.reset(inside)
             current_task.reset(token)
@@ -384,6 +407,11 @@ class Executor:
 
     def _call(self, job: Job) -> tuple[Any, bool]:
         """The function's value; the flag says whether its items have been streamed already."""
+        if job.run.debugged == POST_MORTEM:
+            self._interrupts.calling = job
+            self._debuggers.look_back(job)
+            self._interrupts.calling = None
+            return None, False
         function = self._definitions.resolve(job.run.code)
         if job.run.stays:
             tensors.watch_opened(job.opened)

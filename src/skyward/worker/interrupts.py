@@ -37,33 +37,36 @@ class Interrupts:
         """`threads` says whether jobs run on threads; otherwise they run on the main thread."""
         self._threads = threads
         self._meant: Job | None = None
+        self._meant_as: type[KeyboardInterrupt] = Interrupted
         self.calling: Job | None = None
         """The job whose function is being called, on the main thread."""
 
-    def raise_in(self, job: Job) -> None:
-        """Interrupt the function of a job that runs."""
+    def raise_in(self, job: Job, kind: type[KeyboardInterrupt] = Interrupted) -> None:
+        """Interrupt the function of a job that runs: cancelled, or with a plain Ctrl-C."""
         if self._threads:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(job.thread), ctypes.py_object(Interrupted)
+                ctypes.c_ulong(job.thread), ctypes.py_object(kind)
             )
         else:
             # A signal also ends a blocking system call.
-            self._meant = job
+            self._meant, self._meant_as = job, kind
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def on_signal(self, _: int, frame: types.FrameType | None) -> None:
         """Handle SIGINT: raise in the cancelled job, and only while it is in the user's code."""
         job, self._meant = self._meant, None
+        kind, self._meant_as = self._meant_as, Interrupted
         if job is None or job is not self.calling:
             return
         if _in_our_code(frame):
             # A half-sent frame, or memory that is not given back, would harm later tasks.
-            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (job,))
+            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (job, kind))
             retry.daemon = True
             retry.start()
             return
-        self.calling = None
-        raise Interrupted
+        if kind is Interrupted:
+            self.calling = None
+        raise kind
 
 
 def _in_our_code(frame: types.FrameType | None) -> bool:

@@ -116,6 +116,12 @@ class ProcessCapture:
 
     def end(self) -> None:
         """Send everything that the task has written, so that it arrives before the result."""
+        self.flush()
+        with self._lock:
+            self._task = 0
+
+    def flush(self) -> None:
+        """Send everything that the task has written so far, also lines that it has not finished."""
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -130,7 +136,6 @@ class ProcessCapture:
             for name, cutter in self._cutters.items():
                 if cutter.unfinished:
                     _emit_rest(self._emit, self._task, name, cutter)
-            self._task = 0
 
     def reroute(self, route: Route) -> None:
         """Mute streams at their descriptors, so that C code and subprocesses are muted too."""
@@ -201,6 +206,10 @@ class ThreadCapture:
         """Do nothing: the context says which task writes."""
 
     def end(self) -> None:
+        """Send the current task's unfinished lines."""
+        self.flush()
+
+    def flush(self) -> None:
         """Send the current task's unfinished lines."""
         for name in ("stdout", "stderr"):
             with self._lock:

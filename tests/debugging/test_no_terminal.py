@@ -1,0 +1,177 @@
+"""Breakpoints where nobody can type, or where nobody asked for a debugger: a clear error."""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import multiprocessing
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import skyward as sky
+from skyward.console.prompts import AskingPrompt, open_prompt
+
+QUIET = sky.Options(console=False)
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute(options=QUIET) as compute:
+        yield compute
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
+
+
+@sky.function
+def stops() -> str:
+    value = 3
+    breakpoint()  # noqa: T100
+    return f"went on with {value}"
+
+
+@sky.function
+def fails() -> None:
+    raise ValueError("on purpose")
+
+
+def typing(*lines: str) -> object:
+    """A person who types in a notebook's page, as its kernel sees it."""
+    left = list(lines)
+
+    def ask(prompt: str = "") -> str:
+        assert prompt == "(Pdb) "
+        return left.pop(0)
+
+    return ask
+
+
+def test_a_breakpoint_without_the_variable_says_what_to_set(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in (None, "0", ""):
+        if value is None:
+            monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
+        else:
+            monkeypatch.setenv("SKYWARD_DEBUGGER", value)
+        with pytest.raises(
+            sky.DebuggerError,
+            match=r"breakpoint\(\) at .*test_no_terminal\.py:\d+ in stops has nobody to ask: set "
+            r"SKYWARD_DEBUGGER=1 in the environment of the script",
+        ):
+            stops() >> compute
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_client_without_a_terminal_says_so(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/null", encoding="utf-8") as nowhere:
+        monkeypatch.setattr("sys.stdin", nowhere)
+        with pytest.raises(sky.DebuggerError, match="this process has no terminal; start it in"):
+            stops() >> compute
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(sky.DebuggerError, match="this process has no terminal"):
+        stops() >> compute
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_notebook_asks_in_its_page(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builtins, "input", typing("p value * 2", "value = 5", "c"))
+    assert stops() >> compute == "went on with 5"
+    assert re.search(r"stops on node 0: pdb(.*\n)*-> return (.*\n)*6\n", capfd.readouterr().out)
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_notebook_whose_page_cannot_ask_says_so(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(prompt: str = "") -> str:
+        raise RuntimeError("this frontend does not support input requests")
+
+    monkeypatch.setattr(builtins, "input", refuses)
+    with pytest.raises(sky.DebuggerError, match="does not support input requests; run the code"):
+        stops() >> compute
+
+
+@pytest.mark.usefixtures("wanted")
+def test_tasks_on_threads_have_debuggers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "input", typing("value = 1", "c", "value = 1", "c"))
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sky.Compute(worker=worker, options=QUIET) as compute:
+        futures = [stops() > compute for _ in range(2)]
+        assert [future.result(60) for future in futures] == ["went on with 1"] * 2
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_call_in_the_debugger_can_be_cancelled(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancels(prompt: str = "") -> str:
+        assert future.cancel()
+        return "p value"
+
+    monkeypatch.setattr(builtins, "input", cancels)
+    future = stops() > compute
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(60)
+    monkeypatch.setattr(builtins, "input", typing("c"))
+    assert stops() >> compute == "went on with 3"
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_process_that_the_task_started_is_told_apart(compute: sky.Compute) -> None:
+    @sky.function
+    def forks() -> str:
+        def child() -> None:
+            try:
+                breakpoint()  # noqa: T100
+            except sky.DebuggerError as problem:
+                told.put(str(problem))
+
+        context = multiprocessing.get_context("fork")
+        told = context.SimpleQueue()
+        process = context.Process(target=child)
+        process.start()
+        text: str = told.get()
+        process.join()
+        return text
+
+    assert "in a process that the task started" in forks() >> compute
+
+
+@pytest.mark.usefixtures("wanted")
+def test_python_s_own_switch_turns_breakpoints_off() -> None:
+    image = sky.Image(env={"PYTHONBREAKPOINT": "0"})
+    with sky.Compute(image=image, options=QUIET) as compute:
+        assert stops() >> compute == "went on with 3"
+
+
+def test_post_mortem_needs_the_variable_a_pool_and_a_failure(
+    monkeypatch: pytest.MonkeyPatch, compute: sky.Compute
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
+    with pytest.raises(sky.DebuggerError, match="set SKYWARD_DEBUGGER=1 before you make the call"):
+        sky.post_mortem()
+    monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
+    with sky.Compute(options=QUIET) as fresh:
+        with pytest.raises(sky.DebuggerError, match="no call has failed on this pool"):
+            sky.post_mortem(fresh)
+        with pytest.raises(sky.ConfigurationError, match=r"node=7.*workers are \[\(0, 0\)\]"):
+            sky.post_mortem(fresh, node=7)
+        with pytest.raises(ValueError, match="on purpose"):
+            fails() >> fresh
+        sky.function(lambda: 1)() >> fresh
+        with pytest.raises(sky.DebuggerError, match="this worker keeps no failed task"):
+            sky.post_mortem(fresh)
+
+
+def test_a_notebook_is_known_by_its_own_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "input", typing())
+    assert isinstance(open_prompt(), AskingPrompt)
