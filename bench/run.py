@@ -32,6 +32,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 SUITES = {
     "functions": "Calls",
     "objects": "Objects",
+    "state": "Shared state and objects that stay on a node",
     "device": "The torch device, on a CPU worker",
     "copies": "Copies between devices",
     "ddp": "Distributed training",

@@ -294,6 +294,31 @@ def test_threads_of_one_process_share_its_connection(pool: sky.Compute, name: st
     assert sky.counter(name).value == 400
 
 
+def test_a_thread_that_waits_does_not_hold_up_the_others_of_its_process(
+    pool: sky.Compute, name: str
+) -> None:
+    @sky.function
+    def crowd() -> list[int]:
+        waited: list[bool] = []
+
+        def waits() -> None:
+            waited.append(sky.event(name).wait(30))
+
+        threads = [threading.Thread(target=waits) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(20):
+            sky.counter(name).add()
+        with sky.lock(name, timeout=30):
+            sky.counter(name).add()
+        sky.event(name).set()
+        for thread in threads:
+            thread.join()
+        return [sky.counter(name).value, len(waited)]
+
+    assert crowd() >> pool == [21, 3]
+
+
 def test_a_whole_dict_comes_though_it_is_larger_than_a_message(
     pool: sky.Compute, name: str
 ) -> None:

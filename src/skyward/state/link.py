@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -31,7 +33,8 @@ Undo = Callable[[Any], tuple[str, tuple[Any, ...]] | None]
 """From the answer to an operation, the operation that takes it back."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would take a tenth of the time of an increment.
+@dataclass(slots=True)
 class StateOperation:
     """What a handle asks for."""
 
@@ -53,11 +56,12 @@ class StateOperation:
 class Slot:
     """An operation whose answer has not come yet."""
 
-    __slots__ = ("_ready", "code", "lost", "parts", "problem", "value")
+    __slots__ = ("_told", "code", "lost", "over", "parts", "problem", "value")
 
     def __init__(self) -> None:
-        self._ready = threading.Lock()
-        self._ready.acquire()
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.over = False
+        """Whether the answer has come, or will not come."""
         self.value: Any = None
         self.problem = ""
         self.code = ""
@@ -74,22 +78,31 @@ class Slot:
             return
         else:
             self.value = value if self.parts is None else [*self.parts, *value]
-        self._ready.release()
+        self.over = True
+        self._told.put(None)
 
     def lose(self, why: str) -> None:
         """Note that no answer will come."""
         self.lost = why
-        self._ready.release()
+        self.over = True
+        self._told.put(None)
+
+    def wake(self) -> None:
+        """Have the waiting thread look around: it may have to read the answers now."""
+        self._told.put(None)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the answer; in slices, so that a thread's task can be interrupted."""
+        """Wait for the answer, or to be woken; in slices, so that a task can be interrupted."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
+        while not self.over:
             left = SLICE_SECONDS if deadline is None else deadline - time.monotonic()
-            if self._ready.acquire(timeout=min(SLICE_SECONDS, max(0.0, left))):
-                return True
-            if left <= 0:
-                return False
+            try:
+                self._told.get(timeout=min(SLICE_SECONDS, max(0.0, left)))
+                return self.over
+            except queue.Empty:
+                if left <= 0:
+                    return False
+        return True
 
 
 class StateLink(ABC):
@@ -108,6 +121,15 @@ class StateLink(ABC):
         """End the link."""
 
 
+def wait_readable(poll: select.poll, seconds: float) -> bool:
+    """Wait until there is something to read; a task may be interrupted here."""
+    while not poll.poll(1000 * min(seconds, SLICE_SECONDS)):
+        seconds -= SLICE_SECONDS
+        if seconds <= 0:
+            return False
+    return True
+
+
 def answered(slot: Slot, operation: StateOperation) -> Any:
     """The value of an answer; raises the error that it tells of."""
     if not slot.problem:
@@ -118,17 +140,29 @@ def answered(slot: Slot, operation: StateOperation) -> Any:
 class RemoteLink(StateLink):
     """A link over a connection, which is made when it is first needed, and again after a loss."""
 
-    def __init__(self, dial: Callable[[], Channel], who: str) -> None:
-        """`dial` connects to the owner; `who` is this process, in words."""
-        self._dial, self._who = dial, who
+    def __init__(self, dial: Callable[[], Channel], who: str, *, threaded: bool = True) -> None:
+        """`dial` connects to the owner; `who` is this process, in words.
+
+        `threaded` is that of `StateConnection`.
+        """
+        self._dial, self._who, self._threaded = dial, who, threaded
         self._lock = threading.Lock()
         self._connection: StateConnection | None = None
         self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a connection."""
+        connection = self._connection
+        return connection is not None and not connection.lost
 
     def epoch(self) -> str:
         return self._connected().epoch
 
     def _connected(self) -> StateConnection:
+        connection = self._connection
+        if connection is not None and not connection.lost:
+            return connection
         with self._lock:
             if self._connection is not None:
                 if not self._connection.lost:
@@ -138,7 +172,7 @@ class RemoteLink(StateLink):
             if self._closed:
                 raise StateLostError("the pool of this state is closed")
             try:
-                self._connection = StateConnection(self._dial(), self._who)
+                self._connection = StateConnection(self._dial(), self._who, self._threaded)
             except StateLostError:
                 raise
             except (OSError, EOFError, SkywardError) as problem:
@@ -161,10 +195,13 @@ class RemoteLink(StateLink):
 
 @dataclass(slots=True, eq=False)
 class StateConnection:
-    """One connection to an owner: any thread asks, and one thread reads all answers."""
+    """One connection to an owner: any thread asks, and one thread at a time reads the answers."""
 
     channel: Channel
     who: str
+    threaded: bool
+    """Whether a thread of its own reads the answers, so that interrupts reach no thread that
+    reads; else that is so only while the process holds locks."""
     epoch: str = field(init=False, default="")
     lost: str = field(init=False, default="")
     """Why the connection is of no more use; empty if it is."""
@@ -173,7 +210,10 @@ class StateConnection:
     _slots: dict[int, Slot] = field(init=False, default_factory=dict)
     _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
-    _reader: threading.Thread = field(init=False)
+    _reader: threading.Thread | None = field(init=False, default=None)
+    _reading: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Held by the thread that reads."""
+    _poll: select.poll = field(init=False, default_factory=select.poll)
     _heard: float = field(init=False, default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -187,8 +227,11 @@ class StateConnection:
         except BaseException:
             self.channel.close()
             raise
-        self._reader = threading.Thread(target=self._read, name="skyward-state", daemon=True)
-        self._reader.start()
+        # Only poll() reads from now on: it does not wait.
+        self.channel.set_blocking(False)
+        self._poll.register(self.channel.fileno(), select.POLLIN)
+        if self.threaded:
+            self._start_reader()
 
     def perform(self, operation: StateOperation) -> Any:
         """The owner's answer to an operation."""
@@ -205,7 +248,7 @@ class StateConnection:
             arguments["waits"] = operation.timeout
         try:
             self._ask(number, slot, Question(operation.what, arguments))
-            slot.wait()
+            self._await(slot)
         except BaseException:
             self._settle(number, slot, operation)
             raise
@@ -214,12 +257,18 @@ class StateConnection:
         value = answered(slot, operation)
         if operation.kind == "lock" and value:
             self.holds += {"acquire": 1, "release": -1}.get(operation.what, 0)
+            if operation.what == "acquire":
+                # From now on, the owner must hear of this process while it does other things.
+                self._start_reader()
         return value
 
     def _ask(self, number: int, slot: Slot, question: Question) -> None:
         with self._lock:
             if self.lost:
                 raise StateLostError(self.lost)
+            if not self._slots:
+                # Before, nobody listened.
+                self._heard = time.monotonic()
             self._slots[number] = slot
         try:
             self.channel.send(question)
@@ -237,7 +286,7 @@ class StateConnection:
             cancelling, other = Slot(), next(self._numbers)
             self._ask(other, cancelling, Question("cancel", {"n": other, "with": (number,)}))
             # The owner answers in order: an answer to the operation has come before this one.
-            cancelling.wait(SETTLE_SECONDS)
+            self._await(cancelling, SETTLE_SECONDS)
             with self._lock:
                 is_open = self._slots.pop(number, None) is not None
             undone = None
@@ -247,24 +296,68 @@ class StateConnection:
                 what, arguments = undone
                 self.perform(StateOperation(operation.kind, operation.name, what, arguments))
 
-    def _read(self) -> None:
-        while True:
-            try:
-                reply = self._next_reply()
-                number, value = reply.value
-            except TimeoutError:
-                self._beat()
-                if self.lost:
-                    return
-                continue
-            except (EOFError, OSError, SkywardError, TypeError, ValueError) as problem:
-                self._lose(f"the connection to it was lost ({problem})")
+    def _await(self, slot: Slot, seconds: float | None = None) -> None:
+        """Wait for an answer.
+
+        Without a thread that reads, one of the waiting threads does: two threads that wake each
+        other for every answer would take twice the processor time.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not slot.over:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
                 return
-            self._heard = time.monotonic()
-            with self._lock:
-                slot = self._slots.get(number) if reply.more else self._slots.pop(number, None)
-            if slot is not None:
-                slot.fill(value, reply.problem, more=reply.more)
+            if self._reader is not None or not self._reading.acquire(blocking=False):
+                slot.wait(left)
+                continue
+            try:
+                while not slot.over and not self.lost and (left is None or left > 0):
+                    self._read_some(left)
+                    left = None if deadline is None else deadline - time.monotonic()
+            finally:
+                self._reading.release()
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Have another waiting thread read, if there is one."""
+        with self._lock:
+            following = next(iter(self._slots.values()), None)
+        if following is not None:
+            following.wake()
+
+    def _start_reader(self) -> None:
+        """Have a thread of its own read from now on."""
+        with self._lock:
+            if self._reader is not None or self.lost:
+                return
+            self._reader = threading.Thread(target=self._read, name="skyward-state", daemon=True)
+            self._reader.start()
+
+    def _read(self) -> None:
+        with self._reading:
+            while not self.lost:
+                self._read_some(None)
+
+    def _read_some(self, seconds: float | None) -> None:
+        """Wait for answers, for so long and at most until the next beat, and hand them out."""
+        pause = BEAT_SECONDS if seconds is None else min(BEAT_SECONDS, seconds)
+        if not wait_readable(self._poll, pause):
+            if pause == BEAT_SECONDS:
+                self._beat()
+            return
+        try:
+            for frame in self.channel.poll():
+                self._take(messages.decode_as(Reply, frame.kind, frame.meta))
+        except (EOFError, OSError, SkywardError, TypeError, ValueError) as problem:
+            self._lose(f"the connection to it was lost ({problem})")
+
+    def _take(self, reply: Reply) -> None:
+        number, value = reply.value
+        self._heard = time.monotonic()
+        with self._lock:
+            slot = self._slots.get(number) if reply.more else self._slots.pop(number, None)
+        if slot is not None:
+            slot.fill(value, reply.problem, more=reply.more)
 
     def _next_reply(self) -> Reply:
         frame = self.channel.receive()
@@ -297,9 +390,12 @@ class StateConnection:
     def close(self) -> None:
         """End the connection; what still waits is told so."""
         self._lose("the pool of this state is closed")
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
-        self.channel.close()
+        reader = self._reader
+        if reader is not None and threading.current_thread() is not reader:
+            reader.join()
+        # A thread that reads looks up when the connection ends, and lets go.
+        with self._reading:
+            self.channel.close()
 
 
 class LocalSession(Session):
@@ -346,10 +442,11 @@ class LocalLink(StateLink):
                     arguments,
                     operation.options,
                 )
-            if not slot.wait(operation.timeout if operation.waits else None):
+            slot.wait(operation.timeout if operation.waits else None)
+            while not slot.over:
                 with self._lock:
                     self._owner.expire()
-                slot.wait()
+                slot.wait(0.0)
         except BaseException:
             with self._lock:
                 session.slots.pop(number, None)

@@ -34,35 +34,41 @@ class WorkerState:
 
     def __init__(self) -> None:
         self._credentials: Credentials | None = None
+        self._threaded = True
         self._lock = threading.Lock()
-        self._told = ""
-        """The `COMPUTE_POOL` variable that the link was made for."""
         self._where = ""
+        """Where the owner is that the link leads to."""
         self._link: RemoteLink | None = None
         self._inherited: list[RemoteLink] = []
         """The links of the process that this one was forked from: not this one's to close."""
 
-    def credentials(self, credentials: Credentials | None) -> None:
-        """Set what this process proves its identity with; a worker does so when it starts."""
-        self._credentials = credentials
+    def prepare(self, credentials: Credentials | None, *, threads: bool) -> None:
+        """Set what this process proves its identity with, and whether threads run its tasks.
 
-    def link(self, told: str) -> StateLink:
-        """The link; `told` is the `COMPUTE_POOL` variable as it is now."""
-        if told != self._told:
-            self._follow(told)
-        assert self._link is not None
-        return self._link
+        A worker does so when it starts. On its main thread, tasks are never interrupted in code of
+        ours that reads, so that it can read by itself.
+        """
+        self._credentials, self._threaded = credentials, threads
 
-    def _follow(self, told: str) -> None:
+    def link(self) -> StateLink | None:
+        """The link; None if this process belongs to no pool."""
+        link = self._link
+        if link is not None and link.alive:
+            return link
+        if context.VARIABLE not in os.environ:
+            return None
+        return self._follow()
+
+    def _follow(self) -> StateLink:
         """Go to where the owner is now."""
         with self._lock:
             where = context.instance_info().state
             if self._link is None or where != self._where:
-                old = self._link
-                self._where, self._link = where, RemoteLink(self._dial, _who())
+                old, self._where = self._link, where
+                self._link = RemoteLink(self._dial, _who(), threaded=self._threaded)
                 if old is not None:
                     old.close()
-            self._told = told
+            return self._link
 
     def _dial(self) -> Channel:
         info = _await_owner()
@@ -91,7 +97,7 @@ class WorkerState:
         if self._link is not None:
             self._inherited.append(self._link)
         self._lock = threading.Lock()
-        self._link, self._told, self._where = None, "", ""
+        self._link, self._where = None, ""
 
 
 worker_state = WorkerState()
@@ -109,8 +115,7 @@ def link_for(on: Any) -> StateLink:
     if target is not None:
         link: StateLink = target.state_link()
         return link
-    told = os.environ.get(context.VARIABLE)
-    return worker_state.link(told) if told else _local
+    return worker_state.link() or _local
 
 
 def _await_owner() -> context.InstanceInfo:

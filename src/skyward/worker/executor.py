@@ -482,7 +482,8 @@ def main() -> None:
     # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     executor = Executor(config)
-    worker_state.credentials(Credentials(*config.credentials) if config.credentials else None)
+    credentials = Credentials(*config.credentials) if config.credentials else None
+    worker_state.prepare(credentials, threads=bool(config.threads))
     is_head = config.node == config.worker == config.slot == 0
     port = rendezvous.reserve() if is_head else 0
     announcement = msgspec.json.encode({"endpoint": executor.endpoint, "port": port})

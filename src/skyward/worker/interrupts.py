@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 
-from skyward.state.link import Slot
+from skyward.state.link import Slot, wait_readable
 from skyward.worker.jobs import Job
 
 AGAIN_SECONDS = 0.005
@@ -22,7 +22,7 @@ _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
 """Modules that our code and user code wait in; the callers' frames show which of the two it is."""
 
 
-_WAITS = {Slot.wait.__code__}
+_WAITS = {Slot.wait.__code__, wait_readable.__code__}
 """Functions of ours that wait for the user, and can be interrupted as the user's code can."""
 
 

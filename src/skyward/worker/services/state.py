@@ -42,6 +42,8 @@ class RemoteSession(Session):
         self.channel = channel
         self.sender, self.receiver = channel.detach()
         self.unsent = bytearray()
+        self.blocked = False
+        """Whether the connection did not take all answers at once."""
         self.ended = threading.Event()
         self._dirty = dirty
         """The sessions that have something to send."""
@@ -102,7 +104,6 @@ class StateServer:
                     self._dirty.add(key.data)
                 if events & selectors.EVENT_READ:
                     self._take(key.data, key.data.channel.poll)
-            self._owner.expire()
             self._look()
             while self._dirty:
                 # A connection that is lost frees locks, which gives others answers to send.
@@ -171,7 +172,9 @@ class StateServer:
         except OSError:
             self._drop(session)
             return
-        self._watch(session)
+        if session.unsent or session.blocked:
+            session.blocked = bool(session.unsent)
+            self._watch(session)
 
     def _watch(self, session: RemoteSession) -> None:
         """Wait for what the connection can do next: bring questions, or take answers."""
