@@ -217,6 +217,7 @@ class SimulatedTask:
     id: int
     on: int | None = None
     worker: tuple[int, int] | None = None
+    pinned: Load[SimulatedTask] | None = None
     waiting: bool = True
     order: int = 0
 

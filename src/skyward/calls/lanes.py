@@ -76,7 +76,7 @@ class Lanes:
             started += [task for task in unstarted if task.pinned is not None]
             unstarted = [task for task in unstarted if task.pinned is None]
             lane.tasks.clear()
-            return started + self.take_unrunnable(lambda t: t.pinned is not lane.load), unstarted
+            return started + self._scheduler.take_pinned(lane.load), unstarted
 
     def with_task(self, task: Task) -> Lane | None:
         """The lane that has a task, if one does."""

@@ -207,6 +207,13 @@ class Scheduler(Generic[W]):
         everything = [*self._queue, *(t for queue in self._aimed.values() for t in queue)]
         return [task for task in everything if task.waiting]
 
+    def take_pinned(self, load: Load[W]) -> list[W]:
+        """Remove the waiting tasks that only this executor can run, and return them."""
+        tasks = [task for task in self._aimed.pop(load, ()) if task.waiting]
+        for task in tasks:
+            task.waiting = False
+        return tasks
+
     @property
     def backlog(self) -> int:
         """How many tasks wait, including tasks that were cancelled while waiting."""
