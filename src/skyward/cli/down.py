@@ -23,22 +23,27 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=names.recorded_pools)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
 @click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
+@click.option("--force", is_flag=True, help="Also end a pool that stays and has clients.")
 @click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")
-def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
+def down(name: str | None, everything: bool, yes: bool, force: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
-    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. --forget
+    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A pool that
+    stays is removed only by its name, or with --all; if it has clients, --force is needed. --forget
     removes nothing: it is for machines that are gone, or that nobody can reach any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")
     if forget and name is None:
         raise click.UsageError("--forget: give the name of the pool that is to be forgotten")
+    from skyward.nodes import keeping
     from skyward.nodes.cleaning import clean, matching
     from skyward.nodes.journal import Journal
+    from skyward.nodes.occupancy import end, recorded_pools
 
     journal = Journal()
-    pools = journal.pools()
+    kept = {pool.id: record for pool, record in recorded_pools(journal) if record is not None}
+    pools = [pool for pool, _ in recorded_pools(journal)]
     if name is not None:
         chosen = matching(pools, name)
         if not chosen:
@@ -47,18 +52,35 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
     elif everything:
         chosen = pools
     else:
-        chosen = [pool for pool in pools if pool.client == "gone"]
-    in_use = [pool for pool in chosen if pool.client != "gone"]
+        chosen = [pool for pool in pools if pool.client == "gone" and pool.id not in kept]
+    # Whether a pool that stays is in use, its agents know.
+    in_use = [pool for pool in chosen if pool.client != "gone" and pool.id not in kept]
     if forget:
         _check_forgettable(chosen)
         ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "forget")
         journal.forget(chosen[0].id)
+        if chosen[0].id in kept:
+            keeping.forget(chosen[0].name, chosen[0].id)
         _tell_forgotten(chosen[0])
         return
     ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "remove")
-    outcomes = [
-        attempted(pool.id, pool.name, functools.partial(clean, journal, pool)) for pool in chosen
-    ]
+    if name is not None and len(chosen) == 1 and chosen[0].id in kept:
+        # Not attempted: that it is in use is no failure to remove something.
+        outcomes = [end(journal, chosen[0], kept[chosen[0].id], force=force)]
+    else:
+        outcomes = [
+            attempted(
+                pool.id,
+                pool.name,
+                functools.partial(end, journal, pool, kept[pool.id], force=force)
+                if pool.id in kept
+                else functools.partial(clean, journal, pool),
+            )
+            for pool in chosen
+        ]
+    for each in outcomes:
+        if not each.failures:
+            keeping.forget_damaged(each.name)
     if output.wants_json():
         output.as_json(
             [
@@ -72,10 +94,10 @@ def down(name: str | None, everything: bool, yes: bool, forget: bool) -> None:
         if not outcomes:
             click.echo("nothing was left behind")
     if failures := failed(outcomes):
-        kept = next(each.pool for each in outcomes if each.failures)
+        left = next(each.pool for each in outcomes if each.failures)
         raise PoolError(
             f"{failures}. The pool stays on record; if its machines are gone, take it off the "
-            f"record: sky down {kept} --forget"
+            f"record: sky down {left} --forget"
         )
 
 

@@ -17,6 +17,10 @@ from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGro
 COMMANDS = {
     "ps": "List the pools that have machines.",
     "down": "Remove the machines of pools that were left behind.",
+    "up": "Start a pool that stays.",
+    "attach": "Say how to use a pool that stays, or move its record to another machine.",
+    "stop": "End the workers of a pool that stays, and keep it on record.",
+    "start": "Start a pool again that was stopped.",
     "gc": "Find and remove what providers still have of pools that are over.",
     "offers": "List the machines that providers sell, and their prices.",
     "ui": "Show pools live in a browser, and serve metrics.",

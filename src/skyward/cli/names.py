@@ -32,6 +32,12 @@ def _recorded() -> Iterable[str]:
     return [pool.name for pool in Journal().pools()]
 
 
+def _kept() -> Iterable[str]:
+    from skyward.nodes import keeping
+
+    return keeping.names()
+
+
 def _described() -> Iterable[str]:
     from skyward.settings import read_settings
 
@@ -53,6 +59,8 @@ def _accelerators() -> Iterable[str]:
 
 recorded_pools = _completing(_recorded)
 """The pools that have machines."""
+kept_pools = _completing(_kept)
+"""The pools that stay."""
 described_pools = _completing(_described)
 """The pools of the settings file."""
 providers = _completing(_providers)

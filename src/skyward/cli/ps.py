@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from skyward.market import money
 
 if TYPE_CHECKING:
     from skyward.nodes.journal import PoolRecord
+    from skyward.nodes.occupancy import Occupancy
 
 _STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from another host"}
 
@@ -23,37 +25,46 @@ def ps() -> None:
     """List pools that have machines: containers, hosts, clouds.
 
     A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
-    ended themselves, so its cost is what it is at most. Pools of plain workers on
-    this machine end with their process and are not listed.
+    ended themselves, so its cost is what it is at most. A pool that stays is listed with the number
+    of its clients, or how long it has been idle. Other pools of plain workers on this machine end
+    with their process and are not listed.
     """
     from skyward.nodes.journal import Journal
+    from skyward.nodes.occupancy import occupancy, recorded_pools
 
-    pools = Journal().pools()
+    found = recorded_pools(Journal())
+    # Each pool that stays is asked who uses it, all at once: one may be out of reach.
+    with ThreadPoolExecutor(max_workers=16) as asking:
+        told = list(asking.map(lambda each: each[1] and occupancy(each[1]), found))
+    pools = [(pool, kept) for (pool, _), kept in zip(found, told, strict=True)]
     if output.wants_json():
-        output.as_json([_document(pool) for pool in pools])
+        output.as_json([_document(pool, kept) for pool, kept in pools])
         return
     if not pools:
         click.echo("no pool has machines")
         return
     heads = ("pool", "name", "provider", "machines", "state", "made", "cost", "$/hour")
-    output.table(heads, [_row(pool) for pool in pools], right=heads[3:4] + heads[6:])
+    output.table(heads, [_row(*each) for each in pools], right=heads[3:4] + heads[6:])
 
 
-def _row(pool: PoolRecord) -> tuple[object, ...]:
+def _row(pool: PoolRecord, kept: Occupancy | None) -> tuple[object, ...]:
     made = output.moment(datetime.fromtimestamp(pool.created, UTC))
     costs = ["" if each is None else money(each) for each in (pool.cost, pool.hourly_cost)]
-    if pool.cost and pool.cost_is_upper_bound:
+    if pool.cost and pool.cost_is_upper_bound and kept is None:
         costs[0] = f"at most {costs[0]}"
-    state = _STATES[pool.client]
+    state = _STATES[pool.client] if kept is None else kept.state
     return pool.id, pool.name, pool.provider, len(pool.machines), state, made, *costs
 
 
-def _document(pool: PoolRecord) -> dict[str, object]:
+def _document(pool: PoolRecord, kept: Occupancy | None) -> dict[str, object]:
     return {
         "id": pool.id,
         "name": pool.name,
         "provider": pool.provider,
-        "state": pool.client,
+        "state": pool.client if kept is None else kept.state,
+        "kept": kept is not None,
+        "clients": [] if kept is None else list(kept.clients),
+        "idle": None if kept is None else kept.idle,
         "host": pool.host,
         "pid": pool.pid,
         "created": datetime.fromtimestamp(pool.created, UTC),

@@ -20,7 +20,7 @@ from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_ch
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.configured import arguments_of
 from skyward.compute.listening import Listening, OnEvent, check_callback
-from skyward.compute.quoting import quoted, readiness
+from skyward.compute.quoting import quoted, readiness, without_end
 from skyward.compute.running import Running
 from skyward.compute.showing import Showing
 from skyward.compute.stats import Stats, done, stats_of
@@ -38,6 +38,7 @@ from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.former import explained
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
@@ -272,12 +273,19 @@ class Compute(Running):
         await asyncio.to_thread(self._close_surely)
 
     @classmethod
+    def _again(cls, record: KeptPool) -> Self:
+        """A `Compute` like the one that has made a pool that stays."""
+        spec, plugins = restored(record, provider_of(record))
+        compute = cls.__new__(cls)
+        compute._set_up(spec, plugins, None)
+        return compute
+
+    @classmethod
     def _attach(cls, adoption: Adoption, on_event: OnEvent | None) -> Self:
         """A `Compute` that is connected to a pool that stays."""
-        spec, plugins = restored(adoption.record, provider_of(adoption.record))
-        compute = cls.__new__(cls)
-        compute._set_up(spec, plugins, on_event)
-        compute._start(spec, adoption)
+        compute = cls._again(adoption.record)
+        compute._on_event = on_event
+        compute._start(compute._spec, adoption)
         compute._attached = True
         return compute
 
@@ -325,6 +333,8 @@ class Compute(Running):
             self._enter_plugins()
             if spec.keep is not None and adoption is None:
                 self._pool.keep()
+                if warning := without_end(spec, self._pool.ledger.hourly_cost):
+                    console.note(warning)
             ready = readiness(
                 self._pool.ready_nodes(),
                 spec.nodes,

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from skyward.bootstrap import preparation
 from skyward.errors import PoolError
+from skyward.nodes import keeping
 from skyward.nodes.journal import Journal, PoolRecord
 from skyward.providers import (
     Collector,
@@ -17,6 +19,7 @@ from skyward.providers import (
     Provider,
     Remains,
     Sweeper,
+    equipment_of,
     find_provider,
     owner,
     sweeps,
@@ -77,6 +80,9 @@ def whose(journal: Journal, remains: Remains) -> Whose:
     Without a line in the journal, a client counts as running if a process has its number.
     """
     record = next((pool for pool in journal.pools() if pool.id == remains.pool), None)
+    if keeping.find(remains.pool) is not None:
+        # It stays without a client, which is as it should be.
+        return "running"
     if record is not None and record.client != "elsewhere":
         return record.client
     if remains.owner != owner():
@@ -122,15 +128,26 @@ async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
     deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
     deadline += _APPEARING_SECONDS
     while True:
-        found = await provider.find(pool.id)
+        found = [*await provider.find(pool.id)]
+        found += _kept_here(provider, pool, [machine.id for machine in found])
         if len(found) >= len(pool.machines) or time.time() > deadline:
             return found
         await asyncio.sleep(1)
 
 
+def _kept_here(provider: Provider, pool: PoolRecord, found: list[str]) -> list[Machine]:
+    """Machines of a pool that stays on this machine, made where `find` does not look now."""
+    at = getattr(provider, "machine_at", None)
+    ids = [each.id for each in pool.machines if each.id is not None and each.id not in found]
+    return [] if at is None else [at(machine) for machine in ids if Path(machine).is_dir()]
+
+
 async def _destroyed(machine: Machine, pool: str) -> str | None:
     try:
-        await preparation.take_down(machine, pool, _REMOVE_SECONDS)
+        if equipment_of(machine) is not None:
+            await machine.destroy()
+        else:
+            await preparation.take_down(machine, pool, _REMOVE_SECONDS)
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"
     return None

@@ -180,6 +180,16 @@ def forget(name: str, pool: str | None = None) -> None:
     path.with_suffix(".lock").unlink(missing_ok=True)
 
 
+def forget_damaged(name: str) -> None:
+    """Remove the record of a pool if nobody can read it."""
+    if not _NAME.fullmatch(name) or not path_of(name).exists():
+        return
+    try:
+        read(name)
+    except PoolError:
+        path_of(name).unlink(missing_ok=True)
+
+
 def find(pool: str) -> KeptPool | None:
     """The record of the pool with that id."""
     for name in names():

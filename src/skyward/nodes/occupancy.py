@@ -1,0 +1,104 @@
+"""Occupancy: who uses a pool that stays, and how to end it without taking it from others."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from skyward.console.measures import duration
+from skyward.errors import PoolError, SkywardError
+from skyward.nodes import keeping
+from skyward.nodes.cleaning import Cleaned, clean
+from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
+from skyward.nodes.keeping import KeptPool
+from skyward.nodes.reaching import ReachedPool
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """A pool that stays, as it is now."""
+
+    state: str
+    """In words: "stays, 2 clients", "stays, idle for 5 min", "stays, out of reach"."""
+    clients: tuple[dict[str, Any], ...] = ()
+    idle: float | None = None
+    """For how many seconds nobody has used it; None if it is not known, or in use."""
+
+
+def occupancy(record: KeptPool) -> Occupancy:
+    """Ask a pool who uses it."""
+    if record.stopped:
+        return Occupancy("stopped")
+    try:
+        with ReachedPool(record) as pool, pool.head() as head:
+            told = head.ask("who")
+    except (SkywardError, OSError, EOFError):
+        gone = keeping.path_of(record.name).exists()
+        return Occupancy("stays, out of reach" if gone else "gone")
+    clients = tuple(told["clients"])
+    if clients:
+        return Occupancy(f"stays, {len(clients)} client{'s' * (len(clients) > 1)}", clients)
+    idle = float(told["idle"])
+    return Occupancy(f"stays, idle for {duration(idle)}", idle=idle)
+
+
+def journalled(record: KeptPool) -> PoolRecord:
+    """A pool as the journal would have it, for one that another machine has made."""
+    machines = tuple(
+        MachineRecord(node.index, node.machine, node.address, record.created)
+        for node in record.nodes
+    )
+    return PoolRecord(
+        id=record.id,
+        name=record.name,
+        provider=record.provider,
+        arguments=record.arguments,
+        host="",
+        pid=0,
+        began=0.0,
+        created=record.created,
+        price=None,
+        machines=machines,
+    )
+
+
+def recorded_pools(journal: Journal) -> list[tuple[PoolRecord, KeptPool | None]]:
+    """All pools that the journal has, and those that stay, each with its record."""
+    kept: dict[str, KeptPool] = {}
+    for name in keeping.names():
+        # What cannot be read is in the journal, too, unless it came from another machine.
+        with contextlib.suppress(PoolError):
+            record = keeping.read(name)
+            kept[record.id] = record
+    found: list[tuple[PoolRecord, KeptPool | None]] = [
+        (pool, kept.pop(pool.id, None)) for pool in journal.pools()
+    ]
+    return [*found, *((journalled(record), record) for record in kept.values())]
+
+
+def end(journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool) -> Cleaned:
+    """End a pool that stays; without `force`, only if nobody uses it.
+
+    If no agent answers, its machines are removed all the same.
+    """
+    with contextlib.ExitStack() as held:
+        if not record.stopped:
+            try:
+                reached = ReachedPool(record)
+                head = reached.head()
+            except (SkywardError, OSError, EOFError):
+                pass
+            else:
+                head.close()
+                held.enter_context(reached.lock(force=force))
+        # First: its clients start a lost node anew, as long as the record has the node.
+        keeping.forget(record.name, record.id)
+        try:
+            cleaned = clean(journal, pool)
+        except BaseException:
+            keeping.write(record)
+            raise
+        if cleaned.failures:
+            keeping.write(record)
+    return cleaned

@@ -1,0 +1,138 @@
+"""`sky up`, `ps`, `attach`, `stop`, `start` and `down` for pools that stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.compute.quoting import without_end
+from skyward.nodes import keeping
+from skyward.nodes.journal import Journal
+
+Script = Callable[[str], "subprocess.Popen[str]"]
+
+
+@sky.function
+def pid() -> int:
+    return os.getpid()
+
+
+def run(*args: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(command, list(args))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def documents(*args: str) -> Any:
+    return json.loads(run(*args, "--json").stdout)
+
+
+@pytest.fixture
+def bench(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A pool of one node that `sky up` has left running."""
+    monkeypatch.chdir(tmp_path)
+    assert documents("up", "bench", "--keep", "10min") == {"name": "bench", "nodes": 1}
+    yield "bench"
+    if "bench" in keeping.names():
+        run("down", "bench", "--force")
+    assert Journal().pools() == []
+    assert not list(home.glob("sky-*"))
+
+
+def test_up_leaves_a_pool_that_ps_shows_and_down_ends(bench: str) -> None:
+    (shown,) = documents("ps")
+    assert (shown["name"], shown["provider"], shown["kept"]) == (bench, "local", True)
+    assert shown["state"].startswith("stays, idle for")
+    with sky.attach(bench) as compute:
+        (shown,) = documents("ps")
+        assert shown["state"] == "stays, 1 client"
+        assert shown["clients"][0]["pid"] == str(os.getpid())
+        assert pid() >> compute
+    assert "removed" in run("down", bench).output
+    assert documents("ps") == []
+    with pytest.raises(sky.PoolError, match="no pool called 'bench' stays here"):
+        sky.attach(bench)
+
+
+def test_down_without_a_name_leaves_pools_that_stay_alone(bench: str) -> None:
+    assert "nothing was left behind" in run("down").output
+    with sky.attach(bench) as compute:
+        assert pid() >> compute
+
+
+def test_down_refuses_while_others_are_attached(bench: str, script: Script) -> None:
+    other = script(f"c = sky.attach({bench!r}); print(1, flush=True); input()")
+    assert other.stdout is not None
+    other.stdout.readline()
+    refused = run("down", bench, code=1)
+    assert f"process {other.pid}" in refused.stderr
+    assert "--force" in refused.stderr
+    run("down", bench, "--force")
+    other.communicate("\n", timeout=60)
+
+
+def test_a_pool_is_stopped_and_started_again(bench: str) -> None:
+    run("stop", bench)
+    with pytest.raises(sky.PoolError, match="is stopped; `sky start bench`"):
+        sky.attach(bench)
+    assert documents("ps")[0]["state"] == "stopped"
+    assert "already" in run("stop", bench, code=1).stderr
+    assert documents("start", bench) == {"name": bench, "nodes": 1}
+    with sky.attach(bench) as compute:
+        assert pid() >> compute
+
+
+def test_the_record_moves_to_another_home_and_is_a_key(
+    bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bench.key"
+    assert "a key" in run("attach", bench, "--export", str(file)).output
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
+        run("attach", "--import", str(file))
+        assert [each["name"] for each in documents("ps")] == [bench]
+        with sky.attach(bench) as compute:
+            assert pid() >> compute
+        assert "stays already" in run("attach", "--import", str(file), code=1).stderr
+
+
+def test_down_ends_a_pool_whose_agent_is_gone(bench: str) -> None:
+    os.kill(keeping.read(bench).nodes[0].pid, signal.SIGKILL)
+    run("down", bench)
+    assert documents("ps") == []
+
+
+def test_down_ends_a_pool_whose_record_is_damaged(bench: str) -> None:
+    keeping.path_of(bench).write_text("{half")
+    with pytest.raises(sky.PoolError, match=r"bench\.json is damaged.*`sky down`"):
+        sky.attach(bench)
+    run("down", bench, "--yes")
+    assert bench not in keeping.names()
+
+
+def test_a_pool_that_costs_money_without_end_says_so() -> None:
+    class Shop(sky.Local):
+        name = "shop"
+
+        def offers(self, request: object) -> list[sky.Offer]:
+            return []
+
+    compute = sky.Compute(sky.Local(), name="gold", keep=True)
+    assert without_end(compute._spec, 2.5) == ""
+    from dataclasses import replace
+
+    sold = replace(compute._spec, provider=Shop())
+    assert "$2.50 an hour; ttl=SECONDS" in without_end(sold, 2.5)
+    assert without_end(replace(sold, keep=60.0), 2.5) == ""
