@@ -347,6 +347,10 @@ class Pool:
         """The node of a sky device of this pool, and the worker if only one sees the GPU."""
         return self._fleet.device_holder(index)
 
+    def device_home(self, index: int) -> tuple[int, str] | None:
+        """The node and the kind of a sky device of this pool; None if it has no such device."""
+        return self._fleet.device_home(index)
+
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
         return self._fleet.workers()

@@ -25,8 +25,9 @@ Script = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The state folder, and the folder in which agents that stay have theirs."""
+    tmp_path_factory.getbasetemp()  # chosen now, before it would be below a folder of this fixture
     folder = Path(tempfile.mkdtemp(prefix="skyk-", dir="/tmp"))
     changed = {"SKYWARD_STATE": str(folder / "state"), "TMPDIR": str(folder)}
     before = {name: os.environ.get(name) for name in changed}

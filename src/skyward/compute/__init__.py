@@ -21,9 +21,9 @@ from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.configured import arguments_of
 from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness, without_end
-from skyward.compute.running import Running
 from skyward.compute.showing import Showing
 from skyward.compute.stats import Stats, done, stats_of
+from skyward.compute.values import Keeping
 from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
 from skyward.errors import (
@@ -58,7 +58,7 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 
 
 @explained
-class Compute(Running):
+class Compute(Keeping):
     """A set of machines to run functions on.
 
     `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have

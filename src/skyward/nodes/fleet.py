@@ -469,6 +469,15 @@ class Fleet:
         alone = self._spec.worker.per_node == "accelerator" and gpus
         return node, gpus[0] if alone else None
 
+    def device_home(self, index: int) -> tuple[int, str] | None:
+        """The node and the kind of a sky device of this pool; None if it has no such device."""
+        found = self._devices.find(index)
+        if found is None:
+            return None
+        node, kinds = found
+        # It may have been asked for as "auto", but is known by its own kind, too.
+        return node, next((kind for kind in sorted(kinds) if kind != "auto"), "auto")
+
     def result_device(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
         """The device that the results of a worker stay on; opens the device if it is not open."""
         import torch

@@ -47,6 +47,7 @@ from skyward.worker.notices import Notices
 from skyward.worker.services import ServedNode, Services
 from skyward.worker.tenants import Tenant, Tenants
 from skyward.worker.usage import Gauge
+from skyward.worker.values import NamedValues
 
 LOOK_SECONDS = 0.25
 
@@ -66,10 +67,18 @@ class Agent:
         self._entered: bytes | None = None
         """The plugins' hooks that were entered for the node."""
         self._gauge = Gauge()
+        self._values = NamedValues(config.folder)
         self._notices = Notices(config.notice, self._tenants.tell)
         self._jobs = KeptJobs(Path(config.folder, "jobs"))
         self._services = Services(
-            ServedNode(config, self._tenants, self._jobs, self._starts.put, PoolLease())
+            ServedNode(
+                config,
+                self._tenants,
+                self._jobs,
+                self._starts.put,
+                PoolLease(),
+                self._values,
+            )
         )
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock", for_peers=True)
@@ -185,6 +194,7 @@ class Agent:
         self._services.close()
         self._notices.close()
         self._tenants.close()
+        self._values.close()
         try:
             self._hooks.leave()
         except Exception:

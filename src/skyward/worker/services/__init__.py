@@ -23,9 +23,12 @@ from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.tenants import Tenants
+from skyward.worker.values import NamedValues
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset({"about", "clients", "copying", "exec", "files", "jobs", "stacks"})
+FOR_CLIENTS = frozenset(
+    {"about", "clients", "copying", "exec", "files", "jobs", "stacks", "values"}
+)
 """The services for the pool's clients alone."""
 FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""
@@ -43,6 +46,8 @@ class ServedNode:
     """Has the agent's main thread call a function: only that thread may start processes."""
     lease: PoolLease
     """Who may change the pool; of the head's agent."""
+    values: NamedValues
+    """What clients keep on the node by name."""
 
     @property
     def executors(self) -> list[ExecutorProcess]:

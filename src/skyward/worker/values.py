@@ -1,0 +1,152 @@
+"""Values by name: objects that an agent keeps in the memory of its node, whoever made them.
+
+The agent makes a file in memory for a value, an executor fills it, and any executor of the node
+reads it later. The agent itself never decodes a value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from skyward import kernel
+from skyward.objects import encoding
+
+_LENGTH = 8
+_ALIGNMENT = 64
+
+
+@dataclass(slots=True)
+class ValueFile:
+    """A file that holds one value, or will."""
+
+    descriptor: int
+    path: str
+    """How other processes of the node open it."""
+    size: int = 0
+    kind: str = ""
+    """The device whose tensors the value has; empty if it has none."""
+    since: float = field(default_factory=time.time)
+
+
+class NamedValues:
+    """The values of one node; the agent has them."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._numbers = itertools.count(1)
+        self._begun: dict[int, ValueFile] = {}
+        self._named: dict[str, ValueFile] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> tuple[int, str]:
+        """Make an empty file for a value; returns its number and its path."""
+        number = next(self._numbers)
+        if kernel.HAS_MEMORY_FILES:
+            descriptor = os.memfd_create("skyward-value", os.MFD_CLOEXEC)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            path = str(self._folder / f"value.{number}")
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with self._lock:
+            self._begun[number] = ValueFile(descriptor, path)
+        return number, path
+
+    def finish(self, number: int, name: str, kind: str) -> int:
+        """Give a filled file its name, in place of an earlier value; returns its size."""
+        with self._lock:
+            value = self._begun.pop(number)
+            value.size, value.kind = os.fstat(value.descriptor).st_size, kind
+            before, self._named[name] = self._named.get(name), value
+        if before is not None:
+            _discard(before)
+        return value.size
+
+    def give_up(self, number: int) -> None:
+        """Discard a file that got no name."""
+        with self._lock:
+            value = self._begun.pop(number, None)
+        if value is not None:
+            _discard(value)
+
+    def find(self, name: str) -> ValueFile | None:
+        """The value of that name."""
+        with self._lock:
+            return self._named.get(name)
+
+    def all(self) -> dict[str, ValueFile]:
+        """The values by name."""
+        with self._lock:
+            return dict(self._named)
+
+    def forget(self, name: str) -> bool:
+        """Discard a value; whether there was one."""
+        with self._lock:
+            value = self._named.pop(name, None)
+        if value is not None:
+            _discard(value)
+        return value is not None
+
+    def close(self) -> None:
+        """Discard all values."""
+        with self._lock:
+            values = [*self._begun.values(), *self._named.values()]
+            self._begun, self._named = {}, {}
+        for value in values:
+            _discard(value)
+
+
+def _discard(value: ValueFile) -> None:
+    os.close(value.descriptor)
+    if not value.path.startswith("/proc/"):
+        Path(value.path).unlink(missing_ok=True)
+
+
+def fill(path: str, value: Any) -> None:
+    """Write a value into the file that an agent has made; in an executor of the node."""
+    encoded = encoding.encode(value, own_modules=True, what="the value to keep")
+    head = msgspec.msgpack.encode(
+        (encoded.pickle_length, [len(each) for each in encoded.buffers], encoded.storages)
+    )
+    with open(path, "r+b") as file:
+        file.write(len(head).to_bytes(_LENGTH, "little") + head)
+        for piece in encoded.pieces:
+            file.write(piece)
+        for buffer in encoded.buffers:
+            file.seek(_aligned(file.tell()))
+            file.write(buffer)
+        file.truncate(_aligned(file.tell()))
+
+
+def read(path: str, size: int) -> Any:
+    """The value in a file; its arrays and tensors are copies that this process may change."""
+    with open(path, "rb") as file:
+        block = memoryview(
+            mmap.mmap(
+                file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        )
+    at = _LENGTH + int.from_bytes(block[:_LENGTH], "little")
+    length, lengths, storages = msgspec.msgpack.decode(
+        block[_LENGTH:at], type=tuple[int, list[int], list[tuple[int, int]]]
+    )
+    pickle = block[at : at + length]
+    at += length
+    buffers = []
+    for each in lengths:
+        at = _aligned(at)
+        buffers.append(block[at : at + each])
+        at += each
+    return encoding.decode(pickle, buffers, storages)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNMENT) * _ALIGNMENT
