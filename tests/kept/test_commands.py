@@ -79,7 +79,9 @@ def test_down_refuses_while_others_are_attached(bench: str, script: Script) -> N
     assert f"process {other.pid}" in refused.stderr
     assert "--force" in refused.stderr
     run("down", bench, "--force")
-    other.communicate("\n", timeout=60)
+    _, problems = other.communicate("\n", timeout=60)
+    assert other.returncode == 0, problems
+    assert "Traceback" not in problems
 
 
 def test_a_pool_is_stopped_and_started_again(bench: str) -> None:

@@ -37,7 +37,7 @@ def test_a_value_is_found_by_the_next_client(bench: str, script: Script) -> None
 def test_an_unknown_name_is_refused_with_those_that_there_are(bench: str) -> None:
     with sky.attach(bench) as compute:
         compute.keep("here", 1)
-        with pytest.raises(sky.ConfigurationError, match="no value of that name; it keeps .*here"):
+        with pytest.raises(sky.ConfigurationError, match=r"it keeps .*here"):
             compute.kept("nowhere")
         compute.forget("here")
         assert "here" not in compute.kept_names()

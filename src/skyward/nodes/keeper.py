@@ -98,7 +98,13 @@ class PoolKeeper:
     def _change(self, added: list[KeptNode], removed: list[int]) -> None:
         assert self._begun is not None
         with keeping.changing(self._begun.name):
-            record = keeping.read(self._begun.name)
+            try:
+                record = keeping.read(self._begun.name)
+            except PoolError:
+                # Another client has ended the pool.
+                return
+            if record.id != self._begun.id:
+                return
             gone = {*removed, *(node.index for node in added)}
             left = [node for node in record.nodes if node.index not in gone]
             record.nodes = sorted([*left, *added], key=lambda node: node.index)
