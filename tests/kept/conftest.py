@@ -60,6 +60,8 @@ def script(home: Path) -> Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A client that is killed leaves a socket there.
+            env={**os.environ, "XDG_RUNTIME_DIR": str(home)},
         )
 
     return start
