@@ -40,6 +40,11 @@ def free(key: str, /) -> None:
     _kept.pop(key, None)
 
 
+def free_all() -> None:
+    """Forget all objects: the client that made them has left."""
+    _kept.clear()
+
+
 def _find(key: str) -> Any:
     try:
         return _kept[key]

@@ -136,6 +136,7 @@ class Pool:
         """Leave a pool that stays; tasks that are not done are cancelled, and fail."""
         if self._closing.acquire(blocking=False):
             try:
+                self._state.close()
                 self._dispatcher.cancel_all(LEFT, seconds / 2)
                 self._dispatcher.close(LEFT)
                 self._fleet.detach(seconds)

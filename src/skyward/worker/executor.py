@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from skyward import context
+from skyward import context, instances
 from skyward.errors import PluginError, ProtocolError
 from skyward.objects import encoding, references, tensors
 from skyward.objects.payloads import Pieces
@@ -214,6 +214,7 @@ class Executor:
                 # Its result would reach the next client. The agent starts another executor.
                 os._exit(0)
         before = self._client
+        instances.free_all()
         self._await_client()
         # Only now: for the client, this is the sign that another one may come.
         before.channel.close()

@@ -1,0 +1,37 @@
+"""Shared state and objects on nodes, in a pool that stays."""
+
+from __future__ import annotations
+
+import gc
+
+import skyward as sky
+
+
+@sky.function
+def adds() -> int:
+    return sky.counter("n").add()
+
+
+class Marked:
+    """An object that can be found in its process."""
+
+    def there(self) -> bool:
+        return True
+
+
+@sky.function
+def marked() -> int:
+    gc.collect()
+    return sum(type(each).__name__ == "Marked" for each in gc.get_objects())
+
+
+def test_shared_state_stays_and_objects_go_with_the_client_that_made_them(kept: str) -> None:
+    with sky.attach(kept) as compute:
+        assert sorted(adds() @ compute) == [1, 2]
+        handles = sky.cls(Marked)() @ compute
+        assert handles.there() == [True, True]
+        assert marked() @ compute == [1, 1]
+    with sky.attach(kept) as compute:
+        assert sky.counter("n").value == 2
+        assert sorted(adds() @ compute) == [3, 4]
+        assert marked() @ compute == [0, 0]
