@@ -44,6 +44,7 @@ SUITES = {
     "ray": "Ray",
     "aws": "AWS, in a simulated account",
     "scale": "A thousand simulated nodes",
+    "page": "The page",
 }
 RECORDED = HERE / "recorded"
 """The last run of each suite, and runs on machines that not everybody has, as they came."""

@@ -19,7 +19,7 @@ from skyward.pool import Pool
 from skyward.staff import Staff
 
 TICK_SECONDS = 0.1
-SAMPLE_SECONDS = 1.0
+SAMPLE_SECONDS = 2.0
 BATCHES_WAITING = 100
 """So many batches may wait for a viewer, which is 10 s; one that is slower is dropped."""
 

@@ -1,0 +1,163 @@
+"""What the page costs, and how soon it shows what happens.
+
+The viewer is a plain client of the page's stream in a process of its own, so that the browser's own
+work is not counted. The cost is the processor time of the client and of all agents with a viewer,
+less that without one; both are taken in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+from measure import Sample, interleave
+from report import Row, absolute, compared, run_suite
+
+import skyward as sky
+
+VIEWER = """
+import sys, time, urllib.request
+with urllib.request.urlopen(sys.argv[1]) as stream:
+    for line in stream:
+        if line.startswith(b"data: "):
+            print(time.time(), line[6:].decode().strip(), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    nodes: int
+    seconds: float
+    rounds: int
+    events: int
+    calls: int
+
+
+FULL = Size(nodes=10, seconds=10.0, rounds=5, events=50, calls=5000)
+QUICK = Size(nodes=4, seconds=2.0, rounds=1, events=5, calls=500)
+
+
+@sky.function
+def say_number(number: int) -> None:
+    print(f"number {number}")
+
+
+@sky.function
+def nothing(number: int) -> None:
+    pass
+
+
+class Looking:
+    """A viewer in another process."""
+
+    def __init__(self, url: str) -> None:
+        address = url.replace("/?", "/stream?")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", VIEWER, address], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.lines = self.process.stdout
+        self.lines.readline()
+
+    def __enter__(self) -> Looking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def quiet(nodes: int) -> sky.Compute:
+    return sky.Compute(nodes=nodes, name="page", options=sky.Options(console=False))
+
+
+def spent(process: psutil.Process) -> float:
+    """Processor seconds of this process and of the agents, but not of the viewer."""
+    total = 0.0
+    for each in (process, *process.children(recursive=True)):
+        command = " ".join(each.cmdline())
+        if each.pid == process.pid or "skyward" in command:
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def during(seconds: float) -> float:
+    """Processor seconds in each second of a while in which nothing else is done."""
+    process = psutil.Process()
+    before = spent(process)
+    time.sleep(seconds)
+    return (spent(process) - before) / seconds
+
+
+def cost(size: Size) -> Sequence[Row]:
+    """What a page that somebody looks at takes from the processors."""
+    with quiet(size.nodes) as compute:
+        url = compute.ui()
+
+        def looked_at() -> float:
+            with Looking(url):
+                return during(size.seconds)
+
+        taken = interleave(
+            {"looked at": looked_at, "alone": partial(during, size.seconds)}, rounds=size.rounds
+        )
+    pairs = zip(taken["looked at"].values, taken["alone"].values, strict=True)
+    more = Sample(tuple(100 * (a - b) * 10 / size.nodes for a, b in pairs), " % of a core")
+    return [absolute("a page that is open, for each 10 nodes", more, "< 1 % of a core", 1.0)]
+
+
+def events(size: Size) -> Sequence[Row]:
+    """How long after a function has printed a line a viewer has it."""
+    delays = []
+    with quiet(2) as compute, Looking(compute.ui()) as looking:
+        for number in range(size.events):
+            began = time.time()
+            say_number(number) >> compute
+            delays.append(arrival(looking, f"number {number}") - began)
+            time.sleep(0.037)
+    return [absolute("a line on the page after its call", Sample(tuple(delays)), "<= 0.5 s", 0.5)]
+
+
+def arrival(looking: Looking, text: str) -> float:
+    """When the viewer got the batch with that line."""
+    for line in looking.lines:
+        at, _, batch = line.partition(" ")
+        for message in json.loads(batch):
+            if any(text == each[4] for each in message.get("lines", ())):
+                return float(at)
+    raise EOFError("the stream has ended")
+
+
+def calls(size: Size) -> Sequence[Row]:
+    """What the calls of a pool cost more while somebody looks."""
+
+    def each() -> float:
+        began = time.perf_counter()
+        for _ in compute.map(nothing, range(size.calls)):
+            pass
+        return (time.perf_counter() - began) / size.calls
+
+    def looked_at() -> float:
+        with Looking(url):
+            return each()
+
+    with quiet(2) as compute:
+        url = compute.ui()
+        held = interleave({"looked at": looked_at, "served": each}, rounds=size.rounds)
+    with quiet(2) as compute:
+        alone = interleave({"alone": each}, rounds=size.rounds)["alone"]
+    return [
+        compared("a call, with a page open", held["looked at"], "no page", alone),
+        compared("a call, with a page that nobody looks at", held["served"], "no page", alone),
+    ]
+
+
+if __name__ == "__main__":
+    run_suite("the page", [cost, events, calls], full=FULL, quick=QUICK)
