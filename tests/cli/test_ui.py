@@ -48,7 +48,7 @@ def address(process: Any) -> str:
 def test_it_shows_the_pools_of_another_process(
     compute: sky.Compute, start: Any, eventually: Any
 ) -> None:
-    process = start("ui", "--json")
+    process = start("ui", "elsewhere", "later", "--json")
     url = address(process)
     told = messages(url)
     assert next(told)["type"] == "hello"
@@ -78,11 +78,11 @@ def test_it_shows_the_pools_of_another_process(
 
 
 def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:
-    process = start("ui", "shown", "--json")
+    process = start("ui", "shown-alone", "--json")
     told = messages(address(process))
-    with sky.Compute(name="shown", options=sky.Options(console=False)):
+    with sky.Compute(name="shown-alone", options=sky.Options(console=False)):
         pool = next(message for message in told if message["type"] == "pool")
-    assert pool["name"] == "shown"
+    assert pool["name"] == "shown-alone"
     process.terminate()
     assert process.wait(20) == 0
 

@@ -204,7 +204,7 @@ def test_metrics_are_in_the_format_of_prometheus(compute: sky.Compute, url: str)
     assert [each for each in text.splitlines() if not line.fullmatch(each)] == []
     stats = compute.stats()
     found = dict(re.findall(r"^(\w+\{[^}]*\}) (\S+)$", text, re.MULTILINE))
-    plain = {re.sub(r',?id="\w+"', "", key): float(value) for key, value in found.items()}
+    plain = {re.sub(r',?id="[\w-]+"', "", key): float(value) for key, value in found.items()}
     assert plain['skyward_calls_total{pool="shown",outcome="succeeded"}'] == stats.succeeded
     assert plain['skyward_calls_total{pool="shown",outcome="failed"}'] == stats.failed
     assert plain['skyward_nodes{pool="shown",state="ready"}'] == 2

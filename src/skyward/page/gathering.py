@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from skyward.nodes import keeping
 from skyward.page.hub import Viewer
+from skyward.page.kept import KeptWatch
 from skyward.page.sockets import addresses, connect
 
 LOOK_SECONDS = 1.0
@@ -31,6 +33,9 @@ class _Watching:
         self._open: dict[str, socket.socket] = {}
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._shown: set[str] = set()
+        """The pools that processes here show."""
+        self._staying: dict[str, KeptWatch] = {}
         hello = [{"type": "hello", "time": time.time(), "pid": 0}]
         self.viewer.put(json.dumps(hello))
         self._start(self._look)
@@ -54,7 +59,22 @@ class _Watching:
                             return
                         self._open[address] = connection
                     self._start(self._read, address, connection)
+            self._look_at_kept()
             self._ended.wait(LOOK_SECONDS)
+
+    def _look_at_kept(self) -> None:
+        """Measure the pools that stay and that no process here shows."""
+        for name in keeping.names():
+            watch = self._staying.get(name)
+            wanted = not self._names or name in self._names
+            if wanted and (watch is None or not watch.is_alive) and not self._ended.is_set():
+                self._staying[name] = KeptWatch(name, self._tell, self._is_shown)
+
+    def _is_shown(self, pool: str) -> bool:
+        return any(key.startswith(f"{pool}-") for key in list(self._shown))
+
+    def _tell(self, messages: list[dict[str, Any]]) -> None:
+        self.viewer.put(json.dumps(messages))
 
     def _read(self, address: str, connection: socket.socket) -> None:
         pools: set[str] = set()
@@ -70,6 +90,7 @@ class _Watching:
             connection.close()
             with self._lock:
                 self._open.pop(address, None)
+            self._shown -= pools
             now = time.time()
             gone = [{"type": "gone", "pool": pool, "time": now} for pool in pools]
             if gone:
@@ -84,10 +105,12 @@ class _Watching:
             pool = message.get("pool")
             if message["type"] == "pool" and (not self._names or message["name"] in self._names):
                 pools.add(pool)
+                self._shown.add(pool)
             if pool in pools:
                 kept.append(message)
             if message["type"] == "gone":
                 pools.discard(pool)
+                self._shown.discard(pool)
         return json.dumps(kept) if kept else ""
 
     def end(self) -> None:
@@ -100,6 +123,8 @@ class _Watching:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        for watch in self._staying.values():
+            watch.end()
 
 
 class Gathering:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from skyward.page.sampling import Sampler
-from skyward.page.state import PoolState
+from skyward.page.state import PoolState, key_of
 from skyward.pool import Pool
 from skyward.staff import Staff
 
@@ -100,7 +100,7 @@ class Hub:
             if watched is not None:
                 pool.events.remove(watched.state.take)
                 last = watched.state.changes()
-                gone = {"type": "gone", "pool": pool.id, "time": time.time()}
+                gone = {"type": "gone", "pool": key_of(pool), "time": time.time()}
                 self._tell([gone] if last is None else [last, gone])
 
     # Those who look.

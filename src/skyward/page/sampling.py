@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from skyward.nodes.usage import NodeUsage
+from skyward.page.state import key_of
 from skyward.pool import Pool
 
 NODES_A_TIME = 128
@@ -32,7 +33,7 @@ class Sampler:
         counts, ledger = pool.counts, pool.ledger
         return {
             "type": "sample",
-            "pool": pool.id,
+            "pool": key_of(pool),
             "time": time.time(),
             "usage": [self._row(node, usage) for node, usage in sorted(usages.items())],
             "devices": device_rows(pool),
@@ -59,22 +60,27 @@ class Sampler:
 
     def _row(self, node: int, usage: NodeUsage) -> list[Any]:
         """Node, processors, memory, memory there is, bytes a second in and out, GPUs, bytes."""
-        now = time.monotonic()
-        counted = (now, usage.network_received, usage.network_sent)
-        then, received, sent = self._before.get(node, counted)
-        self._before[node] = counted
-        seconds = max(now - then, 1e-3)
         return [
             node,
             usage.cpu_percent,
             usage.memory_used,
             usage.memory_total,
-            max(0, counted[1] - received) / seconds,
-            max(0, counted[2] - sent) / seconds,
+            *rates(self._before, node, usage.network_received, usage.network_sent),
             [[gpu.name, gpu.percent, gpu.memory_used, gpu.memory_total] for gpu in usage.gpus],
             usage.network_received,
             usage.network_sent,
         ]
+
+
+def rates(
+    before: dict[int, tuple[float, int, int]], node: int, received: int, sent: int
+) -> tuple[float, float]:
+    """Bytes a second that a node has received and sent since `before`, which is set anew."""
+    now = time.monotonic()
+    then, received_then, sent_then = before.get(node, (now, received, sent))
+    before[node] = (now, received, sent)
+    seconds = max(now - then, 1e-3)
+    return max(0, received - received_then) / seconds, max(0, sent - sent_then) / seconds
 
 
 def device_rows(pool: Pool) -> list[dict[str, Any]]:

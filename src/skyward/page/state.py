@@ -7,6 +7,7 @@ moment is counted, and only a part of it is told call by call.
 from __future__ import annotations
 
 import bisect
+import os
 from collections import deque
 from typing import Any
 
@@ -44,6 +45,11 @@ LINE_MOST = 2000
 
 Call = list[Any]
 """A call that ended: number, name, node, worker, start, end, and how it ended."""
+
+
+def key_of(pool: Pool) -> str:
+    """What names a pool of this process on a page; several processes may be clients of one pool."""
+    return f"{pool.id}-{os.getpid()}"
 
 
 class PoolState:
@@ -134,7 +140,7 @@ class PoolState:
         self._told = set(self._running)
         return {
             "type": "changes",
-            "pool": self.pool.id,
+            "pool": key_of(self.pool),
             "started": started,
             "ended": known + others,
             "skipped": skipped,
@@ -166,7 +172,7 @@ class PoolState:
         spec, pool = self.pool.spec, self.pool
         return {
             "type": "pool",
-            "pool": pool.id,
+            "pool": key_of(pool),
             "name": spec.name,
             "provider": spec.provider.name,
             "workers": sorted(pool.workers()),
