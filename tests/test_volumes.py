@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,6 +106,30 @@ class TestOnAPool:
             raise AssertionError("started")
 
         assert (tmp_path / "taken" / "file").exists()
+
+    def test_what_was_written_goes_back_when_the_client_is_gone(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "at"
+        script = tmp_path / "client.py"
+        script.write_text(
+            "import os, pathlib, signal, skyward as sky\n"
+            "@sky.function\n"
+            "def write():\n"
+            f"    pathlib.Path({str(target / 'late')!r}).write_text('late')\n"
+            f"volume = sky.Volume('file://{bucket}', {str(target)!r})\n"
+            "options = sky.Options(console=False, orphan_timeout=0.5)\n"
+            "with sky.Compute(volumes=[volume], options=options) as compute:\n"
+            "    write() >> compute\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+
+        subprocess.run([sys.executable, str(script)], timeout=60)
+
+        deadline = time.monotonic() + 60
+        while target.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (bucket / "late").read_text() == "late"
 
 
 class TestPlan:
@@ -225,6 +252,19 @@ class TestCopies:
         with pytest.raises(PoolError, match=r"/proc/data cannot be made on the node: .*below /tmp"):
             NodeVolume(f"file://{bucket}", "/proc/data", read_only=True).open(quiet)
 
+    def test_a_copy_that_cannot_be_written_back_stays(
+        self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        volume = NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=False)
+        volume.open(quiet)
+        (tmp_path / "at" / "new").write_text("new")
+        monkeypatch.setattr(BucketCopy, "_each", _no_copy)
+
+        with pytest.raises(PoolError, match=r"no copy; what functions wrote is still .*/at"):
+            volume.close(quiet)
+
+        assert (tmp_path / "at" / "new").read_text() == "new"
+
 
 class Full:
     """A disk without room."""
@@ -302,5 +342,5 @@ class TestMounts:
             NodeVolume("nfs://server/export", str(tmp_path / "at"), read_only=True).open(quiet)
 
 
-def _no_copy(url: str) -> None:
+def _no_copy(*_: object) -> None:
     raise PoolError("no copy")

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import psutil
 import xxhash
@@ -107,14 +107,20 @@ class NodeVolume:
         """Write back, and take the volume away; returns how many files were written."""
         served, self._served = self._served, None
         try:
-            return 0 if served is None else served.write_back(told)
-        finally:
+            written = 0 if served is None else served.write_back(told)
+        except (OSError, PoolError) as problem:
             with self._record() as record:
-                if not _leave(record):
-                    if served is None:
-                        _clear(self.target)
-                    else:
-                        served.remove()
+                _leave(record)
+            raise PoolError(
+                f"{problem}; what functions wrote is still on the node, in {self.target}"
+            ) from problem
+        with self._record() as record:
+            if not _leave(record):
+                if served is None:
+                    _clear(self.target)
+                else:
+                    served.remove()
+        return written
 
     def _serve(self, told: Told, *, ours: bool) -> ServedVolume:
         if "://" not in self.source:
@@ -176,17 +182,31 @@ class NodeVolume:
         folder = Path(tempfile.gettempdir()) / f"skyward-volumes-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         path = folder / xxhash.xxh3_64_hexdigest(os.fsencode(self.target))
-        with path.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with _locked(path) as file:
             file.seek(0)
             written = file.read()
             record: dict[str, Any] = json.loads(written) if written else {}
             # An agent that was killed has not said that it left.
             record["users"] = [pid for pid in record.get("users", []) if psutil.pid_exists(pid)]
             yield record
+            if not record["users"]:
+                path.unlink()
+                return
             file.seek(0)
             file.truncate()
-            file.write(json.dumps(record) if record["users"] else "")
+            file.write(json.dumps(record))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    """A file that one process at a time has open; it is made if it is not there."""
+    while True:
+        with path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process may have removed it while this one waited.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
 
 
 def _clear(target: Path) -> None:

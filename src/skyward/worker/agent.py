@@ -195,6 +195,7 @@ class Agent:
         self._notices.close()
         self._tenants.close()
         self._values.close()
+        self._services.end()
         try:
             self._hooks.leave()
         except Exception:

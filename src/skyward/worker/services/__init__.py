@@ -1,7 +1,8 @@
 """Services: what a node's agent does besides its tasks, on connections of their own.
 
 A service is a module of this folder with a function `serve`, which answers on one channel until the
-other end leaves. The agent imports the module when somebody asks for the service.
+other end leaves. The agent imports the module when somebody asks for the service. If the module has
+a function `end`, the agent calls it before it ends itself.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Services:
     def __init__(self, node: ServedNode) -> None:
         self._node = node
         self._channels: set[Channel] = set()
+        self._asked: dict[str, ServiceModule] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -94,6 +96,7 @@ class Services:
                     return
                 self._channels.add(channel)
             module: ServiceModule = importlib.import_module(f"{__name__}.{name}")
+            self._asked[name] = module
             module.serve(self._node, channel)
         except (EOFError, OSError, ProtocolError):
             # The other end has left, or does not speak as a client does.
@@ -110,3 +113,9 @@ class Services:
         for channel in channels:
             channel.abort()
         self._node.jobs.close()
+
+    def end(self) -> None:
+        """End what services have on this node, after its processes."""
+        for module in list(self._asked.values()):
+            if (end := getattr(module, "end", None)) is not None:
+                end()

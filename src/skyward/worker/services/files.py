@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import sys
 import threading
@@ -62,9 +61,6 @@ def _serve_volume(question: Question, channel: Channel) -> None:
             volume.open(tell)
             with _lock:
                 _volumes[target] = volume
-                if len(_volumes) == 1:
-                    # For a node whose client is gone: it ends itself, and takes its volumes along.
-                    atexit.register(_close_volumes)
             written = 0
         else:
             with _lock:
@@ -81,7 +77,8 @@ def _serve_volume(question: Question, channel: Channel) -> None:
     channel.send(Reply(written))
 
 
-def _close_volumes() -> None:
+def end() -> None:
+    """Write volumes back and take them away: the client may be gone."""
     with _lock:
         volumes = list(_volumes.values())
         _volumes.clear()
