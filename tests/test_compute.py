@@ -134,6 +134,33 @@ def test_a_pool_that_was_left_cannot_be_entered_again():
         pass
 
 
+def test_a_started_pool_runs_until_it_is_closed(nothing_left):
+    pool = sky.Compute(options=QUIET).start()
+
+    assert pool.start() is pool, "starting it again changes nothing"
+    assert add(1) >> pool == 2
+    assert add(1) >> sky == 2, "the module finds it"
+    pool.close()
+
+    assert repr(pool).endswith(": closed>")
+    with pytest.raises(sky.PoolClosedError, match="make another Compute"):
+        pool.start()
+
+
+def test_a_pool_that_did_not_start_can_be_started_again(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    pool = sky.Compute(options=QUIET)
+    with monkeypatch.context() as patch:
+        patch.setattr("skyward.pool.Pool.start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.start()
+
+    with pool:
+        assert add(1) >> pool == 2
+
+
 def test_a_pool_that_was_not_entered_says_how():
     pool = sky.Compute(options=QUIET)
 

@@ -219,11 +219,26 @@ class Compute(Keeping):
 
     # Entering and leaving.
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
+        """Start the pool without a `with` block; `close` ends it, or else the end of the process.
+
+        For notebooks, where a block cannot span cells. A pool that runs already stays as it is.
+
+        >>> compute = sky.Compute(nodes=2).start()
+        """
+        if self._was_ready and self._pool is not None and not self._pool.closed:
+            return self
+        return self._entered()
+
+    def _entered(self) -> Self:
         try:
             self._open()
         except SkywardError as problem:
             raise shown_from_outside(problem) from problem.__cause__
+        return self
+
+    def __enter__(self) -> Self:
+        self._entered()
         self._token = functions.current.set(self)
         return self
 
@@ -234,7 +249,7 @@ class Compute(Keeping):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        self._close_surely()
+        self.close()
 
     def _forget_context(self) -> None:
         if self._token is not None:
@@ -254,11 +269,11 @@ class Compute(Keeping):
             # A machine may take half an hour: what the thread waits for must end as well.
             while not opening.done():
                 if self._pool is not None and self._pool.nodes:
-                    await asyncio.to_thread(self._close_surely)
+                    await asyncio.to_thread(self.close)
                 await asyncio.wait([opening], timeout=0.05)
             with contextlib.suppress(SkywardError):
                 await opening
-            await asyncio.to_thread(self._close_surely)
+            await asyncio.to_thread(self.close)
             raise
         self._token = functions.current.set(self)
         return self
@@ -270,7 +285,7 @@ class Compute(Keeping):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        await asyncio.to_thread(self._close_surely)
+        await asyncio.to_thread(self.close)
 
     @classmethod
     def _again(cls, record: KeptPool) -> Self:
@@ -294,7 +309,12 @@ class Compute(Keeping):
             self._attached = False
             return
         if self._pool is not None:
-            raise PoolClosedError(f"{self.name} is already entered; make another Compute instead")
+            if self._was_ready or not self._pool.closed:
+                raise PoolClosedError(
+                    f"{self.name} is already entered; make another Compute instead"
+                )
+            # It did not start, and nothing of that attempt is left.
+            self._pool = None
         if self._choose is None:
             self._start(self._spec)
         else:
@@ -347,7 +367,7 @@ class Compute(Keeping):
             console.drain()
             self._was_ready = True
         except BaseException:
-            self._close_surely()
+            self.close()
             raise
         functions.active.append(self)
         entered_computes.add(self)
@@ -364,16 +384,18 @@ class Compute(Keeping):
                     f"{type(problem).__name__}: {problem}"
                 ) from problem
 
-    def _close_surely(self) -> None:
-        """Close completely; a Ctrl-C meanwhile makes closing quicker."""
-        close_despite_interrupts(self.close, self._hurry)
-
     def _hurry(self) -> None:
         if self._pool is not None:
             self._pool.hurry()
 
     def close(self, seconds: float = 5.0) -> None:
-        """Take everything down; leaving the `with` block does this for you."""
+        """Take everything down; leaving the `with` block does this for you.
+
+        Closes completely; a Ctrl-C meanwhile makes closing quicker.
+        """
+        close_despite_interrupts(lambda: self._take_down(seconds), self._hurry)
+
+    def _take_down(self, seconds: float = 5.0) -> None:
         if self in functions.active:
             functions.active.remove(self)
         entered_computes.discard(self)
@@ -417,7 +439,8 @@ class Compute(Keeping):
     def _open_pool(self) -> Pool:
         if self._pool is None:
             raise PoolClosedError(
-                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first"
+                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
+                "or call compute.start()"
             )
         return self._pool
 
@@ -529,7 +552,8 @@ class Compute(Keeping):
 @atexit.register
 def _close_all() -> None:
     for compute in list(entered_computes):
-        compute.close()
+        # Directly: an interpreter that ends starts no thread.
+        compute._take_down()
 
 
 def _disown() -> None:

@@ -8,21 +8,26 @@ from collections.abc import Callable
 
 
 def close_despite_interrupts(close: Callable[[], None], hurry: Callable[[], None]) -> None:
-    """Close completely; a Ctrl-C meanwhile calls `hurry`, and is raised after closing."""
+    """Close completely; a Ctrl-C meanwhile calls `hurry`, and is raised after closing.
+
+    What `close` raises is raised here.
+    """
     if threading.current_thread() is not threading.main_thread():
         close()
         return
     # A Ctrl-C interrupts only the main thread, so another thread closes. The main thread waits with
     # a queue: an interrupt can leave an event locked, or make `join` take the thread for dead.
-    ended: list[bool] = []
+    ended: list[BaseException | None] = []
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def close_and_tell() -> None:
+        problem = None
         try:
             close()
-        finally:
-            ended.append(True)
-            news.put(None)
+        except BaseException as raised:
+            problem = raised
+        ended.append(problem)
+        news.put(None)
 
     threading.Thread(target=close_and_tell, name="skyward-close").start()
     interrupt: KeyboardInterrupt | None = None
@@ -35,3 +40,5 @@ def close_despite_interrupts(close: Callable[[], None], hurry: Callable[[], None
             interrupt = again
     if interrupt is not None:
         raise interrupt
+    if ended[0] is not None:
+        raise ended[0]
