@@ -205,6 +205,9 @@ _MODULES = ("accelerators", "events", "plugins")
 _ALIASES = {"PendingFunction": "Pending", "PendingFunctionGroup": "Group"}
 """Names of the other Skyward for things that are here under a name of their own."""
 
+_EXTENSION = {"load_ipython_extension", "unload_ipython_extension"}
+"""What IPython looks for at `%load_ext skyward`; not for users."""
+
 __all__ = sorted([*_HOME_OF, *_MODULES, *_ALIASES])
 
 
@@ -215,7 +218,7 @@ def __getattr__(name: str) -> Any:
         # `from skyward import sky` gives a target for calls, and so does the module.
         return sys.modules[__name__]
     name = _ALIASES.get(name, name)
-    home = _HOME_OF.get(name)
+    home = "notebook.magics" if name in _EXTENSION else _HOME_OF.get(name)
     if home is None:
         former = importlib.import_module("skyward.former")
         raise former.missing("module 'skyward'", name, former.NAMES)

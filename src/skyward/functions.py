@@ -27,6 +27,7 @@ from typing import (
 import cloudpickle
 
 from skyward import context
+from skyward.console import html
 from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.future import Future
 from skyward.objects.code import Code
@@ -325,6 +326,12 @@ class Pending(Generic[T]):
         shown = [_short(value) for value in self.args]
         shown += [f"{name}={_short(value)}" for name, value in self.kwargs.items()]
         return f"<pending {self.function.name}({', '.join(shown)})>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the call, and how to run it, which is easily forgotten."""
+        call = repr(self).removeprefix("<pending ").removesuffix(">")
+        hint = html.muted("has not run; run it with >> compute")
+        return html.block(html.line(html.mark("idle", "pending"), html.code(call), hint))
 
 
 class Group(Generic[*Ts]):

@@ -7,7 +7,13 @@ import concurrent.futures
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
+from skyward.console import html
+from skyward.console.cells import kernel_shell
+
 T = TypeVar("T")
+
+WAKE_SECONDS = 0.2
+"""How often a waiting notebook looks whether the user has interrupted it."""
 
 
 class Future(concurrent.futures.Future[T]):
@@ -26,7 +32,26 @@ class Future(concurrent.futures.Future[T]):
         self._stop, self._is_running = stop, is_running
 
     def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.wrap_future(self).__await__()
+        waiting = asyncio.wrap_future(self)
+        if kernel_shell() is None:
+            return waiting.__await__()
+        return _awake(waiting).__await__()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: whether the call waits, runs, is done or has failed."""
+        more = ""
+        if self.cancelled():
+            kind, state = "idle", "cancelled"
+        elif not self.done():
+            kind, state = "busy", "running" if self.running() else "waiting"
+        elif (problem := self.exception()) is not None:
+            kind, state, more = "bad", "failed", f"{type(problem).__name__}: {problem}"
+        else:
+            kind, state, more = "good", "done", type(self.result()).__name__
+        words = more if len(more) <= 200 else more[:197] + "..."
+        return html.block(
+            html.line(html.strong("future"), html.mark(kind, state), html.code(words))
+        )
 
     def running(self) -> bool:
         """Whether a worker has the call and it is not done."""
@@ -41,3 +66,17 @@ class Future(concurrent.futures.Future[T]):
             self.set_running_or_notify_cancel()
             stop()
         return cancelled
+
+
+async def _awake(waiting: asyncio.Future[T]) -> T:
+    """Wait, and wake the event loop again and again.
+
+    ipykernel notes an interrupt on another thread, and its event loop learns of that when it wakes.
+    """
+    try:
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=WAKE_SECONDS)
+        return waiting.result()
+    except asyncio.CancelledError:
+        waiting.cancel()
+        raise

@@ -259,6 +259,7 @@ class Pool:
             retries=function.retries or options.retries,
             staying=staying,
             trace=tracing.begin(function.name, number, self.spec.name),
+            cell=self._console.cell(),
         )
         task.debugged = debug_mode()
         return task

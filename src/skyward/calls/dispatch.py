@@ -285,9 +285,15 @@ class Dispatcher:
                 task = lane.tasks.get(message.task)
                 if task is not None:
                     task.wrote = True
-                name = task.name if task is not None else ""
+                name = "" if task is None else task.name
                 self._console.output(
-                    message.text, message.stream, lane.node, lane.worker, name, message.transient
+                    message.text,
+                    message.stream,
+                    lane.node,
+                    lane.worker,
+                    name,
+                    message.transient,
+                    None if task is None else task.cell,
                 )
                 if self._events.listened:
                     self.tell_output(message, lane.node, lane.worker, name)

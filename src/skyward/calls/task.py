@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from typing import Any
 
 from skyward.calls.answers import Answer, Streaming
@@ -25,6 +26,7 @@ class Task:
         "_on_done",
         "answer",
         "cancelled",
+        "cell",
         "code",
         "counted",
         "debugged",
@@ -72,6 +74,7 @@ class Task:
         retries: int = 0,
         staying: Staying | None = None,
         trace: CallTrace | None = None,
+        cell: Context | None = None,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -90,6 +93,8 @@ class Task:
         """The call's spans; None if the program makes no traces."""
         self.debugged = NEVER
         """When the task opens a debugger."""
+        self.cell = cell
+        """The cell of a notebook that gets the task's output; None outside of notebooks."""
         self.waiting = False
         self.order = 0
         self.sent = 0

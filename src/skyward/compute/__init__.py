@@ -22,6 +22,7 @@ from skyward.compute.configured import arguments_of
 from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.quoting import quoted, readiness, without_end
 from skyward.compute.showing import Showing
+from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, stats_of
 from skyward.compute.values import Keeping
 from skyward.console import Console, console_for
@@ -547,6 +548,12 @@ class Compute(Keeping):
             count = len(self._pool.nodes)
             state = "1 node" if count == 1 else f"{count} nodes"
         return f"<sky.Compute {self.name}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: nodes, their states, what they run and how busy they are."""
+        if self._pool is None:
+            return unstarted(self.name, self._spec)
+        return snapshot(self.name, self._pool)
 
 
 @atexit.register

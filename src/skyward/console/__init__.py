@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Protocol
 
 from skyward import context
+from skyward.console.cells import asking_cell, kernel_shell
 from skyward.context import Output
 
 STUCK_SECONDS = 5.0
@@ -30,16 +32,20 @@ class Face(Protocol):
     def bar(self, label: str, state: Output) -> None: ...
     def note(self, text: str) -> None: ...
     def end(self, summary: str) -> None: ...
+    def redraw(self, *, at_once: bool = False) -> float | None:
+        """Draw what was put off, if it is due; returns the seconds to wait for the rest."""
 
 
 class Console:
     """Takes events from any thread and shows them in order on one of its own.
 
     A slow terminal, or a listener of the user's, must not hold up the pool's I/O.
+    In a notebook, output appears under the cell that asked for it: `shell` is IPython's.
     """
 
-    def __init__(self, face: Face, *, several_workers: bool) -> None:
+    def __init__(self, face: Face, *, several_workers: bool, shell: Any = None) -> None:
         self._face = face
+        self._shell = shell
         self._several_workers = several_workers
         self._events: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._started = time.monotonic()
@@ -51,9 +57,13 @@ class Console:
         self._thread = threading.Thread(target=self._run, name="skyward-console", daemon=True)
         self._thread.start()
 
+    def cell(self) -> Context | None:
+        """The cell that asks for something now, for `output`; None outside of notebooks."""
+        return None if self._shell is None else asking_cell(self._shell)
+
     def begin(self, title: str, nodes: int) -> None:
         """Nodes are about to start."""
-        self._events.put(("begin", (title, nodes)))
+        self._events.put(("begin", (self.cell(), title, nodes)))
 
     def phase(self, node: int, phase: str) -> None:
         """A node entered a phase."""
@@ -69,10 +79,17 @@ class Console:
         self._events.put(("note", (text,)))
 
     def output(
-        self, text: str, stream: str, node: int, worker: int, task: str, transient: bool
+        self,
+        text: str,
+        stream: str,
+        node: int,
+        worker: int,
+        task: str,
+        transient: bool,
+        cell: Context | None = None,
     ) -> None:
-        """Lines a task wrote, or one state of its progress bar."""
-        self._events.put(("output", (text, stream, node, worker, task, transient)))
+        """Lines a task wrote, or one state of its progress bar, for the cell of the call."""
+        self._events.put(("output", (cell, text, stream, node, worker, task, transient)))
 
     def hold(self, node: int, worker: int) -> None:
         """Show the output of one worker alone, and no progress bars, until `release`."""
@@ -107,11 +124,21 @@ class Console:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
+        wait: float | None = None
+        while True:
+            try:
+                event = self._events.get(timeout=wait)
+            except queue.Empty:
+                event = ("redraw", ())
+            if event is None:
+                return
             kind, details = event
+            wait = None
             self._shown += 1
             try:
                 self._show(kind, details)
+                if self._events.empty():
+                    wait = self._face.redraw()
             except Exception as problem:
                 # A closed terminal or a failing listener; reported once, if stderr works.
                 if repr(problem) != self._said:
@@ -123,14 +150,19 @@ class Console:
     def _show(self, kind: str, details: Any) -> None:
         match kind:
             case "drain":
-                details[0].set()
+                try:
+                    self._face.redraw(at_once=True)
+                finally:
+                    details[0].set()
+            case "begin":
+                _in(details[0], self._face.begin, *details[1:])
             case "output" if self._held_for is not None and (
-                details[5] or details[2:4] != self._held_for
+                details[6] or details[3:5] != self._held_for
             ):
-                if not details[5]:
+                if not details[6]:
                     self._held.append(details)
             case "output":
-                self._show_output(*details)
+                _in(details[0], self._show_output, *details[1:])
             case "hold":
                 self._held_for = details
                 # A bar that is redrawn would write over what the person types.
@@ -138,8 +170,8 @@ class Console:
             case "release":
                 self._held_for = None
                 held, self._held = self._held, []
-                for each in held:
-                    self._show_output(*each)
+                for cell, *each in held:
+                    _in(cell, self._show_output, *each)
             case _:
                 getattr(self._face, kind)(*details)
 
@@ -160,13 +192,25 @@ class Console:
                 self._face.line(f"node {place}", output)
 
 
+def _in(cell: Context | None, action: Callable[..., None], *details: Any) -> None:
+    if cell is None:
+        action(*details)
+    else:
+        cell.run(action, *details)
+
+
 def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
-    """The console that fits: rich on a terminal, plain lines elsewhere, quiet on request."""
+    """The console that fits a notebook, a terminal or a log; quiet on request."""
     face: Face
+    shell = kernel_shell()
     if wanted is False:
         from skyward.console.plain import Quiet
 
         face = Quiet()
+    elif shell is not None:
+        from skyward.console.notebook import Notebook
+
+        face = Notebook(shell)
     elif sys.stderr is not None and sys.stderr.isatty():
         from skyward.console.terminal import Terminal
 
@@ -177,7 +221,7 @@ def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
         from skyward.console.plain import Plain
 
         face = Plain()
-    return Console(face, several_workers=several_workers)
+    return Console(face, several_workers=several_workers, shell=shell)
 
 
 def terminal_in_use() -> bool:

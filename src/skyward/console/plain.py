@@ -14,14 +14,15 @@ BAR_SECONDS = 10.0
 """A progress bar in a log is one line every so often, not one per update."""
 
 
-def write_line(stream: TextIO, line: str) -> None:
+def write_line(stream: TextIO, line: str, *, flush: bool = True) -> None:
     """Write a line, with a replacement for characters that the stream cannot encode."""
     try:
         stream.write(line + "\n")
     except UnicodeEncodeError:
         encoding = stream.encoding or "ascii"
         stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    stream.flush()
+    if flush:
+        stream.flush()
 
 
 class Quiet:
@@ -49,6 +50,10 @@ class Quiet:
 
     def end(self, summary: str) -> None:
         """Nothing."""
+
+    def redraw(self, *, at_once: bool = False) -> float | None:
+        """Nothing: every line is written at once."""
+        return None
 
     def _say(self, text: str) -> None:
         write_line(sys.stderr, f"skyward: {text}")

@@ -98,6 +98,10 @@ class Terminal:
         if summary:
             self._console.print(f"[dim]{escape(summary)}[/]")
 
+    def redraw(self, *, at_once: bool = False) -> float | None:
+        """Nothing: rich draws by itself what was put off."""
+        return None
+
     def _tinted(self, label: str, node: int) -> str:
         plain = self._console.color_system is None or self._console.no_color
         style = Style.parse(COLOURS[node % len(COLOURS)])

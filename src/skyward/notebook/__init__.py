@@ -1,0 +1,1 @@
+"""Notebooks: the magics `%sky` and `%%sky`, loaded with `%load_ext skyward`."""
