@@ -11,12 +11,16 @@ import pytest
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")
 
+import nbformat
+from nbclient import NotebookClient
+
 from .conftest import Eventually, worker_processes
 from .kernels import Kernel, kernel_in
 
 pytestmark = pytest.mark.slow
 """A kernel and its pool take seconds to start; most tests share one."""
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 START = """
 import time, os, threading
 from pathlib import Path
@@ -121,6 +125,31 @@ def test_progress_bars_share_one_display_and_their_last_state_stays(kernel: Kern
     assert kernel.text(cell, "stderr") == "", "no flood of lines"
     assert kernel.text(cell).count("after") == 2
     assert kernel.updates(cell) < 40
+
+
+def test_nodes_that_join_later_are_shown_under_the_cell_that_asked(kernel: Kernel) -> None:
+    grown = kernel.run("compute.resize(3)")
+    shrunk = kernel.run("compute.resize(2)")
+
+    assert [each["text/plain"] for each in kernel.displays(grown)] == ["node 2: ready"]
+    assert not kernel.text(shrunk, "stderr")
+
+
+def test_a_long_transfer_is_a_display_of_which_a_line_stays(kernel: Kernel) -> None:
+    kernel.run("from skyward.console import transfers\nfrom skyward.store.progress import watched")
+    cell = kernel.run(
+        "transfers.DELAY = 0\n"
+        "with watched(True, 'saving <digits>') as progress:\n"
+        "    progress.begin(4096)\n"
+        "    progress.advance(1024)\n"
+        "    while not progress._is_shown: time.sleep(0.005)\n"
+        "    progress.advance(3072)\n"
+    )
+
+    assert kernel.updates(cell) >= 1
+    (shown,) = kernel.displays(cell)
+    assert shown["text/plain"] == "saving <digits>: 4.0 of 4.0 KiB in 0:00"
+    assert "&lt;digits&gt;" in shown["text/html"]
 
 
 def test_an_interrupt_ends_the_call_and_neither_the_kernel_nor_the_pool(
@@ -384,3 +413,23 @@ def test_a_kernel_that_restarts_or_ends_leaves_no_pool(
         kernel.run("import skyward as sky; compute = sky.Compute().start()")
         assert left()
     eventually(lambda: not left(), what="the end of the pool with its kernel")
+
+
+def test_the_example_notebook_shows_what_it_promises() -> None:
+    """It trains on two workers and on a torch device, in a kernel of its own."""
+    pytest.importorskip("sklearn")
+    notebook = nbformat.read(EXAMPLE, 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without output"
+
+    NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": EXAMPLE.parent}}
+    ).execute()
+
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    text = "".join(each.text for each in outputs if each.output_type == "stream")
+    shown = [str(each.data) for each in outputs if "data" in each]
+    assert re.search(r"best width: \d+, accuracy 0\.9\d", text)
+    assert re.search(r"on sky:0: loss 0\.\d+", text)
+    for told in ("2 nodes ready in", "100%", "2 ready", "accuracy 0.9", "([899, 898], True)"):
+        assert any(told in each for each in shown), told
+    assert not any(each.get("name") == "stderr" for each in outputs)

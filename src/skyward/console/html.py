@@ -18,7 +18,7 @@ COLOURS = {"good": "#2e9e5b", "bad": "#d9534f", "busy": "#3b82f6", "idle": "#8a8
 
 def block(*parts: str) -> str:
     """Parts below each other."""
-    return f'<div style="{FONT};padding:2px 0">{"".join(parts)}</div>'
+    return f'<div style="{FONT};padding:2px 8px">{"".join(parts)}</div>'
 
 
 def line(*parts: str) -> str:

@@ -80,23 +80,24 @@ class _Bars:
         for row in done[: max(0, len(done) - FINISHED_BARS)]:
             self.rows.remove(row)
             self.finished += 1
-        rows = [(html.muted(row.label), _drawn_bar(row)) for row in self.rows]
+        rows = [(html.muted(row.label), *_drawn_bar(row)) for row in self.rows]
         texts = [f"[{row.label}] {row.text}" for row in self.rows]
         if self.finished:
             more = f"and {self.finished} finished before"
-            rows.append(("", html.muted(more)))
+            rows.append(("", "", html.muted(more)))
             texts.append(more)
-        self.panel.show(html.table((), rows) if rows else "", "\n".join(texts))
+        self.panel.show(html.block(html.table((), rows)) if rows else "", "\n".join(texts))
 
 
-def _drawn_bar(row: _Bar) -> str:
+def _drawn_bar(row: _Bar) -> tuple[str, str]:
+    """A bar's name, and the bar; in columns, so that bars begin below each other."""
     found = _BAR.match(row.text)
     if found is None:
-        return html.code(row.text)
+        return "", html.code(row.text)
     name, percent = found["name"].rstrip(": "), int(found["percent"])
     kind = "good" if percent >= 100 else "bad" if row.done else "busy"
     words = f"{percent}%  {found['rest']}"
-    return f"{html.plain(name)} {html.bar(percent / 100, words, kind=kind)}".lstrip()
+    return html.plain(name), html.bar(percent / 100, words, kind=kind)
 
 
 class Notebook:
@@ -164,6 +165,7 @@ class Notebook:
         if bars is None:
             if not text:
                 return
+            self._forget_finished()
             bars = self._bars[cell] = _Bars(Panel(self._shell))
         key = _key(label, state)
         row = bars.running(key)
@@ -177,6 +179,12 @@ class Notebook:
         bars.stale = True
         if time.monotonic() - bars.drawn >= REDRAW_SECONDS:
             bars.draw()
+
+    def _forget_finished(self) -> None:
+        """Forget the cells whose bars are all done; a new bar there would get a new display."""
+        for cell, bars in list(self._bars.items()):
+            if not bars.stale and all(row.done for row in bars.rows):
+                del self._bars[cell]
 
     def note(self, text: str) -> None:
         """A warning, under the newest cell."""

@@ -1,12 +1,12 @@
-"""Transfers: a bar on the terminal for a save or load that takes noticeably long."""
+"""Transfers: a bar for a save or load that takes long, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from skyward.console import terminal_in_use
+from skyward.console import html, terminal_in_use
 from skyward.console.measures import clock, of_size, size
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DELAY = 0.5
 """A transfer that takes no longer than this many seconds has no bar."""
+PANEL_SECONDS = 0.2
+"""How often a notebook's bar is drawn."""
 _WIDEST = 40
 
 
@@ -28,6 +30,7 @@ class TransferBar:
         self._started = time.monotonic()
         self._timer: threading.Timer | None = None
         self._live: Live | None = None
+        self._over = threading.Event()
 
     def begin(self, total: int) -> None:
         """Count from zero, and show the bar if the transfer is not over soon."""
@@ -55,8 +58,12 @@ class TransferBar:
         if timer is None:
             return
         timer.cancel()
+        self._over.set()
         # The timer may be about to draw.
         timer.join()
+        self._hide()
+
+    def _hide(self) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -91,6 +98,36 @@ class TransferBar:
         bar = ProgressBar(total=max(total, 1), completed=moved + reused, width=_WIDEST)
         row.add_row(self._title, bar, described(total, moved, reused, seconds))
         return row
+
+
+class TransferPanel(TransferBar):
+    """The bar of one save or load in a notebook, of which one line stays when it is done."""
+
+    def __init__(self, title: str, shell: Any) -> None:
+        # Only notebooks need it; it takes a moment to load.
+        from skyward.console.notebook import Panel
+
+        super().__init__(title)
+        self._panel = Panel(shell)
+        self._is_shown = False
+
+    def _show(self) -> None:
+        self._is_shown = True
+        while not self._over.is_set():
+            with self._lock:
+                total, moved, reused = self._total, self._moved, self._reused
+                seconds = time.monotonic() - self._started
+            words = described(total, moved, reused, seconds)
+            bar = html.bar((moved + reused) / max(total, 1), words)
+            self._panel.show(html.block(html.plain(self._title), bar), f"{self._title}: {words}")
+            self._over.wait(PANEL_SECONDS)
+
+    def _hide(self) -> None:
+        if self._is_shown:
+            seconds = time.monotonic() - self._started
+            done = min(self._moved + self._reused, self._total)
+            words = f"{self._title}: {of_size(done, self._total)} in {clock(seconds)}"
+            self._panel.show(html.block(html.muted(words)), words)
 
 
 def described(total: int, moved: int, reused: int, seconds: float) -> str:

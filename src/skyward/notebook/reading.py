@@ -81,34 +81,66 @@ class _WithoutAwait(ast.NodeTransformer):
 def _taken_names(tree: ast.Module) -> dict[str, int]:
     """The names that a cell may read before it assigns them, with the line of the first use."""
     taken: dict[str, int] = {}
-    certain: set[str] = set()
-    """Names that the statements before have assigned in any case."""
-    for statement in tree.body:
-        reader = _NamesRead()
-        reader.visit(statement)
-        for name, line in reader.reads.items():
-            if name not in certain:
-                taken.setdefault(name, line)
-        certain |= _surely_assigned(statement)
+    _take(tree.body, set(), taken)
     return taken
+
+
+def _take(body: list[ast.stmt], certain: set[str], taken: dict[str, int]) -> None:
+    """Add the names that statements take; `certain` are those that are assigned in any case."""
+    for statement in body:
+        match statement:
+            case ast.For() | ast.AsyncFor():
+                _take_from(statement.iter, certain, taken)
+                _take(statement.body, certain | _names_in([statement.target]), taken)
+                _take(statement.orelse, set(certain), taken)
+            case ast.With() | ast.AsyncWith():
+                for item in statement.items:
+                    _take_from(item.context_expr, certain, taken)
+                    if item.optional_vars is not None:
+                        _take_from(item.optional_vars, certain, taken)
+                        certain |= _names_in([item.optional_vars])
+                _take(statement.body, certain, taken)
+            case ast.If() | ast.While():
+                _take_from(statement.test, certain, taken)
+                _take(statement.body, set(certain), taken)
+                _take(statement.orelse, set(certain), taken)
+            case ast.Try() | ast.TryStar():
+                for part in (statement.body, statement.orelse, statement.finalbody):
+                    _take(part, set(certain), taken)
+                for handler in statement.handlers:
+                    if handler.type is not None:
+                        _take_from(handler.type, certain, taken)
+                    _take(handler.body, certain | {handler.name or ""}, taken)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for decorator in statement.decorator_list:
+                    _take_from(decorator, certain, taken)
+                certain.add(statement.name)
+                _take_from(statement, certain, taken)
+            case _:
+                _take_from(statement, certain, taken)
+                certain |= _surely_assigned(statement)
+
+
+def _take_from(part: ast.AST, certain: set[str], taken: dict[str, int]) -> None:
+    reader = _NamesRead()
+    reader.visit(part)
+    for name, line in reader.reads.items():
+        if name not in certain:
+            taken.setdefault(name, line)
 
 
 def _surely_assigned(statement: ast.stmt) -> set[str]:
     match statement:
         case ast.Assign(targets=targets):
-            stored = targets
+            return _names_in(targets)
         case ast.AnnAssign(target=target, value=value) if value is not None:
-            stored = [target]
+            return _names_in([target])
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             return {alias.asname or alias.name.partition(".")[0] for alias in names}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+        case ast.ClassDef(name=name):
             return {name}
-        case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
-            stored = [item.optional_vars for item in items if item.optional_vars is not None]
-            return _names_in(stored).union(*map(_surely_assigned, body))
         case _:
             return set()
-    return _names_in(stored)
 
 
 def _names_in(targets: list[ast.expr]) -> set[str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from skyward.console import terminal_in_use
+from skyward.console.cells import kernel_shell
+from skyward.console.transfers import TransferBar, TransferPanel
 
 
 class Progress(Protocol):
@@ -43,14 +45,16 @@ UNWATCHED: Progress = _Unwatched()
 
 @contextlib.contextmanager
 def watched(wanted: bool | Watch, title: str) -> Iterator[Progress]:
-    """Show the progress of the block as a bar if there is a terminal."""
+    """Show the progress of the block as a bar if there is a terminal or a notebook."""
     progress = UNWATCHED
     if callable(wanted):
         progress = wanted(title)
-    elif wanted and _on_a_terminal():
-        from skyward.console.transfers import TransferBar
-
-        progress = TransferBar(title)
+    elif wanted and os.environ.get("SKYWARD_PROGRESS") != "0":
+        shell = kernel_shell()
+        if shell is not None:
+            progress = TransferPanel(title, shell)
+        elif _on_a_terminal():
+            progress = TransferBar(title)
     try:
         yield progress
     finally:
@@ -58,9 +62,4 @@ def watched(wanted: bool | Watch, title: str) -> Iterator[Progress]:
 
 
 def _on_a_terminal() -> bool:
-    return (
-        sys.stderr is not None
-        and sys.stderr.isatty()
-        and os.environ.get("SKYWARD_PROGRESS") != "0"
-        and not terminal_in_use()
-    )
+    return sys.stderr is not None and sys.stderr.isatty() and not terminal_in_use()
