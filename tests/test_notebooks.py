@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 """A kernel and its pool take seconds to start; most tests share one."""
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
+PAGE = Path(__file__).parents[1] / "docs" / "notebooks.md"
 START = """
 import time, os, threading
 from pathlib import Path
@@ -413,6 +414,16 @@ def test_a_kernel_that_restarts_or_ends_leaves_no_pool(
         kernel.run("import skyward as sky; compute = sky.Compute().start()")
         assert left()
     eventually(lambda: not left(), what="the end of the pool with its kernel")
+
+
+def test_the_cells_of_the_page_about_notebooks_run(kernel: Kernel) -> None:
+    cells = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    kernel.run("shared = compute")
+    for cell in cells:
+        kernel.run(cell)
+
+    assert kernel.value("result, total, compute is not shared") == "(9, 285, True)"
+    kernel.run("%autoreload 0\ncompute.close()\ncompute = shared")
 
 
 def test_the_example_notebook_shows_what_it_promises() -> None:
