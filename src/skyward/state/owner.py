@@ -12,6 +12,7 @@ import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -100,6 +101,15 @@ class Holding:
     """After so many seconds without a word of the process, the lock is free again."""
     abandon: Callable[[], None] = field(repr=False)
     """Frees the lock, because its holder is gone."""
+
+
+def next_waiting(waiters: deque[Waiter]) -> Waiter | None:
+    """Take the first that still waits."""
+    while waiters:
+        waiter = waiters.popleft()
+        if not waiter.over:
+            return waiter
+    return None
 
 
 class OwnedObject:

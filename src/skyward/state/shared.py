@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 from skyward.errors import ConfigurationError, StateLostError
-from skyward.state.link import StateOperation, Undo
+from skyward.state.connection import StateOperation, Undo
 from skyward.state.reaching import link_for
 
 NAME_MAX = 200

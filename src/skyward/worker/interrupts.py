@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 
-from skyward.state.link import Slot, wait_readable
+from skyward.state.connection import Slot, wait_readable
 from skyward.worker.jobs import Job
 
 AGAIN_SECONDS = 0.005

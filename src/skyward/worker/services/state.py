@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any
 
 from skyward.errors import ProtocolError
-from skyward.state.link import SILENT_SECONDS
+from skyward.state.connection import SILENT_SECONDS
 from skyward.state.owned import KINDS
 from skyward.state.owner import MISUSED, Asked, Owner, Session
 from skyward.wire import messages
