@@ -71,6 +71,7 @@ def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:
     """What is to be checked, by name, and for how long at most."""
     from skyward.cli import reach
     from skyward.cli.health import machine_checks
+    from skyward.nodes import keeping
     from skyward.providers import provider_names
 
     machine = {name: (check, _ALL_SECONDS) for name, check in machine_checks().items()}
@@ -79,6 +80,10 @@ def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:
     else:
         checks = machine
         checks["pools"] = (reach.recorded, _PROVIDER_SECONDS)
+        checks |= {
+            f"kept {name}": (partial(reach.kept, name), _PROVIDER_SECONDS)
+            for name in keeping.names()
+        }
         checks |= {
             f"pool {name}": (partial(reach.described, name), _PROVIDER_SECONDS)
             for name in reach.described_pools()

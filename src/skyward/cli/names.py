@@ -26,16 +26,16 @@ def _completing(names: Callable[[], Iterable[str]]) -> Completion:
 # Each imports what it needs when a shell asks: a command's `--help` needs none of it.
 
 
-def _recorded() -> Iterable[str]:
-    from skyward.nodes.journal import Journal
-
-    return [pool.name for pool in Journal().pools()]
-
-
 def _kept() -> Iterable[str]:
     from skyward.nodes import keeping
 
     return keeping.names()
+
+
+def _recorded() -> Iterable[str]:
+    from skyward.nodes.journal import Journal
+
+    return [*_kept(), *(pool.name for pool in Journal().pools())]
 
 
 def _described() -> Iterable[str]:
@@ -58,7 +58,7 @@ def _accelerators() -> Iterable[str]:
 
 
 recorded_pools = _completing(_recorded)
-"""The pools that have machines."""
+"""The pools that have machines, and those that stay."""
 kept_pools = _completing(_kept)
 """The pools that stay."""
 described_pools = _completing(_described)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyward.cli.health import Finding
+from skyward.compute.attaching import reach
 from skyward.compute.configured import arguments_of
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.nodes.journal import Journal
@@ -82,6 +83,21 @@ def described(name: str) -> list[Finding]:
     answer = _answer(check, arguments["provider"])
     # Whoever describes a pool means to use it.
     return [replace(answer, state="problem") if answer.state == "not set up" else answer]
+
+
+def kept(name: str) -> list[Finding]:
+    """A pool that stays: whether the agent of each of its nodes answers."""
+    check = f"kept {name}"
+    try:
+        with reach(name) as pool:
+            for node in pool.nodes:
+                with pool.service(node, "about") as service:
+                    service.ask("facts")
+            count = len(pool.nodes)
+    except SkywardError as problem:
+        advice = f"{problem}; `sky down {name}` removes it"
+        return [Finding(check, "problem", "it stays, but does not answer", advice)]
+    return [Finding(check, "ok", f"stays, and answers: {count} node{'s' * (count != 1)}")]
 
 
 def recorded() -> list[Finding]:

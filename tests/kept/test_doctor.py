@@ -1,0 +1,38 @@
+"""`sky doctor` and completion with pools that stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import click
+import psutil
+
+import skyward as sky
+from skyward.cli import names, reach
+from skyward.nodes import keeping
+
+from .conftest import QUIET
+
+
+def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
+    with sky.Compute(name="asked", keep=True, options=QUIET):
+        pass
+    agent = keeping.read("asked").nodes[0].pid
+    context, argument = click.Context(click.Command("down")), click.Argument(["name"])
+
+    (found,) = reach.kept("asked")
+    assert (found.check, found.state) == ("kept asked", "ok")
+    assert found.found == "stays, and answers: 1 node"
+    assert names.kept_pools(context, argument, "as") == ["asked"]
+    assert "asked" in names.recorded_pools(context, argument, "")
+
+    process = psutil.Process(agent)
+    os.kill(agent, signal.SIGKILL)
+    process.wait(20)
+    (found,) = reach.kept("asked")
+    assert found.state == "problem"
+    assert "`sky down asked` removes it" in found.advice
+    if "asked" in keeping.names():
+        keeping.forget("asked", keeping.read("asked").id)
