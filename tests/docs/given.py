@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import skyward as sky
@@ -80,24 +78,9 @@ def _plugins(_: contextlib.ExitStack) -> Names:
     return lambda: {"train": sky.function(lambda: 0)}
 
 
-def _kept(stack: contextlib.ExitStack) -> Names:
-    """A state folder of the page's own, for the record of the pool that it makes."""
-    before = os.environ.get("SKYWARD_STATE")
-
-    def restore() -> None:
-        os.environ.pop("SKYWARD_STATE")
-        if before is not None:
-            os.environ["SKYWARD_STATE"] = before
-
-    os.environ["SKYWARD_STATE"] = str(Path("state").resolve())
-    stack.callback(restore)
-    return dict
-
-
 _GIVEN: dict[str, Callable[[contextlib.ExitStack], Names]] = {
     "docs/device.md": _device,
     "docs/store.md": _store,
     "docs/debugging.md": _pool_alone,
-    "docs/pools.md": _kept,
     "docs/plugins.md": _plugins,
 }

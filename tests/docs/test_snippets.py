@@ -45,6 +45,7 @@ def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: Any)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
     monkeypatch.delenv("SKYWARD_CONFIG", raising=False)
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
     with given(page) as new_names:
         # The name of a script: functions of it travel by value.
         names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
