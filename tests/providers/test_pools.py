@@ -46,14 +46,55 @@ def doubled(values: list[int]) -> list[int]:
     return [2 * value for value in values]
 
 
+@sky.function
+def text(path: str) -> str:
+    return Path(path).read_text()
+
+
+@sky.function
+def write(path: str, content: str) -> None:
+    Path(path).write_text(content)
+
+
 @pytest.fixture(scope="module")
 def pool(sshd: Sshd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sky.Compute]:
     """A pool of two hosts with a file and a variable, for the tests that do it no harm."""
     folder = tmp_path_factory.mktemp("included")
     (folder / "note.txt").write_text("from home")
     image = sky.Image(env={"GREETING": "hello"}, includes=[str(folder / "note.txt")])
-    with sky.Compute(sshd.provider(), nodes=2, image=image, options=QUIET) as compute:
+    project = tmp_path_factory.mktemp("project")
+    (project / "settings.txt").write_text("1")
+    data = tmp_path_factory.mktemp("data")
+    (data / "numbers.txt").write_text("1 2")
+    with sky.Compute(
+        sshd.provider(),
+        nodes=2,
+        image=image,
+        project=str(project),
+        volumes=[sky.Volume(str(data), str(data.parent / "data-of-nodes"))],
+        options=QUIET,
+    ) as compute:
         yield compute
+
+
+def test_hosts_have_the_project_and_follow_it(pool: sky.Compute) -> None:
+    (folder,) = (each for each in pool._spec.folders if not each.root)
+    assert text("settings.txt") @ pool == ["1", "1"]
+
+    (folder.source / "settings.txt").write_text("2")
+
+    assert pool.sync().files == 2
+    assert text("settings.txt") @ pool == ["2", "2"]
+
+
+def test_a_folder_goes_to_hosts_and_what_they_write_comes_back(pool: sky.Compute) -> None:
+    (folder,) = (each for each in pool._spec.folders if each.root)
+    assert text(f"{folder.root}/numbers.txt") >> pool == "1 2"
+    pool.run(write(f"{folder.root}/result.txt", "3"), on=1)
+
+    assert pool.write_back().files >= 1
+
+    assert (folder.source / "result.txt").read_text() == "3"
 
 
 def test_functions_run_on_the_hosts(pool: sky.Compute) -> None:
