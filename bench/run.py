@@ -33,6 +33,7 @@ SUITES = {
     "functions": "Calls",
     "objects": "Objects",
     "state": "Shared state and objects that stay on a node",
+    "attach": "Pools that stay",
     "device": "The torch device, on a CPU worker",
     "copies": "Copies between devices",
     "ddp": "Distributed training",

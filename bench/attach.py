@@ -1,0 +1,69 @@
+"""Attaching to a pool that stays, against starting a pool anew, each with a first call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+from measure import interleave, timed
+from report import Row, absolute, compared, run_suite
+
+import skyward as sky
+
+QUIET = sky.Options(console=False)
+
+
+@dataclass(frozen=True)
+class Scale:
+    rounds: int
+
+
+FULL = Scale(rounds=15)
+QUICK = Scale(rounds=2)
+
+
+@sky.function
+def nothing() -> None:
+    """Do nothing."""
+
+
+def start() -> None:
+    """Start a pool, make a call, and end the pool."""
+    with sky.Compute(nodes=2, options=QUIET) as compute:
+        nothing() @ compute
+
+
+def attach() -> None:
+    """Attach, make a call, and leave."""
+    with sky.attach("bench") as compute:
+        nothing() @ compute
+
+
+def attaching(scale: Scale) -> list[Row]:
+    """To attach, against starting a pool."""
+    with tempfile.TemporaryDirectory(prefix="sky-") as state:
+        os.environ["SKYWARD_STATE"] = state
+        with sky.Compute(nodes=2, name="bench", keep=True, options=QUIET):
+            pass
+        try:
+            samples = interleave(
+                {"attach": lambda: timed(attach), "start": lambda: timed(start)},
+                rounds=scale.rounds,
+            )
+        finally:
+            sky.attach("bench").down(force=True)
+    return [
+        compared(
+            "sky.attach to 2 nodes, a broadcast, and leave",
+            samples["attach"],
+            "the same with a new Compute",
+            samples["start"],
+            "<= 0.5x",
+        ),
+        absolute("sky.attach, a broadcast, and leave", samples["attach"], "<= 1 s", 1.0),
+    ]
+
+
+if __name__ == "__main__":
+    run_suite("what attaching to a pool that stays costs", [attaching], full=FULL, quick=QUICK)

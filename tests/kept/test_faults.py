@@ -1,0 +1,174 @@
+"""Pools that stay, when something breaks: clients and agents that are killed, and haste."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.nodes import keeping
+from skyward.worker import detached
+
+Eventually = Callable[..., None]
+Script = Callable[[str], "subprocess.Popen[str]"]
+QUIET = sky.Options(console=False, orphan_timeout=5)
+
+
+@sky.function
+def pid() -> int:
+    return os.getpid()
+
+
+@sky.function
+def meet(folder: str, count: int) -> int:
+    """Waits until so many workers are there, and a file says that they may go on."""
+    import time
+
+    info = sky.instance_info()
+    Path(folder, f"{info.global_worker_index}").touch()
+    while len(os.listdir(folder)) < count or not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def agents(home: Path) -> list[int]:
+    return [pid for each in home.glob("sky-*") if (pid := detached.running(each))]
+
+
+@pytest.fixture
+def bench(home: Path) -> Iterator[str]:
+    with sky.Compute(nodes=2, name="bench", keep=True, options=QUIET):
+        pass
+    yield "bench"
+    if "bench" in keeping.names():
+        sky.attach("bench").down(force=True)
+    assert agents(home) == []
+
+
+def test_a_client_killed_while_it_starts_a_pool_leaves_nothing(
+    home: Path, script: Script, eventually: Eventually
+) -> None:
+    other = script("sky.Compute(nodes=2, name='half', keep=True).__enter__()")
+    eventually(lambda: agents(home), 30, "the first agent")
+    other.kill()
+    other.communicate()
+    if "half" in keeping.names():
+        CliRunner().invoke(command, ["down", "half", "--yes"])
+    eventually(lambda: agents(home) == [], 30, "the end of its agents")
+    result = CliRunner().invoke(command, ["down", "half", "--yes"])
+    assert result.exit_code in (0, 1)
+    assert not list(home.glob("sky-*"))
+
+
+def test_a_node_whose_agent_was_killed_is_started_again(bench: str, eventually: Eventually) -> None:
+    with sky.attach(bench) as compute:
+        before = pid() @ compute
+        killed = keeping.read(bench).nodes[1].pid
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: keeping.read(bench).nodes[1].pid != killed, 30, "another agent")
+        assert len(pid() @ compute) == 2
+    with sky.attach(bench) as compute:
+        after = pid() @ compute
+        assert len(after) == 2
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+
+
+def test_a_pool_that_has_lost_a_node_can_be_used_with_the_others(bench: str) -> None:
+    os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+    with sky.attach(bench) as compute:
+        assert len(pid() @ compute) == 1
+
+
+def test_a_pool_whose_agents_are_all_gone_is_forgotten(bench: str, eventually: Eventually) -> None:
+    killed = [node.pid for node in keeping.read(bench).nodes]
+    for each in killed:
+        os.kill(each, signal.SIGKILL)
+    eventually(lambda: not any(map(psutil.pid_exists, killed)), 20, "the end of the agents")
+    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+        sky.attach(bench)
+    assert bench not in keeping.names()
+    CliRunner().invoke(command, ["down", "bench", "--yes"])
+
+
+def test_clients_that_attach_at_once_have_executors_of_their_own(bench: str) -> None:
+    computes: list[sky.Compute] = []
+    threads = [
+        threading.Thread(target=lambda: computes.append(sky.attach(bench))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        pids = [each for compute in computes for each in pid() @ compute]
+        assert len(set(pids)) == 6
+    finally:
+        for compute in computes:
+            compute.close()
+
+
+def test_a_broadcast_goes_on_while_another_client_comes_and_goes(
+    bench: str, script: Script, tmp_path: Path, eventually: Eventually
+) -> None:
+    with sky.attach(bench) as compute:
+        thread_result: list[list[int]] = []
+        running = threading.Thread(
+            target=lambda: thread_result.append(meet(str(tmp_path), 2) @ compute)
+        )
+        running.start()
+        eventually(lambda: len(os.listdir(tmp_path)) == 2)
+        other = script(
+            "@sky.function\ndef pid():\n    return os.getpid()\n"
+            f"with sky.attach({bench!r}) as c:\n    print(pid() @ c)"
+        )
+        out, problems = other.communicate(timeout=60)
+        (tmp_path / "go").touch()
+        running.join(60)
+        assert len(thread_result[0]) == 2
+        assert not set(json.loads(out)) & set(thread_result[0]), problems
+
+
+def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Eventually) -> None:
+    with sky.Compute(name="brief", keep=0.5, options=QUIET):
+        pass
+    eventually(lambda: agents(home) == [], 30, "the end of the pool")
+    with pytest.raises(sky.PoolError, match="its machines are gone"):
+        sky.attach("brief")
+
+
+def test_a_pool_of_no_name_cannot_stay() -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"keep=True\): .* needs a name"):
+        sky.Compute(keep=True)
+    with pytest.raises(sky.ConfigurationError, match="cannot be called 'a/b'"):
+        sky.Compute(name="a/b", keep=True)
+
+
+def test_workers_of_a_group_stay_one_group(home: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    @sky.function
+    def total(x: int) -> int:
+        tensor = torch.tensor([x])
+        torch.distributed.all_reduce(tensor)
+        return int(tensor.item())
+
+    with sky.Compute(
+        nodes=2, name="group", keep=True, plugins=[sky.plugins.torch(backend="gloo")], options=QUIET
+    ) as compute:
+        assert total(1) @ compute == [2, 2]
+        before = pid() @ compute
+    with sky.attach("group") as compute:
+        assert pid() @ compute == before
+        assert total(2) @ compute == [4, 4]
+        compute.down()
