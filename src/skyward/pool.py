@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -146,10 +147,9 @@ class Pool:
         elif threading.current_thread() is not self._results_thread:
             self._ended.wait()
 
-    def end(self, *, force: bool) -> None:
-        """Take a pool that stays down; without `force`, only if no other client uses it."""
-        with self._fleet.lock(force=force):
-            self.close()
+    def lock(self, *, force: bool) -> contextlib.ExitStack:
+        """Keep other clients from changing a pool that stays; without `force`, if none uses it."""
+        return self._fleet.lock(force=force)
 
     def close(self, seconds: float = 5.0) -> None:
         """End the nodes and remove their machines; tasks that are not done fail.

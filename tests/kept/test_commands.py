@@ -106,7 +106,8 @@ def test_the_record_moves_to_another_home_and_is_a_key(
         run("attach", "--import", str(file))
         assert [each["name"] for each in documents("ps")] == [bench]
         with sky.attach(bench) as compute:
-            assert pid() >> compute
+            compute.resize(2)
+            assert len(pid() @ compute) == 2
         assert "stays already" in run("attach", "--import", str(file), code=1).stderr
 
 

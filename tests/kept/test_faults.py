@@ -150,6 +150,8 @@ def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Event
 def test_a_pool_of_no_name_cannot_stay() -> None:
     with pytest.raises(sky.ConfigurationError, match=r"keep=True\): .* needs a name"):
         sky.Compute(keep=True)
+    with pytest.raises(sky.ConfigurationError, match="has at least one node"):
+        sky.Compute(name="none", keep=True, nodes=(0, 2))
     with pytest.raises(sky.ConfigurationError, match="cannot be called 'a/b'"):
         sky.Compute(name="a/b", keep=True)
 

@@ -433,7 +433,9 @@ class Compute(Keeping):
 
         >>> sky.attach("train").down()
         """
-        self._open_pool.end(force=force)
+        pool = self._open_pool
+        with pool.lock(force=force):
+            close_despite_interrupts(pool.close, self._hurry)
         self.close()
 
     @property

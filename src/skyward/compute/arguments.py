@@ -100,6 +100,11 @@ def resolve(
     if name is not None and (not isinstance(name, str) or not name.strip()):
         raise ConfigurationError(f"Compute(name={name!r}): give a name of at least one letter")
     idle = _idle_limit(keep, name)
+    if idle is not None and not Nodes.of(nodes).floor:
+        raise ConfigurationError(
+            f"Compute(keep={keep!r}, nodes={nodes!r}): a pool that stays has at least one node, "
+            "which knows its clients; give nodes=(1, n)"
+        )
     worker, options = worker or Worker(), options or Options()
     name = name or new_name()
     cluster = Cluster(name, ClusterSpec(Nodes.of(nodes), accelerator, worker, options))

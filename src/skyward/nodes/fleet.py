@@ -7,7 +7,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from skyward.calls.dispatch import Dispatcher
@@ -17,7 +17,7 @@ from skyward.calls.prospects import Prospects
 from skyward.console import Console
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
-from skyward.errors import ConfigurationError, NodeLostError, ProtocolError
+from skyward.errors import ConfigurationError, NodeLostError, PoolError, ProtocolError
 from skyward.events import CostCounted, EventStream
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
@@ -28,7 +28,7 @@ from skyward.nodes.executors import Executors
 from skyward.nodes.host import DESTROY_SECONDS
 from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal, NoJournal
-from skyward.nodes.keeper import PoolKeeper, ends_at
+from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
 from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.leaving import leave
 from skyward.nodes.ledger import Ledger
@@ -54,12 +54,8 @@ from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.identity import (
     CLIENT,
-    KEPT_LIFETIME,
-    LIFETIME,
     PEER,
-    Authority,
     Credentials,
-    SavedAuthority,
     node_name,
 )
 from skyward.wire.messages import (
@@ -119,7 +115,9 @@ class Fleet:
         self._journal = NoJournal() if ends_with_client else Journal()
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
-        authority = self._make_authority() if encrypted(spec.provider) else None
+        authority = None
+        if encrypted(spec.provider):
+            authority = authority_of(pool_id, spec, adoption.record if adoption else None)
         self._credentials = authority.issue(CLIENT) if authority else None
         self._client = ""
         if spec.keep is not None:
@@ -218,7 +216,7 @@ class Fleet:
             dispatcher,
             console,
             grow=self._membership.grow,
-            shrink=self._membership.shrink,
+            shrink=self._shrink,
         )
 
     @property
@@ -249,36 +247,16 @@ class Fleet:
 
     # Pools that stay.
 
-    def _make_authority(self) -> Authority:
-        if self._adoption is not None and self._adoption.record.authority is not None:
-            return Authority(self._id, SavedAuthority(*self._adoption.record.authority))
-        return Authority(self._id, lifetime=LIFETIME if self._spec.keep is None else KEPT_LIFETIME)
-
     def _make_record(self, nodes: list[KeptNode]) -> KeptPool:
-        spec, saved, mine = self._spec, None, self._credentials
-        if self._authority is not None:
-            authority = self._authority.save()
-            saved = authority.certificate, authority.key
-        return KeptPool(
-            id=self._id,
-            name=spec.name,
-            provider=spec.provider.name,
-            arguments=dict(spec.provider.describe()),
-            created=time.time(),
-            idle=spec.keep or 0.0,
-            ends=ends_at(spec.request.ttl),
-            hourly_cost=self.ledger.hourly_cost,
-            authority=saved,
-            credentials=(mine.authority, mine.certificate, mine.key) if mine else None,
-            spec=self._spec.recorded,
-            nodes=nodes,
-        )
+        cost = self.ledger.hourly_cost
+        return new_record(self._id, self._spec, self._authority, self._credentials, cost, nodes)
 
     def attach(self) -> None:
         """Connect to the nodes of a pool that stays; raises if none of them can be reached."""
         assert self._adoption is not None
         self._allow_descriptors(len(self._adoption.machines))
         self._opened = True
+        note_pool(self._journal, self._adoption.record)
         self._need(Nodes(1))
         self._loop.later(PING_SECONDS, self._ping_while_starting)
         self._membership.attach(sorted(self._adoption.machines))
@@ -311,6 +289,15 @@ class Fleet:
                     held.enter_context(lock(head, self._spec.name, self._client, force=force))
                     break
         return held
+
+    def _shrink(self, target: Callable[[int], int]) -> int:
+        """Remove idle nodes, unless they are those of other clients, too."""
+        try:
+            with self.lock(force=False):
+                return self._membership.shrink(target)
+        except PoolError:
+            self._scaler.keep()
+            return len(self.nodes)
 
     def detach(self, seconds: float) -> None:
         """Leave the nodes to other clients: idle executors stay as they are."""

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from skyward.errors import PoolError
 from skyward.nodes import keeping
+from skyward.nodes.journal import Journal
 from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes.spec import PoolSpec
+from skyward.wire.identity import (
+    KEPT_LIFETIME,
+    LIFETIME,
+    Authority,
+    Credentials,
+    SavedAuthority,
+)
 from skyward.wire.messages import Keep
 
 if TYPE_CHECKING:
@@ -121,6 +130,47 @@ def _facts(node: Node) -> KeptNode | None:
     return node.host.facts(node.index)
 
 
-def ends_at(ttl: float | None) -> float | None:
-    """When a pool with that time to live ends."""
-    return None if ttl is None else time.time() + ttl
+def authority_of(pool: str, spec: PoolSpec, record: KeptPool | None) -> Authority:
+    """The authority of a pool: a new one, or that of its record."""
+    if record is not None and record.authority is not None:
+        return Authority(pool, SavedAuthority(*record.authority))
+    return Authority(pool, lifetime=LIFETIME if spec.keep is None else KEPT_LIFETIME)
+
+
+def new_record(
+    pool: str,
+    spec: PoolSpec,
+    authority: Authority | None,
+    client: Credentials | None,
+    hourly_cost: float | None,
+    nodes: list[KeptNode],
+) -> KeptPool:
+    """The first record of a pool that stays; `client` are its client's credentials."""
+    saved = authority.save() if authority is not None else None
+    ttl = spec.request.ttl
+    return KeptPool(
+        id=pool,
+        name=spec.name,
+        provider=spec.provider.name,
+        arguments=dict(spec.provider.describe()),
+        created=time.time(),
+        idle=spec.keep or 0.0,
+        ends=None if ttl is None else time.time() + ttl,
+        hourly_cost=hourly_cost,
+        authority=(saved.certificate, saved.key) if saved else None,
+        credentials=(client.authority, client.certificate, client.key) if client else None,
+        spec=spec.recorded,
+        nodes=nodes,
+    )
+
+
+def note_pool(journal: Journal, record: KeptPool) -> None:
+    """Have the journal know a pool that stays and was made on another machine."""
+    if any(pool.id == record.id for pool in journal.pools()):
+        return
+    cost = record.hourly_cost
+    price = cost / len(record.nodes) if cost is not None and record.nodes else None
+    journal.open_pool(record.id, record.name, record.provider, record.arguments, price)
+    for node in record.nodes:
+        journal.intend(record.id, node.index)
+        journal.made(record.id, node.index, node.machine, node.address, price, record.created)
