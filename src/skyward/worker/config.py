@@ -105,6 +105,8 @@ class ExecutorConfig(msgspec.Struct):
     """Descriptor that reaches its end when the agent is gone."""
     output: tuple[int, int]
     """Read ends of this process's own stdout and stderr."""
+    kept_output: str
+    """A folder in which the last output of tasks is kept; empty to keep none."""
     stacks: int
     """Descriptor to tell the agent on where the threads of this process are."""
     board: int

@@ -69,6 +69,7 @@ from skyward.worker.pending import PendingTasks
 from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
 from skyward.worker.streams import InputStream, OutputStream
+from skyward.worker.task_output import TaskOutput
 
 
 class Leave(BaseException):
@@ -89,6 +90,9 @@ class Executor:
         self._interrupts = Interrupts(threads=bool(config.threads))
         self._board = TaskBoard(config.board, config.threads or 1)
         os.close(config.board)
+        self._kept_output: TaskOutput | None = None
+        if config.kept_output:
+            self._kept_output = TaskOutput(config.kept_output, config.worker, config.slot)
         capture = ThreadCapture if config.threads else ProcessCapture
         self._capture = capture(config.output, self._emit)
         self._debuggers = Debuggers(
@@ -121,6 +125,8 @@ class Executor:
 
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         self._client.emit(task, stream, text, transient)
+        if self._kept_output is not None and text and not transient:
+            self._kept_output.write(stream, text)
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if hello.role == PEER:

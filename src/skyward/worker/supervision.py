@@ -21,7 +21,7 @@ import psutil
 
 from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
-from skyward.worker import lifeline, process
+from skyward.worker import lifeline, process, task_output
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.output import PIPE_SIZE, LineCutter
 from skyward.worker.process import ChildProcess
@@ -110,6 +110,8 @@ class ExecutorProcesses:
                     status=status,
                     lifeline=lifeline,
                     output=output,
+                    # Only of a pool that stays: others' clients show the output, and end with it.
+                    kept_output=f"{config.folder}/{task_output.FOLDER}" if config.client else "",
                     stacks=stacks.pipe,
                     board=stacks.board,
                 ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 from skyward.compute.workbench import Reachable
 from skyward.compute.workbench.commands import NodeCommand
@@ -17,6 +19,7 @@ Show = Callable[[int, str, bytes], None]
 """Shows what a node's command has written: node, stream, bytes."""
 _PIECE = 64 << 10
 _LOST = 255
+_ENDED, _INTERRUPTED = "ended", "interrupted"
 
 
 def run_everywhere(
@@ -36,7 +39,8 @@ def run_everywhere(
     """
     commands: list[NodeCommand] = []
     problems: list[Exception] = []
-    with contextlib.ExitStack() as opened:
+    events: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with _interrupts(events), contextlib.ExitStack() as opened:
         for node in nodes:
             made = NodeCommand(
                 pool,
@@ -47,23 +51,24 @@ def run_everywhere(
                 takes_input=given is not None,
             )
             commands.append(opened.enter_context(made))
-        readers = [
+        for each in commands:
             threading.Thread(
-                target=_read, args=(each, show, problems), name="skyward-exec", daemon=True
-            )
-            for each in commands
-        ]
-        for reader in readers:
-            reader.start()
+                target=_read, args=(each, show, problems, events), name="skyward-exec", daemon=True
+            ).start()
         if given is not None:
             opened.enter_context(_feeding(given, commands))
-        _wait(readers, commands)
+        _wait(events, commands)
     if problems:
         raise problems[0]
     return {each.node: _LOST if each.code is None else each.code for each in commands}
 
 
-def _read(command: NodeCommand, show: Show, problems: list[Exception]) -> None:
+def _read(
+    command: NodeCommand,
+    show: Show,
+    problems: list[Exception],
+    events: queue.SimpleQueue[str],
+) -> None:
     try:
         for stream, data in command.output():
             show(command.node, stream, data)
@@ -71,22 +76,43 @@ def _read(command: NodeCommand, show: Show, problems: list[Exception]) -> None:
         # Among them: nobody reads the output any more, as if the command ran here.
         problems.append(problem)
         command.close()
+    finally:
+        events.put(_ENDED)
 
 
-def _wait(readers: list[threading.Thread], commands: list[NodeCommand]) -> None:
-    """Wait for the end of all commands; interrupts go to them."""
-    interrupts = 0
-    for reader in readers:
-        while reader.is_alive():
-            try:
-                reader.join(0.5)
-            except KeyboardInterrupt:
-                interrupts += 1
-                if interrupts > 2:
-                    raise
-                for command in commands:
-                    with contextlib.suppress(OSError):
-                        command.signal(signal.SIGINT if interrupts == 1 else signal.SIGTERM)
+@contextlib.contextmanager
+def _interrupts(events: queue.SimpleQueue[str]) -> Iterator[None]:
+    """Make events of Ctrl-C, so that none is lost, and the third ends the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    count = 0
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise KeyboardInterrupt
+        events.put(_INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _wait(events: queue.SimpleQueue[str], commands: list[NodeCommand]) -> None:
+    """Wait for the end of all commands; the first interrupt goes to them, the second ends them."""
+    left, number = len(commands), signal.SIGINT
+    while left:
+        if events.get() == _ENDED:
+            left -= 1
+            continue
+        for command in commands:
+            with contextlib.suppress(OSError):
+                command.signal(number)
+        number = signal.SIGTERM
 
 
 @contextlib.contextmanager
@@ -122,6 +148,7 @@ def _feed(given: int, commands: list[NodeCommand], woken: int) -> None:
             data = os.read(given, _PIECE)
             if not data:
                 for command in reading:
-                    command.end_input()
+                    with contextlib.suppress(OSError):
+                        command.end_input()
                 return
             reading = [command for command in reading if command.send_input(data)]

@@ -28,7 +28,18 @@ from skyward.worker.values import NamedValues
 
 SERVICE = "service-"
 FOR_CLIENTS = frozenset(
-    {"about", "clients", "copying", "exec", "files", "jobs", "stacks", "usage", "values"}
+    {
+        "about",
+        "clients",
+        "copying",
+        "exec",
+        "files",
+        "jobs",
+        "output",
+        "stacks",
+        "usage",
+        "values",
+    }
 )
 """The services for the pool's clients alone."""
 FOR_NODES = frozenset({"state"})

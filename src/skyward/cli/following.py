@@ -1,0 +1,89 @@
+"""Following a job: its output here as it comes, and its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from skyward.cli.commands import FAILED, INTERRUPTED
+from skyward.console.measures import duration, size
+
+if TYPE_CHECKING:
+    from skyward.compute.workbench import Reachable
+    from skyward.worker.kept_jobs import JobView
+
+
+def follow_job(
+    pool: Reachable,
+    node: int,
+    name: str,
+    job: str,
+    *,
+    tail: int | None = None,
+    follow: bool = True,
+) -> int:
+    """Show a job's output; returns the exit code that the command has then.
+
+    Ctrl-C stops showing, and says how to go on and how to end the job.
+    """
+    from skyward.compute.workbench.jobs import JobOutput
+
+    with contextlib.closing(JobOutput(pool, node, job, tail=tail, follow=follow)) as shown:
+        try:
+            for dropped, data in shown.parts():
+                if dropped:
+                    click.echo(f"({size(dropped)} of output are not kept any more)", err=True)
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+        except KeyboardInterrupt:
+            click.echo(
+                f"\n{job} goes on. Follow it: sky logs {name} {job} -f; "
+                f"end it: sky cancel {name} {job}",
+                err=True,
+            )
+            return INTERRUPTED
+    ended = shown.job
+    assert ended is not None, "the output has ended"
+    if not follow:
+        return 0
+    if ended.state != "done":
+        click.echo(ending(ended), err=True)
+    return exit_code(ended)
+
+
+def job_document(job: JobView) -> dict[str, object]:
+    """A job, for programs."""
+    return {
+        "id": job.id,
+        "state": job.state,
+        "code": job.code,
+        "began": datetime.fromtimestamp(job.began, UTC),
+        "took": job.took,
+        "command": job.command,
+        "by": job.by,
+        "folder": job.folder,
+        "problem": job.problem,
+    }
+
+
+def exit_code(job: JobView) -> int:
+    """The exit code of a job that has ended, as a shell tells it."""
+    if job.code is None:
+        return FAILED
+    return job.code if job.code >= 0 else 128 - job.code
+
+
+def ending(job: JobView) -> str:
+    """How a job has ended, in words."""
+    reason = {
+        "failed": f"failed with exit code {exit_code(job)}",
+        "cancelled": "was cancelled",
+        "lost": f"is lost: {job.problem}",
+        "done": "is done",
+        "running": "runs",
+    }[job.state]
+    return f"{job.id} {reason}, after {duration(job.took)}"

@@ -1,0 +1,43 @@
+"""A pool that stays on SSH hosts: commands, files and jobs on it, through its own connections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+
+from .ssh_hosts import Sshd
+
+
+def run(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(command, list(args))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout
+
+
+def test_commands_files_and_jobs_on_ssh_hosts(
+    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    Path("fit.py").write_text("print(open('rates.txt').read())")
+    Path("rates.txt").write_text("0.1, 0.2")
+    options = sky.Options(console=False)
+    with sky.Compute(sshd.provider(), nodes=2, name="gpus", keep=True, options=options):
+        pass
+    try:
+        told = json.loads(run("exec", "gpus", "--all", "--json", "--", "sh", "-c", "echo $PWD"))
+        folders = [each["stdout"].strip() for each in told]
+        assert len(set(folders)) == 2
+        run("cp", "rates.txt", "gpus:")
+        assert run("run", "fit.py", "--on", "gpus") == "0.1, 0.2\n"
+        assert run("logs", "gpus", "fit") == "0.1, 0.2\n"
+        run("cp", "gpus/0:rates.txt", "back.txt")
+        assert Path("back.txt").read_text() == "0.1, 0.2"
+    finally:
+        sky.attach("gpus").down(force=True)
