@@ -177,6 +177,13 @@ class Gathering:
         while (batch := viewer.next(SILENCE_SECONDS)) is not None:
             for message in json.loads(batch or "[]"):
                 self._note(message)
+        # If this process was too slow and was dropped, the next question begins anew.
+        with self._lock:
+            dropped = self._measuring if viewer.dropped else None
+            if dropped is not None:
+                self._measuring = None
+        if dropped is not None:
+            dropped[0].end()
 
     def _note(self, message: dict[str, Any]) -> None:
         pool = message.get("pool", "")

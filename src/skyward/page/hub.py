@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from typing import Any
 
@@ -144,13 +146,13 @@ class Hub:
         """The snapshot and a sample of every pool, for metrics."""
         with self._lock:
             self._tell_changes()
-            every = list(self._watched.values())
+            every = [
+                (watched.pool, watched.state.snapshot(), watched.state.durations())
+                for watched in self._watched.values()
+            ]
         return [
-            (
-                watched.state.snapshot(),
-                Sampler(watched.pool).sample(every_node=True) | watched.state.durations(),
-            )
-            for watched in every
+            (snapshot, Sampler(pool).sample(every_node=True) | durations)
+            for pool, snapshot, durations in every
         ]
 
     @property
@@ -207,8 +209,12 @@ class Hub:
         now = time.monotonic()
         for watched in list(self._watched.values()):
             if watched.sampling is not None and watched.sampling.done():
-                if watched.sampling.exception() is None:
+                problem = watched.sampling.exception()
+                if problem is None:
                     self._tell([watched.sampling.result() | watched.state.durations()])
+                elif not watched.pool.closed:
+                    # A defect of ours: the page goes on without this sample.
+                    traceback.print_exception(problem, file=sys.stderr)
                 watched.sampling = None
             if watched.sampling is None and now >= watched.next_sample:
                 watched.next_sample = now + SAMPLE_SECONDS
