@@ -74,6 +74,7 @@ def run(command: str, folder: str) -> list[Event]:
                 break
             # Whatever path this machine has is of no interest.
             text = data.decode(errors="replace").replace(str(Path(sys.prefix)), "~/venv")
+            text = re.sub(r"(Linux \d+\.\d+)\S*", r"\1", text)
             text = re.sub(r"\S*/src/skyward", "~/venv/lib/python3/site-packages/skyward", text)
             pieces.append((time.monotonic() - last, text.replace(folder, "~")))
             last = time.monotonic()

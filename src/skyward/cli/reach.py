@@ -105,7 +105,7 @@ def recorded() -> list[Finding]:
     pools = Journal().pools()
     left = [pool for pool in pools if pool.client == "gone"]
     if not left:
-        return [Finding("pools", "ok", f"{len(pools) or 'no'} on record, none left behind")]
+        return [Finding("pools", "ok", f"{len(pools) or 'none'} on record, none left behind")]
     names = ", ".join(pool.name for pool in left)
     advice = f"`sky down` removes what was left behind ({names}); `sky ps` lists it"
     return [Finding("pools", "problem", f"{len(left)} left behind of {len(pools)}", advice)]
