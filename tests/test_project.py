@@ -160,6 +160,16 @@ class TestRefusals:
             decode(data)
 
 
+def test_a_name_that_is_not_utf_8_fails_the_start_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9")).touch()
+
+    with (
+        pytest.raises(sky.PoolError, match=r"caf\\xe9' is not UTF-8; .*excludes"),
+        sky.Compute(project=str(tmp_path), options=QUIET),
+    ):
+        raise AssertionError("started")
+
+
 class TestScanning:
     def test_a_file_is_read_again_only_if_its_time_or_size_changed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

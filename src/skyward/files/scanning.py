@@ -84,6 +84,10 @@ class Scanner:
     def _item(self, name: str, known: Known, now: int) -> FileItem | None:
         path = f"{self.root}/{name}"
         try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise OSError(f"the name {os.fsencode(name)!r} is not UTF-8") from None
+        try:
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 return FileItem(name, "link", content=os.fsencode(os.readlink(path)))
