@@ -31,6 +31,7 @@ COMMANDS = {
     "cancel": "End a job of a pool.",
     "offers": "List the machines that providers sell, and their prices.",
     "ui": "Show pools live in a browser, and serve metrics.",
+    "stacks": "Show where every worker is: its task, its line, its stacks.",
     "demo": "Train a model on a worker and evaluate it here.",
     "doctor": "Check this machine, the providers and the pools, and say what to do.",
     "models": "Keep models by name and version: push, pull, list, serve.",

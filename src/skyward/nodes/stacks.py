@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from skyward.errors import SkywardError
 from skyward.wire.asking import ServiceConnection
@@ -140,6 +140,26 @@ class Stacks(tuple[ProcessStacks, ...]):
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStacks:
+    """The stacks of one pool."""
+
+    pool: str
+    """The pool's identifier."""
+    name: str
+    processes: tuple[ProcessStacks, ...]
+    problem: str = ""
+    """Why there are none; empty if there are."""
+
+    @classmethod
+    def of(cls, pool: str, name: str, look: Callable[[], Stacks]) -> Self:
+        """The stacks that a look at a pool gives, or its problem: the pool may be closing."""
+        try:
+            return cls(pool, name, tuple(look()))
+        except SkywardError as problem:
+            return cls(pool, name, (), str(problem))
 
 
 def _folded(frames: Iterable[StackFrame], *, everything: bool) -> Iterable[str]:

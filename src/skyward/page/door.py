@@ -1,6 +1,7 @@
 """The door: a socket through which `sky ui` of the same user sees the pools of this process.
 
-It is open while the process has pools. Who connects is a viewer of the hub, and gets lines of JSON.
+It is open while the process has pools. Who connects says a wish, and gets lines of JSON: a viewer
+of the hub all that changes, `sky stacks` one line with the stacks of the pools' workers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import os
 import socket
 import threading
 
+import msgspec
+
+from skyward.nodes.stacks import PoolStacks
 from skyward.page.hub import Viewer, hub
-from skyward.page.sockets import forget, is_own, listen, own_address
+from skyward.page.sockets import STACKS, VIEW, forget, is_own, listen, own_address
 
 SEND_SECONDS = 10.0
 LOOK_SECONDS = 5.0
@@ -29,7 +33,7 @@ class Door:
         self._pools = 0
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._connections: dict[socket.socket, Viewer] = {}
+        self._connections: dict[socket.socket, Viewer | None] = {}
 
     def enter(self) -> None:
         """Count a pool; the door is open from the first one on."""
@@ -65,8 +69,12 @@ class Door:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         listener.close()
-        for viewer in list(self._connections.values()):
-            hub.leave(viewer)
+        for connection, viewer in list(self._connections.items()):
+            if viewer is not None:
+                hub.leave(viewer)
+                continue
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -77,22 +85,34 @@ class Door:
             if not is_own(connection):
                 connection.close()
                 continue
-            viewer = self._connections[connection] = hub.join()
+            self._connections[connection] = None
             threading.Thread(
-                target=self._feed, args=(connection, viewer), name="skyward-door", daemon=True
+                target=self._answer, args=(connection,), name="skyward-door", daemon=True
             ).start()
 
-    def _feed(self, connection: socket.socket, viewer: Viewer) -> None:
+    def _answer(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(SEND_SECONDS)
-            while (batch := viewer.next(LOOK_SECONDS)) is not None:
-                connection.sendall(batch.encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                wish = lines.readline(64)
+            if wish == VIEW:
+                self._feed(connection)
+            elif wish == STACKS:
+                stacks = [PoolStacks.of(pool.id, pool.spec.name, pool.stacks) for pool in hub.pools]
+                connection.sendall(msgspec.json.encode(stacks) + b"\n")
         except OSError:
             pass  # the other end has left, or is too slow
         finally:
             self._connections.pop(connection, None)
-            hub.leave(viewer)
             connection.close()
+
+    def _feed(self, connection: socket.socket) -> None:
+        viewer = self._connections[connection] = hub.join()
+        try:
+            while (batch := viewer.next(LOOK_SECONDS)) is not None:
+                connection.sendall(batch.encode() + b"\n")
+        finally:
+            hub.leave(viewer)
 
 
 door = Door()

@@ -13,7 +13,7 @@ from typing import Any
 from skyward.nodes import keeping
 from skyward.page.hub import Viewer
 from skyward.page.kept import KeptWatch
-from skyward.page.sockets import addresses, connect
+from skyward.page.sockets import VIEW, addresses, connect
 
 LOOK_SECONDS = 1.0
 """How often new processes are looked for."""
@@ -50,7 +50,7 @@ class _Watching:
             for address in addresses():
                 if address in self._open:
                     continue
-                connection = connect(address)
+                connection = connect(address, VIEW)
                 if connection is not None:
                     connection.settimeout(SILENCE_SECONDS)
                     with self._lock:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from skyward import kernel
 
+VIEW, STACKS = b"view\n", b"stacks\n"
+"""The wish of one who connects: to see all that changes, or once where the workers are."""
 CONNECT_SECONDS = 2.0
 _LISTED = Path("/proc/net/unix")
 _CREDENTIALS = struct.Struct("3i")
@@ -72,7 +74,7 @@ def forget(address: str) -> None:
             os.unlink(address)
 
 
-def connect(address: str) -> socket.socket | None:
+def connect(address: str, wish: bytes) -> socket.socket | None:
     """A connection to a process of this user; None if nobody of this user listens."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(CONNECT_SECONDS)
@@ -81,6 +83,7 @@ def connect(address: str) -> socket.socket | None:
             raise PermissionError
         connection.connect(address)
         if is_own(connection):
+            connection.sendall(wish)
             return connection
     except ConnectionRefusedError:
         forget(address)

@@ -1,0 +1,53 @@
+"""`sky stacks`: where every worker is, of the pools that processes of this user run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import skyward as sky
+
+from ..conftest import Eventually
+from .conftest import Run
+
+QUIET = sky.Options(console=False)
+
+
+@sky.function
+def waits(file: str, marker: str) -> None:
+    Path(marker).touch()
+    while not Path(file).exists():
+        time.sleep(0.01)
+
+
+def test_a_pool_of_any_process_is_shown_with_its_tasks(
+    run: Run, run_json: Callable[..., Any], tmp_path: Path, eventually: Eventually
+) -> None:
+    with sky.Compute(nodes=2, name="hangs", options=QUIET) as compute:
+        running = compute.submit(waits(f"{tmp_path}/go", f"{tmp_path}/there"), on=1)
+        eventually((tmp_path / "there").exists)
+        shown = run("stacks", "hangs").stdout
+        everything = run("stacks", "--all").stdout
+        (document,) = run_json("stacks", "hangs")
+        run("stacks", "other", code=1)
+        (tmp_path / "go").touch()
+        running.result()
+
+    assert "\nnode 0 worker 0 (pid " in shown
+    assert "): waits for " in shown
+    assert f'File "{__file__}"' in shown
+    assert "executor.py" not in shown
+    assert "executor.py" in everything
+    assert document["name"] == "hangs"
+    idle, busy = document["processes"]
+    assert (idle["node"], idle["tasks"]) == (0, [])
+    assert busy["tasks"][0][1] == "waits"
+    (thread,) = [thread for thread in busy["threads"] if thread["task"] == "waits"]
+    assert thread["frames"][-1]["function"] in ("waits", "exists", "stat")
+
+
+def test_a_name_that_no_pool_has_is_an_error(run: Run, run_json: Callable[..., Any]) -> None:
+    assert run_json("stacks", "no-such-pool") == []
+    assert "no pool is called 'no-such-pool'" in run("stacks", "no-such-pool", code=1).stderr
