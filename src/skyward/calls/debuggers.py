@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
+from contextvars import Context
 from dataclasses import dataclass, field
 
 from skyward.calls.lane import Lane
@@ -45,6 +46,8 @@ class DebuggerSession:
     lane: Lane
     task_id: int
     name: str
+    cell: Context | None
+    """The cell of a notebook that the task's call is in; None outside of notebooks."""
     said: deque[DebuggerSays] = field(default_factory=deque)
     complete: bool = False
     """Whether the debugger has said everything; the next one of its task has a place of its own."""
@@ -76,7 +79,8 @@ class DebuggerDesk:
             if session is None and (says.event != "opened" or self._closed):
                 return
             if session is None:
-                session = DebuggerSession(lane, says.task, task.name if task is not None else "?")
+                name, cell = ("?", None) if task is None else (task.name, task.cell)
+                session = DebuggerSession(lane, says.task, name, cell)
                 if self._sessions:
                     self._console.note(
                         f"{session.where} waits in line: {self._sessions[0].where} is in the "
@@ -133,7 +137,11 @@ class DebuggerDesk:
         while (session := self._first()) is not None:
             self._console.hold(session.lane.node, session.lane.worker)
             try:
-                self._attend(session)
+                if session.cell is None:
+                    self._attend(session)
+                else:
+                    # A copy: the console shows output in the cell meanwhile.
+                    session.cell.copy().run(self._attend, session)
             finally:
                 self._console.release()
                 self._timeouts.release()
