@@ -59,6 +59,7 @@ def roster_of(count: int) -> tuple[Roster, list[Told]]:
             hostname=f"host{index}",
             accelerators=0,
             accelerator=None,
+            endpoint="",
         )
         node = Node(index, host, roster.lock)
         node.connect(control)  # type: ignore[arg-type]
@@ -293,7 +294,8 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
 
     briefing: Any = SimpleNamespace(tell_all=tell_all)
     console: Any = SimpleNamespace(phase=lambda *_: None)
-    joining = Joining(briefing, console)
+    ready: list[Node] = []
+    joining = Joining(briefing, console, ready.append)
     joining.add(roster.nodes[0], 0)
     first = threading.Thread(target=joining.tell)
     first.start()
@@ -305,6 +307,7 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
     first.join(10)
     assert len(told) == 2
     assert {node.state for node in roster.nodes} == {"ready"}
+    assert ready == roster.nodes
 
 
 @pytest.mark.parametrize("ending", [False, True])
