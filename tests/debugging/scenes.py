@@ -70,13 +70,6 @@ def cancelled(marker: str) -> None:
         print("Ctrl-C cancelled the call")
 
 
-def refused() -> None:
-    try:
-        steps(1) >> sky
-    except sky.DebuggerError as problem:
-        print(problem)
-
-
 SCENES = {
     "steps": lambda: print("result", steps(4) >> sky),
     "limited": lambda: print("result", limited() >> sky),
