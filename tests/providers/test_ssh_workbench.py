@@ -13,6 +13,20 @@ from skyward.cli.main import sky as command
 
 from .ssh_hosts import Sshd
 
+INSIDE = """
+import os, pathlib, skyward as sky
+
+@sky.function
+def where():
+    return sky.instance_info().node
+
+with sky.attach() as compute:
+    found = where() @ compute
+# The job has a record of its own, for it could not read that of the client's machine.
+theirs = pathlib.Path(os.environ["SKYWARD_STATE"])
+print(found, "from a job:", theirs.is_relative_to(os.environ["SKYWARD_JOB_FOLDER"]))
+"""
+
 
 def run(*args: str, code: int = 0) -> str:
     result = CliRunner().invoke(command, list(args))
@@ -27,6 +41,7 @@ def test_commands_files_and_jobs_on_ssh_hosts(
     monkeypatch.chdir(tmp_path)
     Path("fit.py").write_text("print(open('rates.txt').read())")
     Path("rates.txt").write_text("0.1, 0.2")
+    Path("inside.py").write_text(INSIDE)
     options = sky.Options(console=False)
     with sky.Compute(sshd.provider(), nodes=2, name="gpus", keep=True, options=options):
         pass
@@ -37,6 +52,7 @@ def test_commands_files_and_jobs_on_ssh_hosts(
         run("cp", "rates.txt", "gpus:")
         assert run("run", "fit.py", "--on", "gpus") == "0.1, 0.2\n"
         assert run("logs", "gpus", "fit") == "0.1, 0.2\n"
+        assert run("run", "inside.py", "--on", "gpus") == "[0, 1] from a job: True\n"
         run("cp", "gpus/0:rates.txt", "back.txt")
         assert Path("back.txt").read_text() == "0.1, 0.2"
     finally:

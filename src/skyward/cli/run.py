@@ -76,18 +76,19 @@ def _run_there(
     exclude: tuple[str, ...],
     detach: bool,
 ) -> int:
-    from skyward.compute.attaching import VARIABLE
-    from skyward.compute.workbench.jobs import look_at, start_script
+    from skyward.compute.workbench.jobs import look_at, start_script, way_back
 
     with reached(name) as pool:
         head = chosen_node(pool, None)
+        environment, private = way_back(pool.record)
         started = start_script(
             pool,
             head,
             script,
             args,
             name=job,
-            environment={VARIABLE: name},
+            environment=environment,
+            private=private,
             include=include,
             exclude=exclude,
         )

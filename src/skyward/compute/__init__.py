@@ -403,11 +403,13 @@ class Compute(Keeping):
         pool, console = self._pool, self._console
         if pool is None or os.getpid() != self._pid:
             return
+        stays = ""
         try:
             self._around.close()
         finally:
             if pool.stays and not pool.closed:
                 pool.detach(seconds)
+                stays = f"it stays, until `sky down {self.name}`"
             else:
                 pool.close(seconds)
             listening, self._listening = self._listening, None
@@ -421,8 +423,8 @@ class Compute(Keeping):
             self._console = None
             receipt = pool.ledger.receipt()
             if self._was_ready:
-                summary = f"{self.name}: {done(pool.counts)}"
-                console.close(f"{summary}; {receipt}" if receipt else summary)
+                parts = [f"{self.name}: {done(pool.counts)}", receipt, stays]
+                console.close("; ".join(filter(None, parts)))
             else:
                 console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
 

@@ -87,7 +87,7 @@ class Contacts:
         )
 
     def _changed(self, node: Node, control: Channel, connected: bool) -> None:
-        if node.control is not control or node.state == "stopped":
+        if node.control is not control or node.state == "stopped" or control.expects_end:
             return
         if connected:
             node.reconnect()

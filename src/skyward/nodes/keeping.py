@@ -63,6 +63,8 @@ class KeptPool(msgspec.Struct):
     stopped: bool = False
     """Whether `sky stop` has ended its agents, for `sky start` to start them again."""
     format: int = FORMAT
+    inside: bool = False
+    """Whether the record is for processes on the pool's own nodes."""
 
     @property
     def head(self) -> int:

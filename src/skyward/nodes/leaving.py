@@ -33,12 +33,12 @@ def leave(nodes: Sequence[Node], entered: Callable[[Node], str], seconds: float)
     ]
     for node, lane in left:
         node.kill(lane, "its client left the pool while it ran a task")
-    for node in serving:
-        # If a member of a group is replaced, the group is of no use to the next client.
-        node.tell(Detach("" if left else groups[node]))
     controls = [node.control for node in serving if node.control is not None]
     for control in controls:
         control.expect_end()
+    for node in serving:
+        # If a member of a group is replaced, the group is of no use to the next client.
+        node.tell(Detach("" if left else groups[node]))
     _ended(controls, deadline)
 
 

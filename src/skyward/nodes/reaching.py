@@ -12,6 +12,7 @@ from typing import Any, Self
 from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping, provider_loop
 from skyward.nodes.host import Host
+from skyward.nodes.inside import InsideProvider
 from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeper import identity
 from skyward.nodes.keeping import KeptNode, KeptPool
@@ -40,7 +41,9 @@ class Adoption:
 
 
 def provider_of(record: KeptPool) -> Provider:
-    """The provider that has made the machines of a pool."""
+    """The provider that has made the machines of a pool, or what a node has in its place."""
+    if record.inside:
+        return InsideProvider(record)
     provider: Provider = find_provider(record.provider)(**record.arguments)
     return provider
 

@@ -106,6 +106,11 @@ class Channel:
         if self.link is not None:
             self.link.connections.ending = True
 
+    @property
+    def expects_end(self) -> bool:
+        """Whether the other end of a link was told to end the connection."""
+        return self.link is not None and self.link.connections.ending
+
     def reconnect(self) -> None:
         """Over a link, give up a connection that seems dead; the client makes a new one."""
         if self.link is not None:

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Literal
 
@@ -91,6 +92,8 @@ class KeptJobs:
         *,
         working_directory: str,
         environment: dict[str, str],
+        own: Mapping[str, str] | None = None,
+        private: Mapping[str, str] | None = None,
         files: IO[bytes] | None = None,
         by: str = "",
     ) -> str:
@@ -98,7 +101,9 @@ class KeptJobs:
 
         `files` is a compressed tar. It is unpacked in the job's folder `work`, in which Python
         looks for modules. In the command, `{work}` stands for that folder, and a first word
-        `{python}` for the node's interpreter.
+        `{python}` for the node's interpreter. `own` are variables of this job alone, in which
+        `{folder}` stands for the job's folder; `private` are texts that only the user may read,
+        by their places in that folder.
         """
         if not _NAME.fullmatch(name):
             raise PoolError(
@@ -113,6 +118,9 @@ class KeptJobs:
             work.mkdir()
             if files is not None:
                 _unpack(files, work)
+            for place, text in (private or {}).items():
+                _write_private(folder, place, text)
+            mine = {key: each.replace("{folder}", str(folder)) for key, each in (own or {}).items()}
             program, *arguments = (part.replace("{work}", str(work)) for part in command)
             command = [sys.executable if program == "{python}" else program, *arguments]
             about = JobRecord(job, command, time.time(), by)
@@ -121,7 +129,7 @@ class KeptJobs:
             config = ProgramConfig(
                 command,
                 working_directory,
-                environment | {JOB: job, FOLDER: str(folder), "PYTHONPATH": python_path},
+                environment | mine | {JOB: job, FOLDER: str(folder), "PYTHONPATH": python_path},
                 status=-1,
                 job=str(folder),
                 keep=OUTPUT_KEPT,
@@ -260,6 +268,15 @@ class KeptJobs:
             program.close()
         for watcher in watchers:
             watcher.join()
+
+
+def _write_private(folder: Path, place: str, text: str) -> None:
+    path = folder / place
+    if not place or ".." in path.parts or Path(place).is_absolute():
+        raise PoolError(f"{place!r} is no place in a job's folder; give a relative path")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _unpack(files: IO[bytes], work: Path) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 
 from skyward import includes
+from skyward.compute.attaching import VARIABLE
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, ImageError, NodeLostError
+from skyward.nodes.inside import record_for_nodes
+from skyward.nodes.keeping import KeptPool, encode
 from skyward.wire.asking import PART
 from skyward.worker.kept_jobs import JobView
 
@@ -26,6 +29,7 @@ def start_script(
     *,
     name: str = "",
     environment: Mapping[str, str] | None = None,
+    private: Mapping[str, str] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> str:
@@ -41,8 +45,22 @@ def start_script(
         name or _name_of(script),
         ["{python}", f"{{work}}/{place}", *arguments],
         environment=environment,
+        private=private,
         files=archive,
     )
+
+
+def way_back(record: KeptPool) -> tuple[dict[str, str], dict[str, str]]:
+    """The variables and private texts with which `sky.attach()` in a job finds the job's pool.
+
+    On this machine, the job can read the record itself.
+    """
+    variables = {VARIABLE: record.name}
+    theirs = record_for_nodes(record)
+    if theirs is None:
+        return variables, {}
+    place = f"state/pools/{record.name}.json"
+    return variables | {"SKYWARD_STATE": "{folder}/state"}, {place: encode(theirs).decode()}
 
 
 def start(
@@ -52,12 +70,14 @@ def start(
     command: Sequence[str],
     *,
     environment: Mapping[str, str] | None = None,
+    private: Mapping[str, str] | None = None,
     files: bytes = b"",
 ) -> str:
     """Start a command as a job of a node; returns the job's id.
 
     `files` is a compressed tar, unpacked in the job's folder; `{work}` in the command is its place,
-    and `{python}` the node's interpreter.
+    and `{python}` the node's interpreter. In variables, `{folder}` is the job's folder; `private`
+    are texts that only the user may read, by their places in it.
     """
     with pool.service(node, "jobs") as connection:
         try:
@@ -66,6 +86,7 @@ def start(
                 name=name,
                 command=list(command),
                 environment=dict(environment or {}),
+                private=dict(private or {}),
                 by=f"{_user()}@{socket.gethostname()}",
             )
             view = memoryview(files)

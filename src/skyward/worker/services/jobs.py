@@ -32,6 +32,7 @@ class JobRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     command: list[str]
     environment: dict[str, str] = {}
+    private: dict[str, str] = {}
     by: str = ""
 
 
@@ -102,7 +103,9 @@ def _start(node: ServedNode, channel: Channel, request: JobRequest) -> str:
             request.name,
             request.command,
             working_directory=node.config.working_directory,
-            environment={**environment, "PYTHONUNBUFFERED": "1", **request.environment},
+            environment={**environment, "PYTHONUNBUFFERED": "1"},
+            own=request.environment,
+            private=request.private,
             files=files if size else None,
             by=request.by,
         )
