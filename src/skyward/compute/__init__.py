@@ -229,9 +229,6 @@ class Compute(Keeping):
         """
         if self._was_ready and self._pool is not None and not self._pool.closed:
             return self
-        return self._entered()
-
-    def _entered(self) -> Self:
         try:
             self._open()
         except SkywardError as problem:
@@ -239,7 +236,11 @@ class Compute(Keeping):
         return self
 
     def __enter__(self) -> Self:
-        self._entered()
+        try:
+            self._open()
+        except SkywardError as problem:
+            # Not in a function of its own, which the user's traceback would show as well.
+            raise shown_from_outside(problem) from problem.__cause__
         self._token = functions.current.set(self)
         return self
 
