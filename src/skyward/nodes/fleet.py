@@ -83,6 +83,9 @@ BEATS_MOST = 4
 """How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
 BEATS_BETWEEN_COSTS = 20
 """How many beats lie between two events of the cost: 10 s."""
+PART_SECONDS = 20.0
+"""How long idle executors of a pool that stays have to part from a client: they answer at once,
+but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
 LAUNCH_SECONDS = 5.0
 """How long the end of nodes waits for the starts of those that are still starting."""
 
@@ -303,7 +306,7 @@ class Fleet:
         """Leave the nodes to other clients: idle executors stay as they are."""
         self._roster.close()
         self._devices.close("its client left the pool")
-        leave(self.nodes, self._preparer.entered_by, seconds)
+        leave(self.nodes, self._preparer.entered_by, max(seconds, PART_SECONDS))
         strays = [node for node in self.nodes if not node.host.stays]
         self._end_nodes(strays, 0)
         for node in self.nodes:
