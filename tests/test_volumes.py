@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import skyward as sky
 from skyward.compute.volumes import plan
-from skyward.errors import ConfigurationError, PoolError
+from skyward.errors import ConfigurationError, NodeLostError, PoolError
 from skyward.files import mounting
 from skyward.files.copying import BucketCopy
 from skyward.files.items import Listing
@@ -22,6 +23,7 @@ from skyward.files.mounting import PROGRAMS, BucketPlace
 from skyward.files.transfer import bring
 from skyward.files.volumes import NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
+from skyward.wire.asking import ServiceConnection
 
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
@@ -37,6 +39,11 @@ def read(path: str) -> str:
 def write(path: str, text: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
+
+
+@sky.function
+def pid() -> int:
+    return os.getpid()
 
 
 def quiet(what: str) -> None:
@@ -130,6 +137,44 @@ class TestOnAPool:
         while target.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (bucket / "late").read_text() == "late"
+
+
+class TestNodesThatDoNotAnswer:
+    """What cannot be written back is told, and keeps nothing else from ending."""
+
+    def test_a_pool_ends_although_its_node_cannot_be_reached(
+        self, bucket: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        volume = sky.Volume(f"file://{bucket}", str(tmp_path / "at"))
+
+        with sky.Compute(volumes=[volume], options=QUIET) as compute:
+            pool = compute._open_pool
+            worker = pid() >> compute
+            pool._fleet.deliveries._open = _lost
+
+        assert pool.closed
+        assert not psutil.pid_exists(worker)
+        assert "not everything was written back: " in capfd.readouterr().err
+
+    def test_every_node_and_volume_is_tried_and_all_problems_are_told_at_the_end(self) -> None:
+        asked: list[int] = []
+
+        def open_service(node: int, name: str) -> ServiceConnection:
+            asked.append(node)
+            return _lost(node, name)
+
+        volumes = [sky.Volume("s3://first", "/first"), sky.Volume("s3://second", "/second")]
+        folder = SentFolder(Path("/here"), "/there", back=True)
+        deliveries = Deliveries([folder], volumes, open_service)
+
+        with pytest.raises(PoolError, match=r"first.*node 0.*second.*node 1.*/here: node 1: gone"):
+            deliveries.write_back([0, 1], quiet)
+
+        assert asked == [0, 1] * 3
+
+
+def _lost(node: int, name: str) -> ServiceConnection:
+    raise NodeLostError("gone")
 
 
 class TestPlan:

@@ -25,7 +25,7 @@ from skyward.calls.scheduler import Load
 from skyward.calls.staying import Staying
 from skyward.calls.task import Task
 from skyward.console import Console
-from skyward.errors import ConfigurationError, PoolClosedError, PoolError, PoolStartError
+from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
 from skyward.events import EventStream
 from skyward.files.transfer import Synced
 from skyward.functions import Function, Pending
@@ -166,16 +166,24 @@ class Pool:
             self._ended.wait()
 
     def _close(self, seconds: float) -> None:
-        if self._fleet.deliveries.comes_back:
+        try:
             # Before anything else ends: functions are done, and the nodes still answer.
-            try:
-                self.write_back(last=True)
-            except (PoolError, OSError, EOFError) as problem:
-                self._console.note(f"{self.spec.name}: not everything was written back: {problem}")
-        self._state.close()
-        self._dispatcher.close(self._expired)
-        self._fleet.close(seconds)
-        self._end_threads()
+            self._bring_back(last=True)
+        finally:
+            # Also when the user interrupts that: machines that are left would cost.
+            self._state.close()
+            self._dispatcher.close(self._expired)
+            self._fleet.close(seconds)
+            self._end_threads()
+
+    def _bring_back(self, *, last: bool) -> None:
+        """Write back what functions have written; what fails is told, and stops nothing."""
+        if not self._fleet.deliveries.comes_back:
+            return
+        try:
+            self.write_back(last=last)
+        except Exception as problem:
+            self._console.note(f"{self.spec.name}: not everything was written back: {problem}")
 
     def _end_threads(self) -> None:
         self._loop.stop()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyward.errors import PoolError
+from skyward.errors import PoolError, SkywardError
 from skyward.files.items import Listing
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import Synced, bring, send
@@ -121,19 +122,32 @@ class Deliveries:
         With `last`, the volumes go, too.
         """
         done = Synced()
-        for volume in self._volumes:
-            for node in nodes:
-                done += Synced(files=self._tell_node(node, "write back", volume, told))
-        for volume in self._volumes if last else ():
-            for node in nodes:
-                self._tell_node(node, "unmount", volume, told)
+        problems: dict[tuple[object, int], PoolError] = {}
+        for what in ("write back", "unmount") if last else ("write back",):
+            for volume, node in itertools.product(self._volumes, nodes):
+                try:
+                    done += Synced(files=self._tell_node(node, what, volume, told))
+                except PoolError as problem:
+                    problems[volume, node] = problem
         for delivery in self._deliveries:
-            folder = delivery.folder
-            for node in nodes if folder.back else ():
-                sent = delivery.sent.get(node, Listing(()))
-                with self._open(node, "files") as connection:
-                    done += bring(connection, folder.root, folder.source, sent, told)
+            for node in nodes if delivery.folder.back else ():
+                try:
+                    done += self._bring(delivery, node, told)
+                except PoolError as problem:
+                    problems[delivery, node] = problem
+        if problems:
+            # Only now: what one node cannot write back must not keep the others from it.
+            told_problems = "; ".join(map(str, problems.values()))
+            raise PoolError(told_problems) from next(iter(problems.values()))
         return done
+
+    def _bring(self, delivery: Delivery, node: int, told: Callable[[str], None]) -> Synced:
+        folder, sent = delivery.folder, delivery.sent.get(node, Listing(()))
+        try:
+            with self._open(node, "files") as connection:
+                return bring(connection, folder.root, folder.source, sent, told)
+        except (SkywardError, OSError, EOFError) as problem:
+            raise PoolError(f"{folder.source}: node {node}: {problem}") from problem
 
     def _tell_node(self, node: int, what: str, volume: Volume, told: Callable[[str], None]) -> int:
         arguments = {
@@ -147,7 +161,7 @@ class Deliveries:
                 while (reply := connection.next_reply()).more:
                     told(str(reply.value))
                 return int(reply.value)
-        except (PoolError, OSError, EOFError) as problem:
+        except (SkywardError, OSError, EOFError) as problem:
             raise PoolError(f"{volume}: node {node}: {problem}") from problem
 
     def _send_all(self, delivery: Delivery, listing: Listing, nodes: Sequence[int]) -> Synced:
@@ -168,7 +182,7 @@ class Deliveries:
         try:
             with self._open(node, "files") as connection:
                 done = send(connection, listing, delivery.scan, folder.source, folder.root, told)
-        except (PoolError, OSError, EOFError) as problem:
+        except (SkywardError, OSError, EOFError) as problem:
             place = folder.root or "its working directory"
             raise PoolError(
                 f"node {node} did not get {folder.source} at {place}: {problem}"
