@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -179,6 +180,12 @@ def test_what_is_not_made_yet_says_so() -> None:
         sky.cls(len)
     with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
         sky.cls(timeout=-1)(Base)
+
+
+def test_what_is_not_made_yet_can_be_copied() -> None:
+    making = copy.copy(Model("gpt2"))
+    assert making.args == ("gpt2",)
+    assert repr(making) == "<Model that is not made yet>"
 
 
 def test_a_plain_object_is_made_here() -> None:

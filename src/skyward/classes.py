@@ -137,6 +137,9 @@ class Making(Generic[C]):
         )
 
     def __getattr__(self, name: str) -> Any:
+        if "kind" not in vars(self):
+            # `copy` and `pickle` ask before the copy has anything.
+            raise AttributeError(name)
         raise AttributeError(
             f"{self.name}(...) only describes an object, so it has no {name!r} yet; make it first: "
             f"`model = {self.name}(...) >> compute`, or {self.name}.local(...) here"
