@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.state.connection import StateConnection, StateOperation
+from skyward.state.link import LocalLink
+from skyward.state.locks import _release
 from skyward.state.owned import KINDS
-from skyward.state.owner import FULL, Asked, Owner, Session
+from skyward.state.owner import FULL, Asked, Owner, Session, Waiter
+from skyward.wire.channel import Channel
+from skyward.worker.services.state import StateServer
 
 from ..conftest import Eventually
 
@@ -107,6 +116,123 @@ def test_waits_for_a_deleted_object_are_refused() -> None:
         session.ask(owner, kind, what, *arguments, wait=None)
         other.ask(owner, kind, "delete")
         assert f"sky.{kind} 'x' was deleted" in session.answers[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "arguments"),
+    [("queue", "get", ()), ("event", "wait", ()), ("lock", "acquire", (30.0,))],
+)
+def test_the_owner_forgets_operations_that_are_over(
+    kind: str, what: str, arguments: tuple[Any, ...]
+) -> None:
+    owner, session, holder = Owner(KINDS), Recorded(), Recorded()
+    holder.ask(owner, "lock", "acquire", 30.0)
+    before = _waiters_kept()
+    for _ in range(500):
+        session.ask(owner, kind, what, *arguments, wait=600.0)
+        [(number, waiter)] = session.waiters.items()
+        owner.cancel(session, number)
+        assert waiter.payload is None
+    assert _waiters_kept() - before < 70
+
+
+def _waiters_kept() -> int:
+    return sum(isinstance(each, Waiter) for each in gc.get_objects())
+
+
+def test_a_queue_deleted_by_another_is_made_anew_with_the_handles_own_size() -> None:
+    queue = sky.queue[int]("small", maxsize=1, on=LocalTarget())
+    queue.put(1)
+    queue.delete()
+    queue.put(1)
+    assert queue.maxsize == 1
+    with pytest.raises(TimeoutError):
+        queue.put(2, timeout=0)
+    barrier = sky.barrier("one", 1, on=LocalTarget())
+    barrier.wait()
+    barrier.delete()
+    assert barrier.wait() == 0
+
+
+def test_an_object_that_cannot_be_made_takes_no_room() -> None:
+    owner, session = Owner(KINDS, limit=1000), Recorded()
+    for number in range(100):
+        owner.perform(Asked(session, number), "barrier", "x", "wait", [], None)
+        assert "parties" in session.answers[-1][2]
+    assert session.ask(owner, "dict", "set", b"a", bytes(500)) is None
+
+
+def test_an_interrupted_operation_of_this_process_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on = LocalTarget()
+    jobs, lock = sky.queue[int]("jobs", on=on), sky.lock("l", on=on)
+    jobs.put(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("skyward.state.link.answered", _interrupts)
+        for operation in (jobs.get, jobs.get_nowait, lock.acquire):
+            with pytest.raises(KeyboardInterrupt):
+                operation()
+    assert jobs.get_nowait() == 1
+    assert lock.acquire(blocking=False)
+
+
+def _interrupts(slot: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+class LocalTarget:
+    """Has state of this process."""
+
+    link = LocalLink()
+
+    def state_link(self) -> LocalLink:
+        return self.link
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], StateConnection]]:
+    """Connects processes to one owner."""
+    server, connections = StateServer(), []
+
+    def made(who: str) -> StateConnection:
+        mine, its = socket.socketpair()
+        threading.Thread(target=server.serve, args=(Channel(its),), daemon=True).start()
+        connections.append(StateConnection(Channel(mine), who, True))
+        return connections[-1]
+
+    yield made
+    for connection in connections:
+        connection.close()
+
+
+def acquisition(lease: float = 10.0, **more: Any) -> StateOperation:
+    return StateOperation("lock", "l", "acquire", (lease,), waits=True, undo=_release, **more)
+
+
+def test_the_holder_of_a_lock_beats_also_after_an_interrupted_acquire(
+    connect: Callable[[str], StateConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = connect("one")
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StateConnection, "_note_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        connection.perform(acquisition())
+    token, _ = connection.perform(acquisition(timeout=5.0))
+    sent: list[Any] = []
+    monkeypatch.setattr(connection.channel, "send", sent.append)
+    connection._beat()
+    monkeypatch.undo()
+    assert [question.what for question in sent] == ["beat"]
+    assert connection.perform(StateOperation("lock", "l", "release", (token,)))
+    monkeypatch.setattr(connection.channel, "send", sent.append)
+    connection._beat()
+    monkeypatch.undo()
+    assert len(sent) == 1, "who holds nothing need not be heard"
 
 
 @sky.function

@@ -126,8 +126,8 @@ class StateConnection:
     epoch: str = field(init=False, default="")
     lost: str = field(init=False, default="")
     """Why the connection is of no more use; empty if it is."""
-    holds: int = field(init=False, default=0)
-    """How many locks the process holds over this connection."""
+    _held: set[tuple[str, int]] = field(init=False, default_factory=set)
+    """The locks that the process holds, by name and token."""
     _slots: dict[int, Slot] = field(init=False, default_factory=dict)
     _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -170,18 +170,25 @@ class StateConnection:
         try:
             self._ask(number, slot, Question(operation.what, arguments))
             self._await(slot)
+            if operation.kind == "lock":
+                self._note_lock(operation, slot)
         except BaseException:
             self._settle(number, slot, operation)
             raise
         if slot.lost:
             raise StateLostError(slot.lost)
-        value = answered(slot)
-        if operation.kind == "lock" and value:
-            self.holds += {"acquire": 1, "release": -1}.get(operation.what, 0)
-            if operation.what == "acquire":
-                # From now on, the owner must hear of this process while it does other things.
-                self._start_reader()
-        return value
+        return answered(slot)
+
+    def _note_lock(self, operation: StateOperation, slot: Slot) -> None:
+        """Note a lock that the process holds now, or holds no more."""
+        if operation.what == "acquire" and slot.value:
+            with self._lock:
+                self._held.add((operation.name, slot.value[0]))
+            # From now on, the owner must hear of this process while it does other things.
+            self._start_reader()
+        elif operation.what == "release":
+            with self._lock:
+                self._held.discard((operation.name, operation.arguments[0]))
 
     def _ask(self, number: int, slot: Slot, question: Question) -> None:
         with self._lock:
@@ -287,7 +294,7 @@ class StateConnection:
 
     def _beat(self) -> None:
         """Show the owner that this process is there, if that matters, and ask the same of it."""
-        if not self._slots and not self.holds:
+        if not self._slots and not self._held:
             self._heard = time.monotonic()
             return
         silent = time.monotonic() - self._heard

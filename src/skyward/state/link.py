@@ -136,12 +136,23 @@ class LocalLink(StateLink):
                 with self._lock:
                     self._owner.expire()
                 slot.wait(0.0)
+            return answered(slot)
         except BaseException:
             with self._lock:
                 session.slots.pop(number, None)
                 self._owner.cancel(session, number)
+                self._undo(operation, slot)
             raise
-        return answered(slot)
+
+    def _undo(self, operation: StateOperation, slot: Slot) -> None:
+        """Take back what an operation has done whose caller was interrupted."""
+        if operation.undo is None or not slot.over or slot.problem:
+            return
+        undone = operation.undo(slot.value)
+        if undone is not None:
+            what, arguments = undone
+            asked = Asked(self._session, next(self._numbers))
+            self._owner.perform(asked, operation.kind, operation.name, what, [*arguments], None)
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -55,14 +55,9 @@ class SharedLock(SharedObject):
         Without `blocking`, returns whether it was free.
         """
         if blocking:
-            granted = self._wait(
-                "acquire",
-                self._lease,
-                timeout=timeout,
-                undo=lambda granted: granted and ("release", (granted[0],)),
-            )
+            granted = self._wait("acquire", self._lease, timeout=timeout, undo=_release)
         else:
-            granted = self._call("acquire", self._lease)
+            granted = self._call("acquire", self._lease, undo=_release)
         if granted is not None:
             self._token, self._abandoned = granted
             return True
@@ -214,6 +209,10 @@ class SharedEvent(SharedObject):
         if self._wait("wait", timeout=timeout) is None:
             raise TimeoutError(f"{self!r} was not set for {timeout:g} s")
         return True
+
+
+def _release(granted: Any) -> tuple[str, tuple[Any, ...]] | None:
+    return ("release", (granted[0],)) if granted else None
 
 
 def _lock(name: str, timeout: float | None, lease: float) -> SharedLock:

@@ -12,11 +12,10 @@ from skyward.state.owner import (
     OVERHEAD,
     WAITING,
     Asked,
+    Line,
     OwnedObject,
     Owner,
     Refused,
-    Waiter,
-    next_waiting,
 )
 from skyward.state.signals import OwnedBarrier, OwnedEvent, OwnedLock
 
@@ -190,8 +189,7 @@ class OwnedQueue(OwnedObject):
         super().__init__(owner, name, options)
         self._room = options.get("maxsize") or math.inf
         self._items: deque[bytes] = deque()
-        self._getters: deque[Waiter] = deque()
-        self._putters: deque[Waiter] = deque()
+        self._getters, self._putters = Line(), Line()
 
     def check(self, options: dict[str, Any]) -> None:
         wanted = options.get("maxsize")
@@ -211,7 +209,7 @@ class OwnedQueue(OwnedObject):
 
     def do_put(self, asked: Asked, item: bytes) -> Any:
         """Append an item; None if there is no room, or was none in time."""
-        getter = next_waiting(self._getters)
+        getter = self._getters.next()
         if getter is not None:
             getter.answer([item])
             return True
@@ -241,7 +239,7 @@ class OwnedQueue(OwnedObject):
 
     def _fill(self) -> None:
         """Take the item of one that waits for room."""
-        if len(self._items) < self._room and (putter := next_waiting(self._putters)) is not None:
+        if len(self._items) < self._room and (putter := self._putters.next()) is not None:
             try:
                 self._append(putter.payload)
             except Refused as problem:
@@ -252,7 +250,7 @@ class OwnedQueue(OwnedObject):
 
     def do_unget(self, asked: Asked, item: bytes) -> None:
         """Take an item back that was taken for a caller who did not get it."""
-        getter = next_waiting(self._getters)
+        getter = self._getters.next()
         if getter is not None:
             getter.answer([item])
             return

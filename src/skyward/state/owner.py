@@ -13,7 +13,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ STATE_MAX = 1 << 30
 """How many bytes all objects of a pool may have together."""
 OVERHEAD = 128
 """How many bytes an entry counts besides its own."""
+TIDY_MIN = 32
+"""So many operations may wait in a line before those that are over are looked for there."""
 
 FULL = "full"
 MISUSED = "misused"
@@ -88,6 +90,7 @@ class Waiter:
     def forget(self) -> None:
         """End the waiting without an answer."""
         self.over = True
+        self.payload = None
         self.session.waiters.pop(self.number, None)
 
 
@@ -103,13 +106,34 @@ class Holding:
     """Frees the lock, because its holder is gone."""
 
 
-def next_waiting(waiters: deque[Waiter]) -> Waiter | None:
-    """Take the first that still waits."""
-    while waiters:
-        waiter = waiters.popleft()
-        if not waiter.over:
-            return waiter
-    return None
+class Line:
+    """The operations that wait for one thing, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[Waiter] = deque()
+        self._tidy_at = TIDY_MIN
+
+    def append(self, waiter: Waiter) -> None:
+        """Have an operation wait at the end."""
+        if len(self._waiters) >= self._tidy_at:
+            self._waiters = deque(self)
+            self._tidy_at = max(TIDY_MIN, 2 * len(self._waiters))
+        self._waiters.append(waiter)
+
+    def next(self) -> Waiter | None:
+        """Take the first that still waits; None if none does."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.over:
+                return waiter
+        return None
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return (waiter for waiter in self._waiters if not waiter.over)
+
+    def __len__(self) -> int:
+        """How many places are taken, also by operations that are over."""
+        return len(self._waiters)
 
 
 class OwnedObject:
@@ -160,6 +184,7 @@ class Owner:
         self._objects: dict[tuple[str, str], OwnedObject] = {}
         self._used = 0
         self._deadlines: list[tuple[float, int, Waiter]] = []
+        self._tidy_at = TIDY_MIN
         self._order = itertools.count()
 
     def perform(
@@ -192,8 +217,9 @@ class Owner:
             asked.session.answer(asked.number, value)
 
     def _make(self, kind: str, name: str, options: dict[str, Any]) -> OwnedObject:
+        made = self._kinds[kind](self, name, options)
         self.take(OVERHEAD + len(name), kind, name)
-        made = self._objects[kind, name] = self._kinds[kind](self, name, options)
+        self._objects[kind, name] = made
         return made
 
     def _delete(self, found: OwnedObject) -> None:
@@ -226,8 +252,16 @@ class Owner:
         asked.session.waiters[asked.number] = waiter
         if asked.timeout is not None:
             due = time.monotonic() + asked.timeout
+            self._tidy_deadlines()
             heapq.heappush(self._deadlines, (due, next(self._order), waiter))
         return waiter
+
+    def _tidy_deadlines(self) -> None:
+        """Forget the deadlines of operations that are over, once they may be the most."""
+        if len(self._deadlines) >= self._tidy_at:
+            self._deadlines = [each for each in self._deadlines if not each[2].over]
+            heapq.heapify(self._deadlines)
+            self._tidy_at = max(TIDY_MIN, 2 * len(self._deadlines))
 
     def cancel(self, session: Session, number: int) -> None:
         """Forget a waiting operation whose caller waits no more; it may be over already."""

@@ -39,8 +39,8 @@ class SharedQueue(SharedObject, Generic[T]):
             )
         self._maxsize = maxsize
 
-    def _options(self) -> dict[str, Any]:
-        return {"maxsize": self._maxsize}
+    def _options(self) -> dict[str, Any] | None:
+        return {"maxsize": self._maxsize} if self._maxsize else None
 
     def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
         """Append an item; waits for room, and raises `queue.Full` if there is none in time."""
@@ -58,13 +58,9 @@ class SharedQueue(SharedObject, Generic[T]):
     def get(self, block: bool = True, timeout: float | None = None) -> T:
         """Take the first item; waits for one, and raises `queue.Empty` if none comes in time."""
         if block:
-            found = self._wait(
-                "get",
-                timeout=timeout,
-                undo=lambda taken: taken and ("unget", (taken[0],)),
-            )
+            found = self._wait("get", timeout=timeout, undo=_unget)
         else:
-            found = self._call("get")
+            found = self._call("get", undo=_unget)
         if found is not None:
             return cast(T, decode(found[0]))
         if not block:
@@ -102,3 +98,7 @@ class SharedQueue(SharedObject, Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self._maxsize)
+
+
+def _unget(taken: Any) -> tuple[str, tuple[Any, ...]] | None:
+    return ("unget", (taken[0],)) if taken else None

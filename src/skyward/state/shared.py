@@ -26,6 +26,8 @@ class SharedObject:
         self._on = on
         self._epoch = ""
         """Names the owner whose state this handle has seen; empty if none."""
+        self._made_with: dict[str, Any] | None = None
+        """The options that this handle has given that owner."""
 
     def _options(self) -> dict[str, Any] | None:
         """What the object is made with, if it is not there."""
@@ -43,10 +45,11 @@ class SharedObject:
         link = link_for(self._on)
         try:
             epoch = self._epoch or link.epoch()
-            # Sent until the owner is known to have them.
-            options = None if self._epoch else self._options()
+            if not self._epoch:
+                self._made_with = self._options()
+            # Always sent: somebody may have deleted the object, and this call makes it anew.
             operation = StateOperation(
-                self.KIND, self.name, what, arguments, options, waits, timeout, undo
+                self.KIND, self.name, what, arguments, self._made_with, waits, timeout, undo
             )
             value = link.perform(operation, epoch)
         except StateLostError as problem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from typing import Any
 
 from skyward.state.owner import (
@@ -11,11 +10,11 @@ from skyward.state.owner import (
     WAITING,
     Asked,
     Holding,
+    Line,
     OwnedObject,
     Owner,
     Refused,
     Waiter,
-    next_waiting,
 )
 
 
@@ -29,7 +28,7 @@ class OwnedLock(OwnedObject):
         self._holding: Holding | None = None
         self._abandoned = False
         """Whether the last holder was lost while it held the lock."""
-        self._waiters: deque[Waiter] = deque()
+        self._waiters = Line()
         self._tokens = itertools.count(1)
 
     def deleted(self) -> None:
@@ -67,7 +66,7 @@ class OwnedLock(OwnedObject):
         assert self._holding is not None
         self._holding.session.holds.discard(self._holding)
         self._holding = None
-        waiter = next_waiting(self._waiters)
+        waiter = self._waiters.next()
         if waiter is not None:
             waiter.answer(self._grant(waiter.session, waiter.payload))
 
@@ -148,14 +147,14 @@ class OwnedEvent(OwnedObject):
     def __init__(self, owner: Owner, name: str, options: dict[str, Any]) -> None:
         super().__init__(owner, name, options)
         self._is_set = False
-        self._waiters: deque[Waiter] = deque()
+        self._waiters = Line()
 
     def deleted(self) -> None:
         self.dismiss(self._waiters)
 
     def do_set(self, asked: Asked) -> None:
         self._is_set = True
-        while (waiter := next_waiting(self._waiters)) is not None:
+        while (waiter := self._waiters.next()) is not None:
             waiter.answer(True)
 
     def do_clear(self, asked: Asked) -> None:
@@ -167,8 +166,5 @@ class OwnedEvent(OwnedObject):
     def do_wait(self, asked: Asked) -> Any:
         if self._is_set or not asked.waits:
             return True if self._is_set else None
-        # Operations that are over may stay in the line for ever if nobody sets the event.
-        while self._waiters and self._waiters[0].over:
-            self._waiters.popleft()
         self._waiters.append(self.wait(asked))
         return WAITING
