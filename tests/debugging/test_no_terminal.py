@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import builtins
 import concurrent.futures
+import fcntl
 import multiprocessing
+import os
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 import skyward as sky
-from skyward.console.prompts import AskingPrompt, open_prompt
+from skyward.console.prompts import WOKEN, AskingPrompt, open_prompt
 
 QUIET = sky.Options(console=False)
 
@@ -98,6 +101,36 @@ def test_a_notebook_whose_page_cannot_ask_says_so(
     monkeypatch.setattr(builtins, "input", refuses)
     with pytest.raises(sky.DebuggerError, match="does not support input requests; run the code"):
         stops() >> compute
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_defect_of_the_debugger_is_the_calls_error_and_the_next_one_works(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defect() -> None:
+        raise ValueError("filedescriptor out of range in select()")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("skyward.calls.debuggers.open_prompt", defect)
+        with pytest.raises(sky.DebuggerError, match="failed in the client: ValueError: filedesc"):
+            stops() >> compute
+    monkeypatch.setattr(builtins, "input", typing("c"))
+    assert stops() >> compute == "went on with 3"
+    forever = sky.function(timeout=0.2)(lambda: threading.Event().wait(60))
+    with pytest.raises(sky.TaskTimeoutError):
+        forever() >> compute
+
+
+def test_a_prompt_waits_on_any_descriptor() -> None:
+    """`select.select` takes none above 1023."""
+    mine, theirs = os.pipe()
+    high = fcntl.fcntl(mine, fcntl.F_DUPFD, 1500)
+    try:
+        os.write(theirs, b"x")
+        assert AskingPrompt(input).wait(high, asking=False) == (WOKEN, "")
+    finally:
+        for each in (mine, theirs, high):
+            os.close(each)
 
 
 @pytest.mark.usefixtures("wanted")

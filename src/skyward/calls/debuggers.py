@@ -134,30 +134,49 @@ class DebuggerDesk:
             self._thread.start()
 
     def _run(self) -> None:
-        while (session := self._first()) is not None:
+        try:
+            while (session := self._first()) is not None:
+                self._take_turn(session)
+        finally:
+            with self._lock:
+                self._retire()
+                if self._sessions and not self._closed:
+                    # This thread was ended from outside: the others still wait for their turn.
+                    self._serve()
+
+    def _take_turn(self, session: DebuggerSession) -> None:
+        try:
             self._console.hold(session.lane.node, session.lane.worker)
-            try:
-                if session.cell is None:
-                    self._attend(session)
-                else:
-                    # A copy: the console shows output in the cell meanwhile.
-                    session.cell.copy().run(self._attend, session)
-            finally:
-                self._console.release()
-                self._timeouts.release()
-                with self._lock:
-                    session.over = True
-                    self._sessions.remove(session)
+            if session.cell is None:
+                self._attend(session)
+            else:
+                # A copy: the console shows output in the cell meanwhile.
+                session.cell.copy().run(self._attend, session)
+        except Exception as problem:
+            # Whatever it is, the task must not wait for a debugger that nobody serves.
+            text = f"the debugger failed in the client: {type(problem).__name__}: {problem}"
+            self._tell(session, "refused", text)
+        finally:
+            self._console.release()
+            self._timeouts.release()
+            with self._lock:
+                session.over = True
+                self._sessions.remove(session)
 
     def _first(self) -> DebuggerSession | None:
         with self._lock:
             if self._sessions:
                 return self._sessions[0]
+            self._retire()
+            return None
+
+    def _retire(self) -> None:
+        """Have no thread; the next session starts another one. With the lock."""
+        if self._thread is threading.current_thread():
             self._thread = None
             wake, self._wake = self._wake, None
-        for end in wake or ():
-            os.close(end)
-        return None
+            for end in wake or ():
+                os.close(end)
 
     def _attend(self, session: DebuggerSession) -> None:
         self._console.drain()

@@ -66,8 +66,7 @@ class TerminalPrompt:
         while True:
             if asking and (line := self._taken()) is not None:
                 return LINE, line
-            ready, _, _ = select.select([self._descriptor, wake], [], [])
-            if wake in ready:
+            if wake in _readable(self._descriptor, wake):
                 return WOKEN, ""
             data = os.read(self._descriptor, 4096)
             if not data:
@@ -106,7 +105,7 @@ class AskingPrompt:
 
     def wait(self, wake: int, *, asking: bool) -> Typed:
         if not asking:
-            select.select([wake], [], [])
+            _readable(wake)
             return WOKEN, ""
         prompt, self._shown = self._shown, ""
         try:
@@ -141,6 +140,14 @@ def open_prompt() -> Prompt:
         "the debugger needs a place to type, and this process has no terminal; start it in one, or "
         "unset SKYWARD_DEBUGGER"
     )
+
+
+def _readable(*descriptors: int) -> set[int]:
+    """Wait until one can be read; a program may have more of them than `select.select` takes."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll()}
 
 
 def _terminal_of(stream: Any) -> int | None:
