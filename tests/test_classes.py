@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import instances
 
 from .conftest import Eventually, Sharing
 
@@ -237,6 +238,42 @@ def test_an_object_is_freed_with_its_handle(pool: sky.Compute, eventually: Event
     gc.collect()
     assert future.result(30), "a call that is under way still has its object"
     eventually(lambda: "dropped" in sky.set("gone"))
+
+
+class Choosy(Tracked):
+    """Cannot be made on node 1, and takes its time if it is told to."""
+
+    def __init__(self, name: str, waits: bool = False) -> None:
+        super().__init__(name)
+        if waits:
+            sky.event(name).set()
+            sky.event(f"{name} on").wait(60)
+        elif sky.instance_info().node == 1:
+            raise LookupError("not here")
+
+
+def test_a_group_that_cannot_be_made_leaves_no_objects(
+    pool: sky.Compute, eventually: Eventually
+) -> None:
+    with pytest.raises(sky.BroadcastError):
+        sky.cls(Choosy)("half a group") @ pool
+    eventually(lambda: not any(pool.broadcast(kept("half a group"))))
+
+
+def test_an_object_whose_making_is_cancelled_does_not_stay(eventually: Eventually) -> None:
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sky.Compute(worker=worker, options=sky.Options(console=False)) as threads:
+        future = sky.cls(Choosy)("cancelled", waits=True) > threads
+        sky.event("cancelled").wait(60)
+        assert future.cancel()
+        sky.event("cancelled on").set()
+        eventually(lambda: "cancelled" in sky.set("gone"))
+
+
+@sky.function
+def kept(name: str) -> int:
+    """How many objects of that name this process has."""
+    return sum(getattr(each, "_name", "") == name for each in instances._kept.values())
 
 
 def test_close_calls_the_objects_own_close(pool: sky.Compute) -> None:

@@ -126,6 +126,11 @@ class Making(Generic[C]):
         function: Function[..., None] = Function(instances.make, name=self.name)
         return Pending(function, (key, self.kind.kind, *self.args), self.kwargs)
 
+    def freeing(self, key: str) -> Pending[None]:
+        """The call that frees the object, in the worker that has it."""
+        function: Function[..., None] = Function(instances.free, name=f"{self.name}: freed")
+        return Pending(function, (key,), {})
+
     def new_key(self) -> str:
         """A key for one more object."""
         return f"{self.name} {uuid.uuid4().hex}"
@@ -167,9 +172,7 @@ class Residence:
         self._finalizer = self._watched()
 
     def _watched(self) -> Any:
-        finalizer = weakref.finalize(
-            self, self._seat.free, Pending(_free_function(self.making.name), (self.key,), {})
-        )
+        finalizer = weakref.finalize(self, self._seat.free, self.making.freeing(self.key))
         # When the process ends, its pools end, and their objects with them.
         finalizer.atexit = False
         return finalizer
@@ -205,10 +208,6 @@ class Residence:
 
     def __repr__(self) -> str:
         return f"{self.making.name} on {self._seat.where}"
-
-
-def _free_function(name: str) -> Function[..., None]:
-    return Function(instances.free, name=f"{name}: freed")
 
 
 class SeatFunction(Function[..., Any]):

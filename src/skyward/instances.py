@@ -6,16 +6,28 @@ The functions here run as tasks of an executor, which keeps the objects between 
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 from skyward.errors import InstanceLostError
 
 _kept: dict[str, Any] = {}
+_making: dict[str, bool] = {}
+"""The objects that are being made, and whether each is still wanted."""
+_lock = threading.Lock()
 
 
 def make(key: str, kind: type, /, *args: Any, **kwargs: Any) -> None:
-    """Make an object and keep it."""
-    _kept[key] = kind(*args, **kwargs)
+    """Make an object and keep it, unless it is freed meanwhile by another thread."""
+    with _lock:
+        _making[key] = True
+    made = None
+    try:
+        made = kind(*args, **kwargs)
+    finally:
+        with _lock:
+            if _making.pop(key) and made is not None:
+                _kept[key] = made
 
 
 def call(key: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +49,12 @@ def close(key: str, /) -> None:
 
 def free(key: str, /) -> None:
     """Forget an object that nobody refers to any more."""
-    _kept.pop(key, None)
+    with _lock:
+        if key in _making:
+            _making[key] = False
+        # Its own code may run when it ends: not under the lock.
+        freed = _kept.pop(key, None)
+    del freed
 
 
 def free_all() -> None:

@@ -38,11 +38,20 @@ def result_of(pool: Pool, task: Task) -> Any:
     return outcome.get()
 
 
-def future_of(pool: Pool, task: Task, finish: Finish = _as_it_is) -> Future[Any]:
-    """Submit a task; its result comes with the future."""
+def _nothing() -> None:
+    pass
+
+
+def future_of(
+    pool: Pool,
+    task: Task,
+    finish: Finish = _as_it_is,
+    fail: Callable[[], None] = _nothing,
+) -> Future[Any]:
+    """Submit a task; its result comes with the future. `fail` is called if there will be none."""
     future: Future[Any] = Future()
     future._bind(lambda: pool.cancel(task), lambda: task.assigned)
-    pool.after(task, functools.partial(_settle, pool, task, future, finish))
+    pool.after(task, functools.partial(_settle, pool, task, future, finish, fail))
     try:
         pool.submit(task)
     except BaseException:
@@ -51,13 +60,17 @@ def future_of(pool: Pool, task: Task, finish: Finish = _as_it_is) -> Future[Any]
     return future
 
 
-def _settle(pool: Pool, task: Task, future: Future[Any], finish: Finish) -> None:
+def _settle(
+    pool: Pool, task: Task, future: Future[Any], finish: Finish, fail: Callable[[], None]
+) -> None:
     if future.cancelled():
+        fail()
         return
     pool.flush_output(task)
     try:
         value = finish(task.wait().get())
     except BaseException as problem:
+        fail()
         problem = not_the_end(problem)
         with contextlib.suppress(Exception):  # cancelled in the meantime
             future.set_exception(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 from skyward.calls.scheduler import Load
@@ -70,7 +71,8 @@ def make(pool: Pool, making: Making[C], on: int | None) -> C:
     """Make one object, in a worker of that node or of any."""
     key = making.new_key()
     task = pool.prepare(making.call(key), keep=False, on=on)
-    await_task(pool, task)
+    with _freed_on_failure(pool, making, [key], [task]):
+        await_task(pool, task)
     return _instance(pool, making, key, task, on)
 
 
@@ -78,17 +80,25 @@ def make_later(pool: Pool, making: Making[C], on: int | None) -> Future[C]:
     """Make one object, and don't wait."""
     key = making.new_key()
     task = pool.prepare(making.call(key), keep=True, on=on)
-    return future_of(pool, task, lambda _: _instance(pool, making, key, task, on))
+    return future_of(
+        pool,
+        task,
+        lambda _: _instance(pool, making, key, task, on),
+        lambda: _free(pool, making, key, task),
+    )
 
 
 def make_everywhere(pool: Pool, making: Making[C]) -> InstanceGroup[C]:
     """Make one object in every worker."""
     pool.wake()
-    places, keys, tasks = pool.workers(), [], []
+    keys: list[str] = []
+    tasks: list[Task] = []
+    places = pool.workers()
     for place in places:
         keys.append(making.new_key())
         tasks.append(pool.prepare(making.call(keys[-1]), keep=False, worker=place))
-    outcomes_of(pool, making.name, places, tasks)
+    with _freed_on_failure(pool, making, keys, tasks):
+        outcomes_of(pool, making.name, places, tasks)
     made = zip(places, keys, tasks, strict=True)
     return InstanceGroup([_instance(pool, making, key, task, at) for at, key, task in made])
 
@@ -105,8 +115,28 @@ def _make_again(pool: Pool, making: Making[Any], at: Place | int | None, key: st
     worker = at if isinstance(at, tuple) else None
     on = at if isinstance(at, int) else None
     task = pool.prepare(making.call(key), keep=False, on=on, worker=worker)
-    await_task(pool, task)
+    with _freed_on_failure(pool, making, [key], [task]):
+        await_task(pool, task)
     return _seat_of(pool, task)
+
+
+@contextlib.contextmanager
+def _freed_on_failure(
+    pool: Pool, making: Making[Any], keys: list[str], tasks: list[Task]
+) -> Iterator[None]:
+    """Free the objects that tasks have made, or still make, if nobody gets all of them."""
+    try:
+        yield
+    except BaseException:
+        for key, task in zip(keys, tasks, strict=True):
+            _free(pool, making, key, task)
+        raise
+
+
+def _free(pool: Pool, making: Making[Any], key: str, task: Task) -> None:
+    """Free the object of a task that some worker was given."""
+    if task.load is not None and not pool.closed:
+        _seat_of(pool, task).free(making.freeing(key))
 
 
 def _seat_of(pool: Pool, task: Task) -> Seat:
