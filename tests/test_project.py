@@ -154,6 +154,23 @@ class TestRefusals:
         with pytest.raises(ProtocolError, match="no path below a folder"):
             decode(encode([FileItem(name, "file")]))
 
+    def test_items_below_a_link_are_refused(self) -> None:
+        link = FileItem("a", "link", content=b"/home")
+        with pytest.raises(ProtocolError, match="'a/keys' is below 'a', which is a link"):
+            decode(encode([link, FileItem("a/keys", "file")]))
+
+    def test_nothing_is_written_through_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "root").mkdir()
+        (tmp_path / "root" / "a").symlink_to(tmp_path / "outside")
+        tree = Tree(tmp_path / "root")
+        tree.compare([FileItem("a", "folder"), FileItem("a/file", "file")])
+
+        with pytest.raises(FileExistsError, match=r"root/a is a link or a file, so 'a/file'"):
+            tree.finish()
+
+        assert not list((tmp_path / "outside").iterdir())
+
     @pytest.mark.parametrize("data", [b"", b"\xc1", encode([]) + b"x", b"\x91\x01"])
     def test_bytes_that_are_no_list_are_refused(self, data: bytes) -> None:
         with pytest.raises(ProtocolError, match="not a list of files"):
@@ -189,6 +206,19 @@ class TestScanning:
         (changed,) = Scanner(root).scan().items
 
         assert item.content != changed.content
+
+    def test_a_folder_that_has_become_a_file_is_a_file(self, tmp_path: Path) -> None:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+        (tmp_path / "was").mkdir()
+        (tmp_path / "was" / "inside").touch()
+        subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+        (tmp_path / "was" / "inside").unlink()
+        (tmp_path / "was").rmdir()
+        (tmp_path / "was").write_text("now")
+
+        (item,) = Scanner(tmp_path).scan().items
+
+        assert (item.name, item.kind) == ("was", "file")
 
     def test_what_tools_leave_behind_stays_here_without_git_too(self, tmp_path: Path) -> None:
         for name in ("code.py", ".venv/bin/python", "__pycache__/code.pyc", "data/big", "note~"):

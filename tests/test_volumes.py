@@ -18,9 +18,10 @@ from skyward.compute.volumes import plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
 from skyward.files import mounting
 from skyward.files.copying import BucketCopy
-from skyward.files.items import Listing
+from skyward.files.items import FileItem
 from skyward.files.mounting import PROGRAMS, BucketPlace
-from skyward.files.transfer import bring
+from skyward.files.scanning import Scanner
+from skyward.files.transfer import bring, send
 from skyward.files.volumes import NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.wire.asking import ServiceConnection
@@ -242,13 +243,99 @@ class TestSentFolders:
         assert (source / "changed").read_text() == "new"
         assert (source / "deep" / "made").read_text() == "made"
 
+    def test_another_client_brings_back_what_functions_wrote_and_no_old_copies(
+        self, tmp_path: Path
+    ) -> None:
+        source, target = tmp_path / "here", tmp_path / "there"
+        source.mkdir()
+        for name in ("mine", "theirs", "both"):
+            (source / name).write_text("old")
+        folder = SentFolder(source, str(target), everything=True, back=True)
+        told: list[str] = []
+
+        with sky.Compute(options=QUIET) as compute:
+            service = compute._open_pool.service
+            Deliveries([folder], [], service).deliver(0)
+            (source / "mine").write_text("newer here")
+            (source / "both").write_text("newer here")
+            write(str(target / "theirs"), "first") >> compute
+            write(str(target / "both"), "new there") >> compute
+            assert Deliveries([folder], [], service).write_back([0], told.append).files == 1
+            assert (source / "theirs").read_text() == "first"
+            write(str(target / "theirs"), "second") >> compute
+            Deliveries([folder], [], service).write_back([0], quiet)
+
+        assert (source / "theirs").read_text() == "second"
+        assert (source / "mine").read_text() == "newer here"
+        assert (source / "both").read_text() == "newer here"
+        assert told[0].startswith(f"{source / 'both'} stays as it is: it has changed here, too")
+
+    def test_the_last_of_several_nodes_that_change_a_file_wins(self, tmp_path: Path) -> None:
+        source = tmp_path / "here"
+        source.mkdir()
+        (source / "result").write_text("old")
+        brought: dict[str, FileItem] = {}
+
+        with sky.Compute(options=QUIET) as compute:
+            for target in (tmp_path / "first", tmp_path / "second"):
+                with compute._open_pool.service(0, "files") as connection:
+                    scanner = Scanner(source, everything=True)
+                    if target.name == "first":
+                        listing = scanner.scan()
+                    send(connection, listing, scanner.scan, source, str(target))
+                    write(str(target / "result"), target.name) >> compute
+                    bring(connection, str(target), source, brought)
+
+                assert (source / "result").read_text() == target.name
+
+    def test_links_that_lead_out_of_the_folder_do_not_come_back(self, tmp_path: Path) -> None:
+        source, target, private = tmp_path / "here", tmp_path / "there", tmp_path / "private"
+        for each in (source, private):
+            each.mkdir()
+        (source / "linked").symlink_to(private)
+        folder = SentFolder(source, str(target), everything=True, back=True)
+        told: list[str] = []
+
+        with sky.Compute(options=QUIET) as compute:
+            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries.deliver(0)
+            (target / "linked").unlink()
+            write(str(target / "linked" / "key"), "theirs") >> compute
+            (target / "out").symlink_to(private)
+            (target / "in").symlink_to("linked/key")
+            deliveries.write_back([0], told.append)
+
+        assert not list(private.iterdir())
+        assert not os.path.lexists(source / "out")
+        assert os.readlink(source / "in") == "linked/key"
+        assert any(f"a link to {private}, out of the folder" in each for each in told)
+        assert any(f"{source / 'linked'} is a link or a file here" in each for each in told)
+
+    def test_files_stay_as_private_as_they_were(self, tmp_path: Path) -> None:
+        source, target = tmp_path / "here", tmp_path / "there"
+        source.mkdir()
+        (source / "key").write_text("old")
+        (source / "key").chmod(0o600)
+        folder = SentFolder(source, str(target), everything=True, back=True)
+
+        with sky.Compute(options=QUIET) as compute:
+            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries.deliver(0)
+            assert stat.S_IMODE((target / "key").stat().st_mode) == 0o600
+            (target / "key").chmod(0o644)
+            write(str(target / "key"), "new") >> compute
+            deliveries.write_back([0], quiet)
+
+        assert (source / "key").read_text() == "new"
+        assert stat.S_IMODE((source / "key").stat().st_mode) == 0o600
+
     def test_a_folder_that_is_not_on_the_node_says_so(self, tmp_path: Path) -> None:
         with (
             sky.Compute(options=QUIET) as compute,
             compute._open_pool.service(0, "files") as connection,
             pytest.raises(PoolError, match=r"No such file or directory: .*nothing"),
         ):
-            bring(connection, str(tmp_path / "nothing"), tmp_path, Listing(()))
+            bring(connection, str(tmp_path / "nothing"), tmp_path, {})
 
 
 class TestCopies:
@@ -271,6 +358,18 @@ class TestCopies:
     def test_what_cannot_be_copied_says_why(self, tmp_path: Path, url: str, message: str) -> None:
         with pytest.raises(PoolError, match=message):
             NodeVolume(url, str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_a_key_that_leads_out_of_the_volume_is_refused(
+        self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        volume = NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=True)
+        found = {f"{bucket}/../escaped": {"size": 1}}
+        monkeypatch.setattr(
+            "fsspec.implementations.local.LocalFileSystem.find", lambda *_, **__: found
+        )
+
+        with pytest.raises(PoolError, match=r"the key '.*\.\./escaped' is no path below a folder"):
+            volume.open(quiet)
 
     def test_missing_credentials_are_named_with_the_way_to_give_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,11 +6,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from skyward.errors import PoolError
-from skyward.files.items import Listing
+from skyward.errors import PoolError, ProtocolError
+from skyward.files.items import Listing, check_names
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import Told
 
@@ -42,7 +42,7 @@ class BucketCopy:
             )
         wanted = {}
         for path, about in found.items():
-            place = self.at / path.removeprefix(self._root).lstrip("/")
+            place = self.at / self._name(path)
             size = int(about.get("size") or 0)
             if not (place.is_file() and place.stat().st_size == size):
                 wanted[path] = (place, size)
@@ -66,6 +66,18 @@ class BucketCopy:
 
         self._each(get, wanted)
         self._before = self._scanner.scan()
+
+    def _name(self, key: str) -> str:
+        """The path of a key below the volume."""
+        name = str(PurePosixPath(key.removeprefix(self._root).lstrip("/")))
+        try:
+            check_names([name])
+        except ProtocolError:
+            raise PoolError(
+                f"{self.url}: the key {key!r} is no path below a folder; rename it, or name a part "
+                "of the bucket without it"
+            ) from None
+        return name
 
     def write_back(self, told: Told) -> int:
         """Copy the files that were made or changed here to the URL; returns how many."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,9 +20,24 @@ class FileItem(msgspec.Struct, frozen=True, array_like=True):
     name: str
     kind: Kind
     size: int = 0
-    executable: bool = False
+    mode: int = 0o644
+    """Who may read, write and run a file."""
     content: bytes = b""
     """The digest of a file's bytes, or where a link leads."""
+
+    def is_like(self, other: FileItem) -> bool:
+        """Whether the other one holds the same, whatever its mode is."""
+        return (self.kind, self.size, self.content) == (other.kind, other.size, other.content)
+
+    @property
+    def leads_out(self) -> bool:
+        """Whether this is a link that may lead out of the root."""
+        if self.kind != "link":
+            return False
+        parts = os.fsdecode(self.content).split("/")
+        up = sum(1 for _ in itertools.takewhile(lambda part: part == "..", parts))
+        # Behind another link, "x/.." may be anywhere.
+        return not parts[0] or up > self.name.count("/") or ".." in parts[up:]
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -50,8 +67,24 @@ def decode(data: bytes | bytearray) -> list[FileItem]:
         items = msgspec.msgpack.decode(data, type=list[FileItem])
     except msgspec.DecodeError as problem:
         raise ProtocolError(f"not a list of files: {problem}") from None
-    check_names(item.name for item in items)
+    check_items(items)
     return items
+
+
+def check_items(items: Sequence[FileItem]) -> None:
+    """Refuse items that lead out of the root, by their names or through a link among them."""
+    check_names(item.name for item in items)
+    links = {item.name for item in items if item.kind == "link"}
+    for item in items if links else ():
+        through = next((each for each in parents(item.name) if each in links), None)
+        if through is not None:
+            raise ProtocolError(f"{item.name!r} is below {through!r}, which is a link")
+
+
+def parents(name: str) -> Iterator[str]:
+    """The folders above a name, without the root, the nearest one first."""
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def check_names(names: Iterable[str]) -> None:

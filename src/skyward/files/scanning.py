@@ -19,7 +19,7 @@ import platformdirs
 import xxhash
 
 from skyward import includes
-from skyward.files.items import FileItem, Listing
+from skyward.files.items import FileItem, Listing, parents
 
 GIT_SECONDS = 60.0
 FRESH_NS = 2_000_000_000
@@ -106,11 +106,11 @@ class Scanner:
                     known[name] = (*mark, digest)
                 else:
                     known.pop(name, None)
-        except FileNotFoundError:
-            # Deleted since its folder was listed, as temporary files are.
+        except (FileNotFoundError, NotADirectoryError):
+            # Deleted since its folder was listed, as temporary files are; or git knows a folder
+            # that is a file now.
             return None
-        executable = bool(status.st_mode & stat.S_IXUSR)
-        return FileItem(name, "file", status.st_size, executable, digest)
+        return FileItem(name, "file", status.st_size, status.st_mode & 0o777, digest)
 
     def _listed(self) -> dict[str, None] | None:
         """The names that git lists, without those that stay here."""
@@ -138,7 +138,7 @@ class Scanner:
             folder = waiting.pop()
             try:
                 entries = sorted(os.scandir(self.root / folder), key=lambda entry: entry.name)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 if not folder:
                     raise
                 # Deleted since its own folder was listed.
@@ -163,11 +163,26 @@ def digest_of(path: Path | str) -> bytes:
     return digest.digest()
 
 
+def holds(path: Path, item: FileItem) -> bool:
+    """Whether a path has what an item says, whatever its mode is."""
+    try:
+        status = path.lstat()
+        if item.kind == "link":
+            return path.is_symlink() and os.fsencode(os.readlink(path)) == item.content
+        if item.kind == "folder":
+            return stat.S_ISDIR(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != item.size:
+            return False
+        return digest_of(path) == item.content
+    except OSError:
+        return False
+
+
 def _add_parents(items: dict[str, FileItem], name: str) -> None:
-    parent = name.rpartition("/")[0]
-    while parent and parent not in items:
+    for parent in parents(name):
+        if parent in items:
+            break
         items[parent] = FileItem(parent, "folder")
-        parent = parent.rpartition("/")[0]
 
 
 def _listed_by_git(root: Path) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from skyward.errors import PoolError
 from skyward.files.items import FileItem, Listing, decode, encode
-from skyward.files.tree import Tree
+from skyward.files.scanning import holds
+from skyward.files.tree import Tree, blocked
 from skyward.wire import messages
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
@@ -20,6 +22,8 @@ PIECE = 4 << 20
 """How many bytes travel in one message."""
 ATTEMPTS = 3
 """How often files that change while they are sent are sent again."""
+MOST_TOLD = 10
+"""How many files that are not brought back are named."""
 
 Part = tuple[int, int, bool]
 """The number of an item, how many bytes of it follow, and whether these are the last."""
@@ -63,7 +67,7 @@ def pieces(
         promised = items[number].size
         try:
             file = (root / items[number].name).open("rb", buffering=0)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             # Deleted since the scan: the other end misses it, and the next scan knows.
             continue
         with file:
@@ -90,10 +94,10 @@ def send(
     source: Path,
     root: str = "",
     told: Told = lambda what: None,
-) -> Synced:
+) -> tuple[Synced, Listing]:
     """Make a folder of a node as the folder here; without `root` it is the working directory.
 
-    `scan` is called again when files change while they are sent.
+    `scan` is called again when files change while they are sent. Returns what the node has then.
     """
     done = Synced()
     again: list[str] = []
@@ -114,7 +118,7 @@ def send(
         done += Synced(result["written"], result["removed"], sent)
         again = result["again"]
         if not again:
-            return done
+            return done, listing
     raise PoolError(
         f"{', '.join(again[:3])} changed {ATTEMPTS} times while being sent; leave out what is "
         "written all the time, with excludes=[...]"
@@ -125,17 +129,33 @@ def bring(
     connection: ServiceConnection,
     root: str,
     target: Path,
-    sent: Listing,
+    brought: dict[str, FileItem],
     told: Told = lambda what: None,
 ) -> Synced:
-    """Write here what has changed in a node's folder since `sent`; nothing is removed here."""
+    """Write here what has changed in a node's folder since it was sent; nothing is removed here.
+
+    A file that has changed here, too, is not overwritten, unless it is as in `brought`: what came
+    from nodes before, to which this adds.
+    """
     channel = connection.channel
-    channel.send(Question("read", {"root": root}))
-    frame, _ = _next(connection)
-    there = decode(received(channel, frame))
-    before = {item.name: item for item in sent.items}
-    changed = [number for number, item in enumerate(there) if before.get(item.name) != item]
-    tree = Tree(target)
+    # The node says what it was sent, since that may have been another client's doing.
+    before = {item.name: item for item in _listed(connection, "sent", root)}
+    there = _listed(connection, "read", root)
+    changed: list[int] = []
+    left: list[str] = []
+    for number, item in enumerate(there):
+        known = [each[item.name] for each in (before, brought) if item.name in each]
+        if item.name in before and before[item.name].is_like(item):
+            continue
+        if reason := _why_not(target, item, known):
+            left.append(f"{target / item.name} stays as it is: {reason}")
+        else:
+            changed.append(number)
+    for each in left[:MOST_TOLD]:
+        told(each)
+    if len(left) > MOST_TOLD:
+        told(f"and so do {len(left) - MOST_TOLD} more files of {target}")
+    tree = Tree(target, keeps_modes=True)
     # Files that are here already, since another node wrote the same, need not come.
     missing = [changed[number] for number in tree.compare([there[each] for each in changed])]
     number_of = {number: at for at, number in enumerate(changed)}
@@ -156,7 +176,32 @@ def bring(
         result: dict[str, Any] = tree.finish()
     finally:
         tree.abandon()
+    channel.send(Question("brought", {"root": root}), [encode(list(tree.known.values()))])
+    connection.next_reply()
+    brought.update(tree.known)
     return Synced(result["written"], 0, came)
+
+
+def _why_not(target: Path, item: FileItem, known: Sequence[FileItem]) -> str:
+    """Why what a node has may not be written here; empty if it may."""
+    path = target / item.name
+    if in_the_way := blocked(target, item.name):
+        return f"{target / in_the_way} is a link or a file here, and a folder on the node"
+    if item.leads_out:
+        return f"on the node it is a link to {os.fsdecode(item.content)}, out of the folder"
+    if not os.path.lexists(path):
+        return ""
+    if (item.kind == "folder") != (path.is_dir() and not path.is_symlink()):
+        return f"on the node it is a {item.kind}"
+    if any(holds(path, each) for each in (item, *known)):
+        return ""
+    return "it has changed here, too, since the node got it"
+
+
+def _listed(connection: ServiceConnection, what: str, root: str) -> list[FileItem]:
+    connection.channel.send(Question(what, {"root": root}))
+    frame, _ = _next(connection)
+    return decode(received(connection.channel, frame))
 
 
 def _next(connection: ServiceConnection) -> tuple[Frame, Reply]:

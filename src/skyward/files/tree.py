@@ -10,10 +10,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import xxhash
 
-from skyward.files.items import FileItem, check_names
-from skyward.files.scanning import digest_of
+from skyward.files.items import FileItem, check_items, parents
+from skyward.files.scanning import holds
 
 STAGING = ".skyward-"
 """How the names of folders begin in which files wait until all have come."""
@@ -55,8 +56,12 @@ class Tree:
     Files that the other folder never had are left alone. A file that was changed here is replaced.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, keeps_modes: bool = False) -> None:
+        """With `keeps_modes`, a file that is replaced stays readable by those who could read it."""
         self.root = root
+        self.known: dict[str, FileItem] = {}
+        """What the other folder is known to have, by name."""
+        self._keeps_modes = keeps_modes
         self._placed: dict[str, tuple[FileItem, Mark]] = {}
         """The items that were put here, and how they looked then."""
         self._untouched: set[str] = set()
@@ -70,7 +75,7 @@ class Tree:
     def compare(self, items: list[FileItem]) -> list[int]:
         """Take the items that are wanted; returns the numbers of those whose bytes are missing."""
         self.abandon()
-        check_names(item.name for item in items)
+        check_items(items)
         self._wanted = items
         self._untouched = {
             name for name, (_, mark) in self._placed.items() if self._is_as_placed(name, mark)
@@ -82,7 +87,7 @@ class Tree:
                 continue
             if item.name not in self._placed and self._has(item):
                 there.add(item.content)
-                self._placed[item.name] = (item, _mark(os.lstat(f"{self.root}/{item.name}")))
+                self._placed[item.name] = self._found(item)
                 self._untouched.add(item.name)
                 continue
             there.add(item.content)  # one copy is enough for all that are the same
@@ -126,6 +131,9 @@ class Tree:
                 continue
             written += item.kind == "file"
             self._place(item, uses)
+        self.known = {item.name: item for item in self._wanted if item.name not in again} | {
+            name: self.known[name] for name in again if name in self.known
+        }
         self.abandon()
         return {"written": written, "removed": removed, "again": sorted(again)}
 
@@ -158,14 +166,14 @@ class Tree:
 
     def _has(self, item: FileItem) -> bool:
         """Whether a file is here although it was not put here: the node had it before."""
-        path = self.root / item.name
-        try:
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size != item.size:
-                return False
-            return digest_of(path) == item.content
-        except OSError:
-            return False
+        return not blocked(self.root, item.name) and holds(self.root / item.name, item)
+
+    def _found(self, item: FileItem) -> tuple[FileItem, Mark]:
+        """An item that was here before, as it is."""
+        status = os.lstat(f"{self.root}/{item.name}")
+        if not self._keeps_modes:
+            item = msgspec.structs.replace(item, mode=status.st_mode & 0o777)
+        return item, _mark(status)
 
     def _find_bytes(self, item: FileItem) -> bool:
         """Have the bytes of an item ready, if it has any and they did not come from the client."""
@@ -189,6 +197,9 @@ class Tree:
                 continue
             path = self.root / name
             del self._placed[name]
+            if blocked(self.root, name):
+                # A function has put a link where its folder was: what is behind it is not ours.
+                continue
             try:
                 if kind == "folder":
                     path.rmdir()
@@ -205,6 +216,11 @@ class Tree:
 
     def _place(self, item: FileItem, uses: Counter[bytes]) -> None:
         path = self.root / item.name
+        if in_the_way := blocked(self.root, item.name):
+            raise FileExistsError(
+                f"{self.root / in_the_way} is a link or a file, so {item.name!r} cannot be written "
+                "below it; remove it"
+            )
         if item.kind == "folder":
             path.mkdir(parents=True, exist_ok=True)
         else:
@@ -214,11 +230,14 @@ class Tree:
                     f"{item.kind}; remove the folder on the node"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
-            ready = self._ready(item, uses)
+            mode = item.mode & 0o777
+            if self._keeps_modes and path.is_file() and not path.is_symlink():
+                mode = path.stat().st_mode & 0o777
+            ready = self._ready(item, uses, mode)
             os.replace(ready, path)
         self._placed[item.name] = (item, _mark(path.lstat()))
 
-    def _ready(self, item: FileItem, uses: Counter[bytes]) -> Path:
+    def _ready(self, item: FileItem, uses: Counter[bytes], mode: int) -> Path:
         """A file or link in the staging folder, to be moved to its place."""
         ready = self._stage() / "ready"
         if item.kind == "link":
@@ -231,8 +250,17 @@ class Tree:
         else:
             ready = self._arrived[item.content]
         uses[item.content] -= 1
-        ready.chmod(0o755 if item.executable else 0o644)
+        ready.chmod(mode)
         return ready
+
+
+def blocked(root: Path, name: str) -> str:
+    """What is in the way of a name: a link or a file where a folder above it should be."""
+    for parent in parents(name):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISDIR(os.lstat(f"{root}/{parent}").st_mode):
+                return parent
+    return ""
 
 
 def _mark(status: os.stat_result) -> Mark:

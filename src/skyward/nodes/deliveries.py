@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyward.errors import PoolError, SkywardError
-from skyward.files.items import Listing
+from skyward.files.items import FileItem, Listing
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import Synced, bring, send
 from skyward.spec import Volume
@@ -49,6 +49,8 @@ class Delivery:
         self._seen: tuple[float, Listing] | None = None
         self.sent: dict[int, Listing] = {}
         """The files that each node got last."""
+        self.brought: dict[str, FileItem] = {}
+        """The files that came back from nodes, by name."""
 
     def scan(self) -> Listing:
         """What the folder holds now."""
@@ -142,10 +144,10 @@ class Deliveries:
         return done
 
     def _bring(self, delivery: Delivery, node: int, told: Callable[[str], None]) -> Synced:
-        folder, sent = delivery.folder, delivery.sent.get(node, Listing(()))
+        folder = delivery.folder
         try:
             with self._open(node, "files") as connection:
-                return bring(connection, folder.root, folder.source, sent, told)
+                return bring(connection, folder.root, folder.source, delivery.brought, told)
         except (SkywardError, OSError, EOFError) as problem:
             raise PoolError(f"{folder.source}: node {node}: {problem}") from problem
 
@@ -181,7 +183,9 @@ class Deliveries:
         folder = delivery.folder
         try:
             with self._open(node, "files") as connection:
-                done = send(connection, listing, delivery.scan, folder.source, folder.root, told)
+                done, listing = send(
+                    connection, listing, delivery.scan, folder.source, folder.root, told
+                )
         except (SkywardError, OSError, EOFError) as problem:
             place = folder.root or "its working directory"
             raise PoolError(

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from skyward.errors import PoolError, ProtocolError
-from skyward.files.items import decode, encode
+from skyward.files.items import decode, encode, parents
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import PIECE, pieces, received
 from skyward.files.tree import STAGING, Tree
@@ -36,6 +36,8 @@ def serve(node: ServedNode, channel: Channel) -> None:
             tree, lock = _tree(root)
             with lock:
                 _follow(tree, channel, bytes(body))
+        elif question.what in ("sent", "brought"):
+            _recall(question, root, channel, bytes(body))
         elif question.what == "read":
             _read(root, channel)
         elif question.what in ("mount", "write back", "unmount"):
@@ -92,6 +94,24 @@ def end() -> None:
 def _tree(root: Path) -> tuple[Tree, threading.Lock]:
     with _lock:
         return _trees.setdefault(root, (Tree(root), threading.Lock()))
+
+
+def _recall(question: Question, root: Path, channel: Channel, told: bytes) -> None:
+    """Tell what clients are known to have of a folder, or take what they have brought back."""
+    tree, lock = _tree(root)
+    try:
+        with lock:
+            if question.what == "brought":
+                brought = {item.name: item for item in decode(told)}
+                folders = {name for name, item in brought.items() if item.kind == "folder"}
+                gone = brought.keys() - folders
+                kept = {n: i for n, i in tree.known.items() if gone.isdisjoint(parents(n))}
+                tree.known = kept | brought
+                channel.send(Reply())
+            else:
+                channel.send(Reply(), [encode(list(tree.known.values()))])
+    except ProtocolError as problem:
+        channel.send(Reply(problem=_told(problem)))
 
 
 def _follow(tree: Tree, channel: Channel, told: bytes) -> None:
