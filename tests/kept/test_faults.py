@@ -84,6 +84,31 @@ def test_a_node_whose_agent_was_killed_is_started_again(bench: str, eventually: 
         assert after[1] != before[1]
 
 
+def test_a_node_that_two_clients_have_lost_is_started_once(
+    bench: str, home: Path, eventually: Eventually
+) -> None:
+    with sky.attach(bench) as one, sky.attach(bench) as two:
+        os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+        for each in (one, two):
+            eventually(
+                lambda each=each: (
+                    each.stats().nodes_lost and all(view.state == "ready" for view in each.nodes)
+                ),
+                30,
+                "both nodes",
+            )
+            assert len(pid() @ each) == 2
+        assert sorted(agents(home)) == sorted(node.pid for node in keeping.read(bench).nodes)
+
+
+def test_a_client_that_grows_takes_the_nodes_that_another_has_added(bench: str, home: Path) -> None:
+    with sky.attach(bench) as one, sky.attach(bench) as two:
+        one.resize(3)
+        two.resize(3)
+        assert len(pid() @ one) == len(pid() @ two) == 3
+        assert len(agents(home)) == 3
+
+
 def test_a_pool_that_has_lost_a_node_can_be_used_with_the_others(bench: str) -> None:
     os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
     with sky.attach(bench) as compute:

@@ -164,7 +164,7 @@ class Fleet:
             events,
             client=self._client,
             adopting=adoption.machines if adoption else {},
-            expects=self._keeper.expects,
+            keeper=self._keeper,
             deliver=self._deliver if spec.folders or spec.volumes else None,
         )
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)

@@ -146,7 +146,11 @@ class Host:
             )
             self._intended = True
             self._settled.clear()
-        former = lost._machine if lost is not None and lost._kept else None
+            # A kept machine that was tried in vain: this host makes another one.
+            former = self._machine if self._kept else None
+            self._machine, self._kept = None, False
+        if former is None and lost is not None and lost._kept:
+            former = lost._machine
         await self._do(self._prepare(former))
 
     async def adopt(self, kept: KeptNode, machine: Machine) -> None:

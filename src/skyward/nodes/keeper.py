@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING
 
-from skyward.errors import PoolError
+from skyward.errors import PoolError, PoolStartError
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.nodes.keeping import KeptNode, KeptPool
@@ -86,16 +87,38 @@ class PoolKeeper:
             if self._begun is not None:
                 self._change([], [node.index for node in nodes])
 
-    def expects(self, index: int) -> bool:
-        """Whether the pool still has the node, by its record: another client may have ended it."""
-        record = self._begun
-        if record is None:
-            return True
+    def check_expected(self, index: int) -> None:
+        """Refuse a node that the pool no longer has, by its record: another client has ended it."""
+        if self._begun is None:
+            return
+        record = self._written()
+        if record is None or record.node(index) is None:
+            raise PoolStartError(
+                f"node {index} was taken out of the pool, or the pool has ended; `sky ps` shows "
+                "what there is"
+            )
+
+    @contextlib.asynccontextmanager
+    async def starting(self, index: int) -> AsyncIterator[KeptPool | None]:
+        """Be the only client on this machine that starts a node; yields the record as it is then.
+
+        None, if the pool does not stay or has ended.
+        """
+        begun = self._begun
+        if begun is None:
+            yield None
+            return
+        async with keeping.starting(begun.name, index):
+            yield self._written()
+
+    def _written(self) -> KeptPool | None:
+        """The record as other clients see it; None if the pool has ended."""
+        assert self._begun is not None
         try:
-            found = keeping.read(record.name)
+            found = keeping.read(self._begun.name)
         except PoolError:
-            return False
-        return found.id == record.id and found.node(index) is not None
+            return None
+        return found if found.id == self._begun.id else None
 
     def forget(self) -> None:
         """Remove the record: the pool has ended."""

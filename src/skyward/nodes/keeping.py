@@ -6,13 +6,14 @@ can read it can use the pool.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from skyward.errors import ConfigurationError, PoolError, PoolStartError
 from skyward.providers.state import state_folder
 
 FORMAT = 1
+LOOK_SECONDS = 0.05
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -210,6 +212,28 @@ def changing(name: str) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.asynccontextmanager
+async def starting(name: str, node: int) -> AsyncIterator[None]:
+    """Keep other clients on this machine from starting the same node meanwhile."""
+    # Not the record's lock: a machine may take minutes, and the record changes meanwhile.
+    path = path_of(name).with_suffix(f".{node}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.ExitStack() as held:
+        while True:
+            file = held.enter_context(path.open("a"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder has removed the file, if it is nowhere any more.
+                if os.fstat(file.fileno()).st_nlink:
+                    break
+            held.close()
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def pickled(parts: Mapping[str, Any]) -> str:

@@ -22,10 +22,12 @@ from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.failures import may_pass
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
-from skyward.nodes.keeping import KeptNode
+from skyward.nodes.keeper import PoolKeeper
+from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import RETURN_SECONDS, Node
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.reaching import found_machines
 from skyward.nodes.roster import Roster
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import Machine, Order
@@ -34,6 +36,10 @@ from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials, node_name
 from skyward.wire.messages import Hello
 from skyward.wire.versions import check_compatible, my_versions
+
+ENDING_SECONDS = 0.1
+ENDING_TRIES = 20
+"""How often the client tries an agent of this machine that ends the connection at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +75,15 @@ class Startup:
         *,
         client: str,
         adopting: Mapping[int, tuple[KeptNode, Machine]],
-        expects: Callable[[int], bool],
+        keeper: PoolKeeper,
         deliver: Callable[[Node], None] | None,
     ) -> None:
         """`client` is the tenant that this client is.
 
-        `adopting` are the nodes of a pool that stays. `expects` says whether a lost node of such a
-        pool is still one of its nodes. `deliver` gives a node its files before it gets tasks; None
-        if there are none.
+        `adopting` are the nodes of a pool that stays, and `keeper` has its record. `deliver` gives
+        a node its files before it gets tasks; None if there are none.
         """
-        self._client, self._expects = client, expects
+        self._client, self._keeper = client, keeper
         self._adopting = dict(adopting)
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
@@ -146,12 +151,20 @@ class Startup:
             host = node.host
             if await self._adopted(node, host):
                 return
-            if host.may_return:
-                self._phase(node.index, "creating")
-            await host.prepare()
-            await host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
-            self._phase(node.index, "connecting")
-            await asyncio.wrap_future(connecting.submit(self._connect, node, host, self._deliver))
+            # Of several clients that have lost a node, one starts it, and the others find it.
+            async with self._keeper.starting(node.index) as record:
+                if record is not None and await self._adopted_from(record, node, host):
+                    return
+                if host.may_return:
+                    self._phase(node.index, "creating")
+                await host.prepare()
+                await host.start(self._briefing.agent_config(node, self._dispatcher.packer.cap))
+                self._phase(node.index, "connecting")
+                await asyncio.wrap_future(
+                    connecting.submit(self._connect, node, host, self._deliver)
+                )
+                if record is not None:
+                    await asyncio.wrap_future(connecting.submit(self._keeper.add, node))
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
             await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
@@ -165,20 +178,49 @@ class Startup:
         found = first or host.former
         if found is None:
             return False
-        if first is None and not self._expects(node.index):
-            raise PoolStartError(
-                f"node {node.index} was taken out of the pool, or the pool has ended; "
-                "`sky ps` shows what there is"
-            )
+        if first is None:
+            self._keeper.check_expected(node.index)
         try:
-            await host.adopt(*found)
-            # It has its files: another client gave them to it.
-            await asyncio.wrap_future(connecting.submit(self._connect, node, host, None))
+            await self._adopt(node, host, *found)
         except (ConnectionRefusedError, FileNotFoundError) as problem:
             if first is not None:
                 raise PoolStartError(f"node {node.index}: its agent is gone ({problem})") from None
             return False
         return True
+
+    async def _adopted_from(self, record: KeptPool, node: Node, host: Host) -> bool:
+        """Whether another client has started the node meanwhile, and its agent is connected now."""
+        former, recorded = host.former, record.node(node.index)
+        if former is not None:
+            self._keeper.check_expected(node.index)
+        if recorded is None or (former is not None and recorded == former[0]):
+            return False
+        machines = await asyncio.wrap_future(
+            connecting.submit(found_machines, record, self._spec.provider)
+        )
+        found = machines.get(node.index)
+        if found is None:
+            return False
+        try:
+            await self._adopt(node, host, *found)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        return True
+
+    async def _adopt(self, node: Node, host: Host, kept: KeptNode, machine: Machine) -> None:
+        tries = ENDING_TRIES
+        while True:
+            await host.adopt(kept, machine)
+            try:
+                # It has its files: another client gave them to it.
+                await asyncio.wrap_future(connecting.submit(self._connect, node, host, None))
+                return
+            except (ConnectionResetError, BrokenPipeError, EOFError):
+                # An agent that was killed a moment ago: soon nobody listens there.
+                tries -= 1
+                if host.may_return or not tries:
+                    raise
+            await asyncio.sleep(ENDING_SECONDS)
 
     def _connect(self, node: Node, host: Host, deliver: Callable[[Node], None] | None) -> None:
         control, welcome = Approach(
