@@ -84,6 +84,37 @@ def test_down_refuses_while_others_are_attached(bench: str, script: Script) -> N
     assert "Traceback" not in problems
 
 
+def test_a_client_with_an_imported_record_does_not_undo_down(
+    bench: str, home: Path, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bench.key"
+    run("attach", bench, "--export", str(file))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
+        run("attach", "--import", str(file))
+        other = script(
+            f"""
+            @sky.function
+            def pid():
+                return os.getpid()
+            c = sky.attach({bench!r})
+            print(pid() >> c, flush=True)
+            input()
+            try:
+                pid() >> c
+            except sky.SkywardError as problem:
+                print(problem)
+            """
+        )
+        assert other.stdout is not None
+        other.stdout.readline()
+    run("down", bench, "--force")
+    out, problems = other.communicate("\n", timeout=60)
+    assert "node 0 was ended by" in out, problems
+    assert f"process {os.getpid()}" in out
+    assert not list(home.glob("sky-*"))
+
+
 def test_a_pool_is_stopped_and_started_again(bench: str) -> None:
     run("stop", bench)
     with pytest.raises(sky.PoolError, match="is stopped; `sky start bench`"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.worker import values
 
 torch = pytest.importorskip("torch")
 
@@ -32,6 +33,18 @@ def test_a_value_is_found_by_the_next_client(bench: str, script: Script) -> None
     other = script(f"print(sky.attach({bench!r}).kept('settings'))")
     out, problems = other.communicate(timeout=60)
     assert out.strip() == "{'rate': 0.2, 'layers': [1, 2]}", problems
+
+
+def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:
+    with sky.attach(bench) as compute:
+        compute.keep("number", 1)
+        with compute._open_pool.service(0, "values") as reader:
+            found = reader.ask("find", name="number")
+            for number in range(2, 6):
+                compute.keep("number", number)
+            call = sky.functions.Function(values.read, name="read")(found["path"], found["size"])
+            assert compute.run(call, on=0) == 1
+        assert compute.kept("number") == 5
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(bench: str) -> None:

@@ -45,10 +45,16 @@ class Keeping(Running):
         """
         _check(name)
         for node in self._serving():
-            found = self._ask(node, "find", name=name)
-            if found is not None:
-                call = _read if not found["kind"] else remote(_read, device=found["kind"])
-                return self.run(call(found["path"], found["size"]), on=node)
+            try:
+                service = self._open_pool.service(node, "values")
+            except NodeLostError:
+                continue
+            # The value stays as it is as long as the connection is open.
+            with service:
+                found = service.ask("find", name=name)
+                if found is not None:
+                    call = _read if not found["kind"] else remote(_read, device=found["kind"])
+                    return self.run(call(found["path"], found["size"]), on=node)
         there = ", ".join(self.kept_names()) or "nothing"
         raise ConfigurationError(
             f"kept({name!r}): the pool keeps no value of that name; it keeps {there}"

@@ -65,6 +65,7 @@ from skyward.wire.messages import (
     ExecutorUp,
     Hello,
     Message,
+    NodeEnded,
     Ping,
     Prepared,
     Reclaim,
@@ -565,6 +566,8 @@ class Fleet:
                 self._devices.heard(message)
             case Usage():
                 self._usage.heard(message)
+            case NodeEnded():
+                self._keeper.note_end(node.index, message.by)
             case Reclaim():
                 self._reclaims.heard(node, message)
             case Written():

@@ -55,6 +55,8 @@ class PoolKeeper:
         self._make = make
         self._lock = threading.Lock()
         self._begun = begun
+        self._ended: dict[int, str] = {}
+        """The nodes that others have ended, and who did."""
 
     @property
     def begun(self) -> KeptPool | None:
@@ -77,6 +79,7 @@ class PoolKeeper:
             facts, record = _facts(node), self._begun
             if record is None or facts is None:
                 return
+            self._ended.pop(node.index, None)
             if record.node(facts.index) != facts:
                 self._change([facts], [])
             self._let_stay(node, record)
@@ -87,10 +90,18 @@ class PoolKeeper:
             if self._begun is not None:
                 self._change([], [node.index for node in nodes])
 
+    def note_end(self, index: int, by: str) -> None:
+        """Note that somebody ends a node: an imported record would not say so."""
+        self._ended[index] = by
+
     def check_expected(self, index: int) -> None:
         """Refuse a node that the pool no longer has, by its record: another client has ended it."""
         if self._begun is None:
             return
+        if index in self._ended:
+            raise PoolStartError(
+                f"node {index} was ended by {self._ended[index]}; `sky ps` shows what there is"
+            )
         record = self._written()
         if record is None or record.node(index) is None:
             raise PoolStartError(

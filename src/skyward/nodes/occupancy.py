@@ -92,6 +92,7 @@ def end(journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool) ->
             else:
                 head.close()
                 held.enter_context(reached.lock(force=force))
+                reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
         keeping.forget(record.name, record.id)
         try:

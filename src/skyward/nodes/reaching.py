@@ -135,6 +135,16 @@ class ReachedPool:
         """
         return lock(self.head(), self.record.name, client, force=force)
 
+    def tell_end(self) -> None:
+        """Have the agents tell their clients that this client ends the pool."""
+        for index in self.nodes:
+            # Whoever does not answer has no client who would hear of it.
+            with (
+                contextlib.suppress(NodeLostError, OSError, EOFError),
+                self.service(index, "clients") as service,
+            ):
+                service.ask("ending", identity=identity())
+
     def close(self) -> None:
         """Nothing: the pool has no connection of its own."""
 

@@ -447,6 +447,14 @@ class Detach(Message):
     """To an agent: names the hooks that all executors have entered; empty if some have not."""
 
 
+class NodeEnded(Message):
+    """Somebody ends the node of a pool that stays: its clients do not start it again."""
+
+    KIND = 52
+    by: str
+    """Who, for people."""
+
+
 class Room(Message):
     """Tensors of a task's result stay on the node's device: make memory for their storages."""
 

@@ -31,6 +31,7 @@ from skyward.wire.messages import (
     Kill,
     Measure,
     Message,
+    NodeEnded,
     OpenDevice,
     Ping,
     Prepare,
@@ -45,6 +46,7 @@ from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
 from skyward.worker.services import ServedNode, Services
+from skyward.worker.services.clients import shown
 from skyward.worker.tenants import Tenant, Tenants
 from skyward.worker.usage import Gauge
 from skyward.worker.values import NamedValues
@@ -164,6 +166,8 @@ class Agent:
             case Detach():
                 self._tenants.park(tenant, message.group)
             case Shutdown():
+                by = shown({**tenant.identity, "since": tenant.since})
+                self._tenants.tell(NodeEnded(by), but=tenant)
                 self.end()
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__} here")

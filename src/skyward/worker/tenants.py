@@ -298,10 +298,11 @@ class Tenants:
         for thread in [*threads, *self._closing]:
             thread.join()
 
-    def tell(self, message: Message) -> None:
-        """Send to all clients."""
+    def tell(self, message: Message, *, but: Tenant | None = None) -> None:
+        """Send to all clients, but one."""
         for tenant in self.clients:
-            tenant.tell(message)
+            if tenant is not but:
+                tenant.tell(message)
 
     def described(self) -> list[dict[str, Any]]:
         """The clients as others see them."""

@@ -35,6 +35,8 @@ class ValueFile:
     kind: str = ""
     """The device whose tensors the value has; empty if it has none."""
     since: float = field(default_factory=time.time)
+    users: int = 1
+    """How many hold it: its name, and the clients that read it."""
 
 
 class NamedValues:
@@ -67,7 +69,7 @@ class NamedValues:
             value.size, value.kind = os.fstat(value.descriptor).st_size, kind
             before, self._named[name] = self._named.get(name), value
         if before is not None:
-            _discard(before)
+            self.release(before)
         return value.size
 
     def give_up(self, number: int) -> None:
@@ -77,10 +79,21 @@ class NamedValues:
         if value is not None:
             _discard(value)
 
-    def find(self, name: str) -> ValueFile | None:
-        """The value of that name."""
+    def hold(self, name: str) -> ValueFile | None:
+        """The value of that name, which is there until `release`."""
         with self._lock:
-            return self._named.get(name)
+            value = self._named.get(name)
+            if value is not None:
+                value.users += 1
+        return value
+
+    def release(self, value: ValueFile) -> None:
+        """Discard a value that nobody else holds: only then its path may name another file."""
+        with self._lock:
+            value.users -= 1
+            unused = value.users == 0
+        if unused:
+            _discard(value)
 
     def all(self) -> dict[str, ValueFile]:
         """The values by name."""
@@ -92,7 +105,7 @@ class NamedValues:
         with self._lock:
             value = self._named.pop(name, None)
         if value is not None:
-            _discard(value)
+            self.release(value)
         return value is not None
 
     def close(self) -> None:
@@ -101,7 +114,7 @@ class NamedValues:
             values = [*self._begun.values(), *self._named.values()]
             self._begun, self._named = {}, {}
         for value in values:
-            _discard(value)
+            self.release(value)
 
 
 def _discard(value: ValueFile) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from skyward.errors import PoolError
 from skyward.wire.asking import answer
 from skyward.wire.channel import Channel
+from skyward.wire.messages import NodeEnded
 from skyward.worker.services import ServedNode
 
 
@@ -19,6 +20,7 @@ def serve(node: ServedNode, channel: Channel) -> None:
             {
                 "choose": lambda asked: node.tenants.choose(asked["identity"]),
                 "who": lambda _: _who(node),
+                "ending": lambda asked: _ending(node, asked["identity"]),
                 "lock": lambda asked: _lock(node, channel, asked),
             },
         )
@@ -29,6 +31,11 @@ def serve(node: ServedNode, channel: Channel) -> None:
 def _who(node: ServedNode) -> dict[str, Any]:
     tenants = node.tenants
     return {"clients": tenants.described(), "idle": tenants.idle_seconds, "kept": tenants.keeps}
+
+
+def _ending(node: ServedNode, identity: dict[str, Any]) -> None:
+    """Tell the clients that the node will be ended, and by whom: they shall not start it again."""
+    node.tenants.tell(NodeEnded(shown({**identity, "since": time.time()})))
 
 
 def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:

@@ -7,11 +7,16 @@ from typing import Any
 from skyward.wire.asking import answer
 from skyward.wire.channel import Channel
 from skyward.worker.services import ServedNode
+from skyward.worker.values import ValueFile
 
 
 def serve(node: ServedNode, channel: Channel) -> None:
-    """Answer until the client leaves; what it has begun and not finished is discarded."""
+    """Answer until the client leaves; what it has begun and not finished is discarded.
+
+    A value that the client has found stays as it is until then.
+    """
     begun: set[int] = set()
+    found: list[ValueFile] = []
     values = node.values
 
     def begin(_: dict[str, Any]) -> tuple[int, str]:
@@ -23,13 +28,20 @@ def serve(node: ServedNode, channel: Channel) -> None:
         begun.discard(asked["number"])
         return values.finish(asked["number"], asked["name"], asked["kind"])
 
+    def find(asked: dict[str, Any]) -> dict[str, Any] | None:
+        value = values.hold(asked["name"])
+        if value is None:
+            return None
+        found.append(value)
+        return {"path": value.path, "size": value.size, "kind": value.kind}
+
     try:
         answer(
             channel,
             {
                 "begin": begin,
                 "finish": finish,
-                "find": lambda asked: _found(node, asked["name"]),
+                "find": find,
                 "names": lambda _: sorted(values.all()),
                 "forget": lambda asked: values.forget(asked["name"]),
             },
@@ -37,8 +49,5 @@ def serve(node: ServedNode, channel: Channel) -> None:
     finally:
         for number in begun:
             values.give_up(number)
-
-
-def _found(node: ServedNode, name: str) -> dict[str, Any] | None:
-    value = node.values.find(name)
-    return None if value is None else {"path": value.path, "size": value.size, "kind": value.kind}
+        for value in found:
+            values.release(value)
