@@ -77,7 +77,7 @@ def test_a_process_that_is_gone_holds_and_awaits_nothing() -> None:
     gone.ask(owner, "barrier", "wait", wait=None)
     there.ask(owner, "lock", "acquire", 30.0, wait=None)
     assert not there.answers
-    owner.leave(gone)
+    owner.leave(gone, ended=True)
     assert there.answers.pop() == (1, (2, True), ""), "the lock, and that it was abandoned"
     assert there.ask(owner, "queue", "put", b"kept") is True
     assert there.ask(owner, "queue", "get") == [b"kept"]
@@ -191,19 +191,26 @@ class LocalTarget:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[str], StateConnection]]:
+def connect() -> Iterator[Callable[..., StateConnection]]:
     """Connects processes to one owner."""
-    server, connections = StateServer(), []
+    server, connections, threads = StateServer(), [], []
 
-    def made(who: str) -> StateConnection:
+    def serve(channel: Channel) -> None:
+        server.serve(channel)
+        channel.close()
+
+    def made(who: str, **more: Any) -> StateConnection:
         mine, its = socket.socketpair()
-        threading.Thread(target=server.serve, args=(Channel(its),), daemon=True).start()
-        connections.append(StateConnection(Channel(mine), who, True))
+        threads.append(threading.Thread(target=serve, args=(Channel(its),), daemon=True))
+        threads[-1].start()
+        connections.append(StateConnection(Channel(mine), who, True, **more))
         return connections[-1]
 
     yield made
     for connection in connections:
         connection.close()
+    for thread in threads:
+        thread.join()
 
 
 def acquisition(lease: float = 10.0, **more: Any) -> StateOperation:
@@ -211,7 +218,7 @@ def acquisition(lease: float = 10.0, **more: Any) -> StateOperation:
 
 
 def test_the_holder_of_a_lock_beats_also_after_an_interrupted_acquire(
-    connect: Callable[[str], StateConnection], monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., StateConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = connect("one")
 
@@ -233,6 +240,48 @@ def test_the_holder_of_a_lock_beats_also_after_an_interrupted_acquire(
     connection._beat()
     monkeypatch.undo()
     assert len(sent) == 1, "who holds nothing need not be heard"
+
+
+def test_a_process_whose_connection_broke_keeps_its_lock_for_the_lease() -> None:
+    owner, broken, there = Owner(KINDS), Recorded(), Recorded()
+    broken.process = "p"
+    broken.ask(owner, "lock", "acquire", 30.0)
+    owner.leave(broken, ended=False)
+    broken.heard -= 29
+    for session in owner.absent:
+        owner.free_leases(session)
+    assert there.ask(owner, "lock", "acquire", 30.0) is None
+    broken.heard -= 2
+    for session in owner.absent:
+        owner.free_leases(session)
+    assert there.ask(owner, "lock", "acquire", 30.0) == (2, True)
+    assert not owner.absent
+
+
+def test_a_process_that_connects_again_has_its_locks(
+    connect: Callable[..., StateConnection],
+) -> None:
+    first, other = connect("one", process="p"), connect("two", process="q")
+    token, _ = first.perform(acquisition())
+    first._lose("the network broke")
+    first.close()
+    again = connect("one again", process="p", held=first.held)
+    assert other.perform(StateOperation("lock", "l", "owner")) == "one again"
+    assert again.perform(StateOperation("lock", "l", "release", (token,)))
+    assert other.perform(acquisition()) == [token + 1, False]
+
+
+@pytest.mark.parametrize("how", ["closes", "dies"])
+def test_a_process_that_closes_or_dies_frees_its_locks_at_once(
+    connect: Callable[..., StateConnection], how: str
+) -> None:
+    first, other = connect("one", direct=how == "dies"), connect("two")
+    first.perform(acquisition(lease=600.0))
+    if how == "dies":
+        first.channel.abort()
+    else:
+        first.close()
+    assert other.perform(acquisition(timeout=30.0)) == [2, True]
 
 
 @sky.function

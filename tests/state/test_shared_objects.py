@@ -186,7 +186,7 @@ def test_the_lock_of_a_dead_holder_is_free_and_its_next_holder_sees_that(
 ) -> None:
     @sky.function
     def dies() -> None:
-        sky.lock(name).acquire()
+        sky.lock(name, lease=600).acquire()
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(sky.WorkerDiedError):

@@ -123,11 +123,15 @@ class StateConnection:
     threaded: bool
     """Whether a thread of its own reads the answers, so that interrupts reach no thread that
     reads; else that is so only while the process holds locks."""
+    process: str = ""
+    """Names this process to the owner, so that a second connection keeps the locks of the first."""
+    direct: bool = False
+    """Whether nothing is between this process and the owner that can end the connection alone."""
+    held: set[tuple[str, int]] = field(default_factory=set)
+    """The locks that the process holds, by name and token."""
     epoch: str = field(init=False, default="")
     lost: str = field(init=False, default="")
     """Why the connection is of no more use; empty if it is."""
-    _held: set[tuple[str, int]] = field(init=False, default_factory=set)
-    """The locks that the process holds, by name and token."""
     _slots: dict[int, Slot] = field(init=False, default_factory=dict)
     _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -140,7 +144,8 @@ class StateConnection:
     def __post_init__(self) -> None:
         try:
             self.channel.set_timeout(BEAT_SECONDS)
-            self.channel.send(Question("begin", {"who": self.who}))
+            about = {"who": self.who, "process": self.process, "direct": self.direct}
+            self.channel.send(Question("begin", about))
             reply = self._next_reply()
             if reply.problem:
                 raise StateLostError(reply.problem)
@@ -151,7 +156,7 @@ class StateConnection:
         # Only poll() reads from now on: it does not wait.
         self.channel.set_blocking(False)
         self._poll.register(self.channel.fileno(), select.POLLIN)
-        if self.threaded:
+        if self.threaded or self.held:
             self._start_reader()
 
     def perform(self, operation: StateOperation) -> Any:
@@ -183,12 +188,12 @@ class StateConnection:
         """Note a lock that the process holds now, or holds no more."""
         if operation.what == "acquire" and slot.value:
             with self._lock:
-                self._held.add((operation.name, slot.value[0]))
+                self.held.add((operation.name, slot.value[0]))
             # From now on, the owner must hear of this process while it does other things.
             self._start_reader()
         elif operation.what == "release":
             with self._lock:
-                self._held.discard((operation.name, operation.arguments[0]))
+                self.held.discard((operation.name, operation.arguments[0]))
 
     def _ask(self, number: int, slot: Slot, question: Question) -> None:
         with self._lock:
@@ -294,17 +299,24 @@ class StateConnection:
 
     def _beat(self) -> None:
         """Show the owner that this process is there, if that matters, and ask the same of it."""
-        if not self._slots and not self._held:
+        if not self._slots and not self.held:
             self._heard = time.monotonic()
             return
         silent = time.monotonic() - self._heard
         if silent > SILENT_SECONDS:
+            self._part("keep")
             self._lose(f"it has not answered for {silent:.0f} s")
             return
         try:
             self.channel.send(Question("beat", {"n": 0}))
         except OSError as problem:
             self._lose(f"the connection to it was lost ({problem})")
+
+    def _part(self, what: str) -> None:
+        """Tell the owner, if it hears it, whether the locks of this process are free now."""
+        if self.held and not self.lost:
+            with contextlib.suppress(OSError):
+                self.channel.send(Question(what, {"n": 0}))
 
     def _lose(self, why: str) -> None:
         with self._lock:
@@ -317,7 +329,8 @@ class StateConnection:
             slot.lose(why)
 
     def close(self) -> None:
-        """End the connection; what still waits is told so."""
+        """End the connection; what still waits is told so, and locks of this process are free."""
+        self._part("bye")
         self._lose("the pool of this state is closed")
         reader = self._reader
         if reader is not None and threading.current_thread() is not reader:

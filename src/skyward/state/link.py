@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -34,12 +35,22 @@ class StateLink(ABC):
 class RemoteLink(StateLink):
     """A link over a connection, which is made when it is first needed, and again after a loss."""
 
-    def __init__(self, dial: Callable[[], Channel], who: str, *, threaded: bool = True) -> None:
+    def __init__(
+        self,
+        dial: Callable[[], Channel],
+        who: str,
+        *,
+        threaded: bool = True,
+        direct: bool = False,
+    ) -> None:
         """`dial` connects to the owner; `who` is this process, in words.
 
-        `threaded` is that of `StateConnection`.
+        `threaded` and `direct` are those of `StateConnection`.
         """
-        self._dial, self._who, self._threaded = dial, who, threaded
+        self._dial, self._who, self._threaded, self._direct = dial, who, threaded, direct
+        self._process = secrets.token_hex(8)
+        self._held: set[tuple[str, int]] = set()
+        """The locks that this process holds, over one connection after the other."""
         self._lock = threading.Lock()
         self._connection: StateConnection | None = None
         self._closed = False
@@ -58,15 +69,18 @@ class RemoteLink(StateLink):
         if connection is not None and not connection.lost:
             return connection
         with self._lock:
-            if self._connection is not None:
-                if not self._connection.lost:
-                    return self._connection
-                self._connection.close()
+            lost = self._connection
+            if lost is not None:
+                if not lost.lost:
+                    return lost
+                lost.close()
                 self._connection = None
             if self._closed:
                 raise StateLostError("the pool of this state is closed")
             try:
-                self._connection = StateConnection(self._dial(), self._who, self._threaded)
+                self._connection = StateConnection(
+                    self._dial(), self._who, self._threaded, self._process, self._direct, self._held
+                )
             except StateLostError:
                 raise
             except (OSError, EOFError, SkywardError) as problem:

@@ -22,8 +22,9 @@ class BarrierTimeoutError(TimeoutError, threading.BrokenBarrierError):
 class SharedLock(SharedObject):
     """A lock that the whole pool shares; made by `sky.lock(name)`.
 
-    It is held by a process, and free when that process ends, or is silent for `lease` seconds: the
-    next holder then sees `abandoned`. It is not reentrant. `timeout` is for the `with` block.
+    It is held by a process, and free when that process ends, or is out of reach for `lease`
+    seconds: the next holder then sees `abandoned`. It is not reentrant. `timeout` is for the `with`
+    block.
 
     >>> with sky.lock("download", timeout=600) as lock:
     ...     if lock.abandoned: ...

@@ -44,6 +44,8 @@ class Session(ABC):
 
     def __init__(self) -> None:
         self.who = "a process"
+        self.process = ""
+        """Names the process, over all of its connections."""
         self.waiters: dict[int, Waiter] = {}
         self.holds: set[Holding] = set()
         """The locks that the process holds."""
@@ -183,6 +185,9 @@ class Owner:
         self._kinds, self._limit = kinds, limit
         self._objects: dict[tuple[str, str], OwnedObject] = {}
         self._used = 0
+        self._absent: list[Session] = []
+        self._processes: dict[str, Session] = {}
+        """The last session of each process, while it is there or holds locks."""
         self._deadlines: list[tuple[float, int, Waiter]] = []
         self._tidy_at = TIDY_MIN
         self._order = itertools.count()
@@ -288,9 +293,40 @@ class Owner:
         for holding in [each for each in session.holds if silent > each.lease]:
             holding.abandon()
 
-    def leave(self, session: Session) -> None:
-        """Forget a process that is gone: its waiting operations and its locks."""
+    @property
+    def absent(self) -> list[Session]:
+        """The processes that hold locks, and whose connections have broken."""
+        for session in [each for each in self._absent if not each.holds]:
+            self._absent.remove(session)
+            self._forget(session)
+        return self._absent
+
+    def leave(self, session: Session, *, ended: bool) -> None:
+        """Forget what a process waits for, and free its locks if it has ended.
+
+        If only its connection broke, the process keeps its locks for their leases.
+        """
         for number in list(session.waiters):
             self.cancel(session, number)
+        if session.holds and not ended:
+            self._absent.append(session)
+            return
         for holding in list(session.holds):
             holding.abandon()
+        self._forget(session)
+
+    def come(self, session: Session) -> None:
+        """Note a process; one that connects again has the locks that it held before."""
+        if not session.process:
+            return
+        before = self._processes.get(session.process)
+        self._processes[session.process] = session
+        if before is not None:
+            # The end of its former connection may not have been seen yet.
+            for holding in before.holds:
+                holding.session = session
+            session.holds, before.holds = before.holds, set()
+
+    def _forget(self, session: Session) -> None:
+        if self._processes.get(session.process) is session:
+            del self._processes[session.process]

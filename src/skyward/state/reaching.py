@@ -65,7 +65,7 @@ class WorkerState:
             where = context.instance_info().state
             if self._link is None or where != self._where:
                 old, self._where = self._link, where
-                self._link = RemoteLink(self._dial, _who(), threaded=self._threaded)
+                self._link = RemoteLink(self._dial, _who(), threaded=self._threaded, direct=True)
                 if old is not None:
                     old.close()
             return self._link

@@ -44,6 +44,10 @@ class RemoteSession(Session):
         self.unsent = bytearray()
         self.blocked = False
         """Whether the connection did not take all answers at once."""
+        self.direct = False
+        """Whether the end of the connection is the end of the process."""
+        self.parted = False
+        """Whether the process has said that it leaves for good."""
         self.ended = threading.Event()
         self._dirty = dirty
         """The sessions that have something to send."""
@@ -111,7 +115,7 @@ class StateServer:
 
     def _pause(self) -> float | None:
         due = self._owner.expire()
-        watched = any(each.waiters or each.holds for each in self._sessions)
+        watched = self._owner.absent or any(each.waiters or each.holds for each in self._sessions)
         if self._dirty:
             return 0.0
         pauses = [*([] if due is None else [due]), *([LOOK_SECONDS] if watched else [])]
@@ -131,7 +135,9 @@ class StateServer:
         try:
             for frame in frames():
                 self._perform(session, frame)
-        except (EOFError, OSError, ProtocolError):
+        except EOFError:
+            self._drop(session, ended=session.direct)
+        except (OSError, ProtocolError):
             self._drop(session)
         except Exception:
             # One process must not take the state from all others.
@@ -148,9 +154,16 @@ class StateServer:
         match question.what:
             case "begin":
                 session.who = str(arguments.get("who"))
+                session.process = str(arguments.get("process", ""))
+                session.direct = bool(arguments.get("direct"))
+                self._owner.come(session)
                 session.answer(number, self._owner.epoch)
             case "beat":
                 session.answer(number)
+            case "bye":
+                session.parted = True
+            case "keep":
+                session.direct = False
             case "cancel":
                 self._owner.cancel(session, *arguments["with"])
                 session.answer(number)
@@ -199,19 +212,21 @@ class StateServer:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
+        for absent in list(self._owner.absent):
+            self._owner.free_leases(absent)
         for session in list(self._sessions):
             self._owner.free_leases(session)
             if session.waiters and now - session.heard > SILENT_SECONDS:
                 self._drop(session)
 
-    def _drop(self, session: RemoteSession) -> None:
+    def _drop(self, session: RemoteSession, *, ended: bool = False) -> None:
         if session.ended.is_set():
             return
         for end in {session.sender, session.receiver}:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(end)
         self._sessions.discard(session)
-        self._owner.leave(session)
+        self._owner.leave(session, ended=ended or session.parted)
         session.ended.set()
 
 
