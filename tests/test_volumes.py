@@ -371,6 +371,25 @@ class TestCopies:
         with pytest.raises(PoolError, match=r"the key '.*\.\./escaped' is no path below a folder"):
             volume.open(quiet)
 
+    def test_what_is_written_after_the_first_user_left_is_written_back_by_the_second(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "at"
+        first, second = (
+            NodeVolume(f"file://{bucket}", str(target), read_only=False) for _ in range(2)
+        )
+        first.open(quiet)
+        second.open(quiet)
+        (target / "early").write_text("early")
+        assert (first.write_back(quiet), second.write_back(quiet)) == (1, 0)
+
+        first.close(quiet)
+        (target / "late").write_text("late")
+        assert second.close(quiet) == 1
+
+        assert (bucket / "late").read_text() == "late"
+        assert not target.exists()
+
     def test_missing_credentials_are_named_with_the_way_to_give_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -461,6 +480,63 @@ class TestMounts:
         volume.close(quiet)
 
         assert not (tmp_path / "at").exists()
+
+    def test_a_program_may_log_as_much_as_it_likes(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+    ) -> None:
+        # It mounts only after it has written more than a pipe holds.
+        program("s3fs", 'head -c 200000 /dev/zero >&2; touch "$2/mounted"; exec sleep 1000')
+        program("fusermount3", 'rm "$2/mounted"')
+        volume = NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=False)
+
+        volume.open(quiet)
+        volume.close(quiet)
+
+        assert not (tmp_path / "at").exists()
+
+    def test_a_mount_of_the_nodes_own_is_not_taken_for_the_volume(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+    ) -> None:
+        (tmp_path / "at").mkdir()
+        (tmp_path / "at" / "mounted").touch()
+
+        with pytest.raises(PoolError, match=r"at is taken: the node has files there already"):
+            NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_a_program_that_does_not_unmount_is_ended_in_time(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        program("s3fs", 'touch "$2/mounted"; exec sleep 1000')
+        for name in ("fusermount3", "fusermount"):
+            program(name, "exec sleep 1000")
+        program("umount", 'rm "$1/mounted"')
+        volume = NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=False)
+        volume.open(quiet)
+        monkeypatch.setattr(mounting, "UNMOUNT_SECONDS", 0.2)
+
+        volume.close(quiet)
+
+        assert not (tmp_path / "at").exists()
+
+    def test_a_file_server_that_does_not_answer_is_named(
+        self,
+        program: Callable,  # type: ignore[type-arg]
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        program("mount.nfs", "")
+        program("mount", "sleep 1000")
+        monkeypatch.setattr(mounting, "MOUNT_SECONDS", 0.2)
+
+        with pytest.raises(PoolError, match=r"server did not answer in 0\.2 s; check its name"):
+            NodeVolume("nfs://server/export", str(tmp_path / "at"), read_only=True).open(quiet)
 
     def test_a_program_that_fails_is_quoted_when_copying_fails_too(
         self,

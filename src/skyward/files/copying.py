@@ -28,7 +28,8 @@ class BucketCopy:
         self.url, self.at = url, at
         self._files, self._root = _opened(url)
         self._scanner = Scanner(at, everything=True, remember=False)
-        self._before = Listing(())
+        self.before = Listing(())
+        """What the source has, as far as it is known."""
 
     def bring(self, told: Told) -> None:
         """Copy everything here; files that are here already, with the same size, are not."""
@@ -65,7 +66,7 @@ class BucketCopy:
             progress.add(size)
 
         self._each(get, wanted)
-        self._before = self._scanner.scan()
+        self.before = self._scanner.scan()
 
     def _name(self, key: str) -> str:
         """The path of a key below the volume."""
@@ -82,7 +83,7 @@ class BucketCopy:
     def write_back(self, told: Told) -> int:
         """Copy the files that were made or changed here to the URL; returns how many."""
         now = self._scanner.scan()
-        before = {item.name: item.content for item in self._before.items}
+        before = {item.name: item.content for item in self.before.items}
         changed = {
             item.name: item.size
             for item in now.items
@@ -100,7 +101,7 @@ class BucketCopy:
                 # Folders of a disk have to be made; buckets have none.
                 self._files.makedirs(f"{self._root.rstrip('/')}/{parent}", exist_ok=True)
             self._each(put, changed)
-        self._before = now
+        self.before = now
         return len(changed)
 
     def _each(self, action: Callable[[str], None], names: Iterable[str]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 MOUNT_SECONDS = 30.0
@@ -69,7 +72,7 @@ PROGRAMS: dict[str, tuple[Writer, ...]] = {
 class Mount:
     """A file system that is mounted; a program of this node's serves it, unless it is NFS."""
 
-    def __init__(self, at: Path, program: str, process: subprocess.Popen[str] | None) -> None:
+    def __init__(self, at: Path, program: str, process: subprocess.Popen[bytes] | None) -> None:
         self.at, self.program, self._process = at, program, process
 
     def unmount(self) -> None:
@@ -78,17 +81,12 @@ class Mount:
             if not os.path.ismount(self.at):
                 break
             if shutil.which(command[0]) is not None:
-                subprocess.run(
-                    [*command, str(self.at)],
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=UNMOUNT_SECONDS,
-                )
+                _run([*command, str(self.at)], UNMOUNT_SECONDS)
         if self._process is not None:
             end(self._process)
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Have a program end, after it has written what it holds."""
     process.terminate()
     try:
@@ -96,8 +94,6 @@ def end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    if process.stderr is not None:
-        process.stderr.close()
 
 
 def mount(url: str, at: Path, *, read_only: bool) -> tuple[Mount | None, list[str]]:
@@ -123,42 +119,59 @@ def mount(url: str, at: Path, *, read_only: bool) -> tuple[Mount | None, list[st
 def _mount_nfs(place: BucketPlace, at: Path, read_only: bool) -> tuple[Mount | None, list[str]]:
     if shutil.which("mount.nfs") is None:
         return None, ["the node has no mount.nfs; install it with Image(apt=['nfs-common'])"]
-    done = subprocess.run(
-        [
-            *("mount", "-t", "nfs", "-o", "ro" if read_only else "rw"),
-            *(f"{place.host}:/{place.path}", str(at)),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=MOUNT_SECONDS,
-    )
-    if done.returncode:
-        return None, [f"mount: {_last_line(done.stderr)}"]
+    options = "ro" if read_only else "rw"
+    command = ["mount", "-t", "nfs", "-o", options, f"{place.host}:/{place.path}", str(at)]
+    status, said = _run(command, MOUNT_SECONDS)
+    if status is None:
+        return None, [
+            f"the server {place.host} did not answer in {MOUNT_SECONDS:g} s; check its name, and "
+            "that the node can reach it"
+        ]
+    if status:
+        return None, [f"mount: {said}"]
     return Mount(at, "mount.nfs", None), []
 
 
+def _run(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """Run a program to its end: its status, None if it takes too long, and its last line."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(seconds), _last_line(said)
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            if process.returncode is None:
+                # With those that it has started, such as mount.nfs.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
 def _serve(command: list[str], at: Path) -> tuple[Mount | None, str]:
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + MOUNT_SECONDS
-    while not os.path.ismount(at):
-        if process.poll() is not None:
-            said = _last_line(process.stderr.read() if process.stderr else "")
-            end(process)
-            return None, said or f"it ended with status {process.returncode}"
-        if time.monotonic() > deadline:
-            end(process)
-            return None, f"it mounted nothing within {MOUNT_SECONDS:g} s"
-        time.sleep(LOOK_SECONDS)
+    # A file: nobody reads what the program says later, and a pipe that is full would stop it.
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
+        )
+        deadline = time.monotonic() + MOUNT_SECONDS
+        while not os.path.ismount(at):
+            if process.poll() is not None:
+                return None, _last_line(said) or f"it ended with status {process.returncode}"
+            if time.monotonic() > deadline:
+                end(process)
+                return None, f"it mounted nothing within {MOUNT_SECONDS:g} s"
+            time.sleep(LOOK_SECONDS)
     return Mount(at, command[0], process), ""
 
 
-def _last_line(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _last_line(said: IO[bytes]) -> str:
+    said.seek(0)
+    text = said.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][-300:] if lines else ""

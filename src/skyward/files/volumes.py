@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import msgspec
 import psutil
 import xxhash
 
 from skyward.errors import PoolError
 from skyward.files.copying import BucketCopy
+from skyward.files.items import Listing
 from skyward.files.mounting import Mount, mount
 from skyward.files.transfer import Told
 
@@ -49,14 +51,28 @@ class MountedVolume:
 
 
 class CopiedVolume:
-    """A copy, whose changes are written back."""
+    """A copy, whose changes are written back by any of the processes that share it."""
 
-    def __init__(self, copy: BucketCopy, read_only: bool) -> None:
-        self._copy, self._read_only = copy, read_only
+    def __init__(self, copy: BucketCopy, read_only: bool, listing: Path) -> None:
+        """`listing` is a file with what the source has, as far as these processes know."""
+        self._copy, self._read_only, self._listing = copy, read_only, listing
+
+    def bring(self, told: Told) -> None:
+        """Make the copy."""
+        self._copy.bring(told)
+        self._remember()
 
     def write_back(self, told: Told) -> int:
         """Write back what has changed, unless the volume is read-only."""
-        return 0 if self._read_only else self._copy.write_back(told)
+        if self._read_only:
+            return 0
+        self._copy.before = msgspec.msgpack.decode(self._listing.read_bytes(), type=Listing)
+        written = self._copy.write_back(told)
+        self._remember()
+        return written
+
+    def _remember(self) -> None:
+        self._listing.write_bytes(msgspec.msgpack.encode(self._copy.before))
 
     def remove(self) -> None:
         """Delete the copy."""
@@ -97,29 +113,35 @@ class NodeVolume:
                 )
             if not users:
                 self._served = self._serve(told, ours=record.get("source") == self.source)
+                record["copied"] = isinstance(self._served, CopiedVolume)
+            elif record.get("copied"):
+                # The process that made the copy may leave before this one.
+                self._served = self._copied()
             record.update(source=self.source, users=[*users, os.getpid()])
 
     def write_back(self, told: Told) -> int:
         """Write what has changed to the source; returns how many files."""
-        return 0 if self._served is None else self._served.write_back(told)
+        with self._record():
+            return 0 if self._served is None else self._served.write_back(told)
 
     def close(self, told: Told) -> int:
         """Write back, and take the volume away; returns how many files were written."""
         served, self._served = self._served, None
-        try:
-            written = 0 if served is None else served.write_back(told)
-        except (OSError, PoolError) as problem:
-            with self._record() as record:
-                _leave(record)
-            raise PoolError(
-                f"{problem}; what functions wrote is still on the node, in {self.target}"
-            ) from problem
+        written, failure = 0, None
         with self._record() as record:
-            if not _leave(record):
+            try:
+                written = 0 if served is None else served.write_back(told)
+            except Exception as problem:
+                failure = problem
+            if not _leave(record) and failure is None:
                 if served is None:
                     _clear(self.target)
                 else:
                     served.remove()
+        if failure is not None:
+            raise PoolError(
+                f"{failure}; what functions wrote is still on the node, in {self.target}"
+            ) from failure
         return written
 
     def _serve(self, told: Told, *, ours: bool) -> ServedVolume:
@@ -135,12 +157,16 @@ class NodeVolume:
                 "NFS needs root on the node"
             )
         try:
-            copy = BucketCopy(self.source, self.target)
-            copy.bring(told)
+            copied = self._copied()
+            copied.bring(told)
         except PoolError as problem:
             also = f" (and could not be mounted: {'; '.join(reasons)})" if reasons else ""
             raise PoolError(f"{problem}{also}") from problem
-        return CopiedVolume(copy, self.read_only)
+        return copied
+
+    def _copied(self) -> CopiedVolume:
+        copy = BucketCopy(self.source, self.target)
+        return CopiedVolume(copy, self.read_only, self._place.with_suffix(".listing"))
 
     def _link(self) -> ServedVolume:
         if self.target.is_symlink() and os.readlink(self.target) == self.source:
@@ -157,6 +183,11 @@ class NodeVolume:
     def _make_folder(self, ours: bool) -> None:
         try:
             self.target.mkdir(parents=True, exist_ok=True)
+            if os.path.ismount(self.target):
+                if not ours:
+                    raise self._taken()
+                # An agent that was killed has left it; its program may still be there.
+                Mount(self.target, "", None).unmount()
             if any(self.target.iterdir()) and not ours:
                 raise self._taken()
         except FileExistsError:
@@ -176,12 +207,16 @@ class NodeVolume:
             "its user may make, such as one below /tmp"
         )
 
+    @property
+    def _place(self) -> Path:
+        folder = Path(tempfile.gettempdir()) / f"skyward-volumes-{os.getuid()}"
+        return folder / xxhash.xxh3_64_hexdigest(os.fsencode(self.target))
+
     @contextlib.contextmanager
     def _record(self) -> Iterator[dict[str, Any]]:
         """Who uses the path, as a file of this machine that one process at a time changes."""
-        folder = Path(tempfile.gettempdir()) / f"skyward-volumes-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / xxhash.xxh3_64_hexdigest(os.fsencode(self.target))
+        path = self._place
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         with _locked(path) as file:
             file.seek(0)
             written = file.read()
@@ -191,6 +226,7 @@ class NodeVolume:
             yield record
             if not record["users"]:
                 path.unlink()
+                path.with_suffix(".listing").unlink(missing_ok=True)
                 return
             file.seek(0)
             file.truncate()

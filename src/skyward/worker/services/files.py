@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from skyward.errors import PoolError, ProtocolError
+from skyward.errors import ProtocolError
 from skyward.files.items import decode, encode, parents
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import PIECE, pieces, received
@@ -73,7 +73,8 @@ def _serve_volume(question: Question, channel: Channel) -> None:
             if found is not None and question.what == "write back":
                 act = found.write_back
             written = 0 if act is None else act(tell)
-    except (OSError, PoolError, ValueError) as problem:
+    except Exception as problem:
+        # Also of fsspec and its packages: the client is told, and the service goes on.
         channel.send(Reply(problem=_told(problem)))
         return
     channel.send(Reply(written))
@@ -87,7 +88,8 @@ def end() -> None:
     for volume in volumes:
         try:
             volume.close(lambda what: None)
-        except (OSError, PoolError) as problem:
+        except Exception as problem:
+            # The other volumes are written back all the same.
             print(f"{volume.target}: {problem}", file=sys.stderr)
 
 
