@@ -185,6 +185,20 @@ def everything(folder: Path) -> tuple[int, bytes]:
     return begin, data
 
 
+def test_a_job_is_found_by_its_id_before_another_by_its_name(tmp_path: Path) -> None:
+    kept = KeptJobs(tmp_path / "jobs")
+    try:
+        for name in ("fit", "fit-1"):
+            kept.start(
+                name, ["true"], working_directory=str(tmp_path), environment=dict(os.environ)
+            )
+        assert kept.get("fit-1").id == "fit-1"
+        assert kept.get("fit-1-2").id == "fit-1-2"
+        assert kept.get("fit").id == "fit-1"
+    finally:
+        kept.close()
+
+
 def test_only_so_many_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_jobs, "KEPT", 2)
     kept = KeptJobs(tmp_path / "jobs")

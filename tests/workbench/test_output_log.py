@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyward.worker import output_log
+from skyward.worker import output_log, task_output
 from skyward.worker.output_log import OutputLog
 
 
@@ -69,3 +71,20 @@ def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert output_log.bounds(tmp_path / "none") == (0, 0)
     assert output_log.read(tmp_path / "none", 5, 10) == (5, b"")
     assert output_log.position_of_last(tmp_path / "none", 10) == 0
+
+
+def test_a_long_line_of_a_task_is_kept_whole(tmp_path: Path) -> None:
+    text = "\x00" * 300_000 + "\n"
+    task_output.TaskOutput(str(tmp_path), 0, 0).write("stdout", text)
+    lines = task_output.TaskOutputReader(tmp_path, None).next_lines()
+    assert text.endswith("".join(each.text for each in lines))
+    assert sum(len(each.text) for each in lines) > 100_000
+
+
+def test_a_log_without_room_for_another_file_goes_on_in_the_old_one(tmp_path: Path) -> None:
+    log = OutputLog(tmp_path, 80)
+    with mock.patch.object(output_log.os, "open", side_effect=OSError), pytest.raises(OSError):
+        log.write(b"0123456789\n")
+    log.write(b"more\n")
+    log.close()
+    assert read_all(tmp_path) == (0, b"0123456789\nmore\n")

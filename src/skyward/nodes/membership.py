@@ -57,9 +57,11 @@ class Membership:
         """Connect to the nodes of a pool that stays; returns when each is ready or has failed."""
         added = self._add_nodes(list(indexes))
         self._await_ready(added, 1)
+        deadline = time.monotonic() + self._seconds
         for node in added:
             while not node.settled.wait(0.1) and not self._roster.closed:
-                pass
+                if time.monotonic() > deadline:
+                    break
         self._roster.begin_serving()
 
     def resize(self, count: int, needed: int) -> None:

@@ -107,7 +107,7 @@ class Agent:
             if ttl is not None and time.monotonic() - self._began > ttl:
                 # Whatever runs, and whatever the clients say.
                 self.end()
-            if self._tenants.look(working=bool(self._jobs.running)):
+            if self._tenants.look(working=bool(self._jobs.running) or self._services.used):
                 self.end()
         self._close()
 
@@ -125,7 +125,7 @@ class Agent:
                 self._services.serve(channel, hello.role)
             return
         try:
-            tenant = self._tenants.enter(hello.client)
+            tenant = self._tenants.enter(hello.client, hello.pid)
         except ProtocolError:
             channel.close()
             return
@@ -166,7 +166,8 @@ class Agent:
             case Detach():
                 self._tenants.park(tenant, message.group)
             case Shutdown():
-                by = shown({**tenant.identity, "since": tenant.since})
+                who = tenant.identity
+                by = shown({**who, "since": tenant.since}) if who else "another client"
                 self._tenants.tell(NodeEnded(by), but=tenant)
                 self.end()
             case _:

@@ -209,9 +209,11 @@ class KeptJobs:
     def get(self, job: str) -> JobView:
         """The job of that id, or the latest of that name."""
         there = self.all()
-        for each in reversed(there):
-            if job in (each.id, each.id.rpartition("-")[0]):
-                return each
+        # The id first: another job may have it for its name.
+        found = [each for each in there if each.id == job]
+        found = found or [each for each in there if each.id.rpartition("-")[0] == job]
+        if found:
+            return found[-1]
         known = ", ".join(each.id for each in there) or "none"
         raise PoolError(f"there is no job {job!r}; the pool's jobs are: {known}")
 

@@ -14,10 +14,13 @@ class PoolLease:
         self._key: object | None = None
         self._holder: dict[str, Any] = {}
 
-    def take(self, key: object, holder: dict[str, Any]) -> dict[str, Any] | None:
-        """Take the lease for a connection; returns who has it if another connection does."""
+    def take(self, key: object, holder: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
+        """Take the lease for a connection; returns who has it if another connection does.
+
+        With `force`, it is taken from the other connection.
+        """
         with self._lock:
-            if self._key is not None and self._key is not key:
+            if self._key is not None and self._key is not key and not force:
                 return self._holder
             self._key, self._holder = key, holder
             return None

@@ -26,7 +26,7 @@ class OutputLog:
         self._most = max(1, keep // _FILES)
         _, self._end = bounds(folder)
         self._start = self._end
-        self._file = self._opened()
+        self._file = self._opened(self._end)
 
     def write(self, data: bytes) -> None:
         """Add bytes; after a line that fills its file, the next file begins."""
@@ -43,14 +43,15 @@ class OutputLog:
                 self._turn()
 
     def _turn(self) -> None:
+        # In this order: without room for another file, the log goes on in this one.
+        new = self._opened(self._end)
         os.close(self._file)
-        self._start = self._end
-        self._file = self._opened()
+        self._start, self._file = self._end, new
         for _, path in _files(self._folder)[: -_FILES - 1]:
             path.unlink(missing_ok=True)
 
-    def _opened(self) -> int:
-        path = self._folder / f"{self._start:0{_DIGITS}}"
+    def _opened(self, start: int) -> int:
+        path = self._folder / f"{start:0{_DIGITS}}"
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:

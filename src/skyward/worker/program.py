@@ -189,7 +189,9 @@ class _Supervisor:
         if not self._config.job:
             return
         if self._log is not None:
-            self._log.close()
+            # On some file systems, the last write fails here.
+            with contextlib.suppress(OSError):
+                self._log.close()
         mark = Path(self._config.job, ENDED)
         with contextlib.suppress(OSError):
             new = mark.with_suffix(".new")

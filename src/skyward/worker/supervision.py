@@ -129,10 +129,18 @@ class ExecutorProcesses:
             worker, slot, child, {name: read_end for name, (read_end, _) in pipes.items()}, stacks
         )
         with self._lock:
-            self._running[worker, slot] = executor
+            # `close` ends those that it finds: it would not find this one any more.
+            late = self._is_ending()
+            if not late:
+                self._running[worker, slot] = executor
+        if late:
+            child.end()
         threading.Thread(
             target=self._follow, args=(executor,), name="skyward-child", daemon=True
         ).start()
+
+    def _is_ending(self) -> bool:
+        return self._ending
 
     def _follow(self, executor: ExecutorProcess) -> None:
         """Announce an executor when it is ready, report it when it ends, replace it."""
@@ -174,6 +182,11 @@ class ExecutorProcesses:
                 if executor.up is not None and not executor.process.ended:
                     entered = group if executor.process.pid in members else ""
                     self._tell(msgspec.structs.replace(executor.up, group=entered))
+        # What failed too often for nobody is tried again for somebody.
+        for place, failures in list(self._failed_starts.items()):
+            if failures >= STARTS_MAX:
+                del self._failed_starts[place]
+                self._starts.put(functools.partial(self._start, *place))
 
     def _ending_of(self, code: int) -> str:
         if code >= 0:

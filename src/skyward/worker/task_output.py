@@ -22,6 +22,8 @@ KEPT = 1 << 20
 FOLDER = "output"
 _LOCK = "lock"
 _PIECE = 256 << 10
+_ENTRY = 32 << 10
+"""How many characters an entry has at most: in JSON, each may take six bytes."""
 
 
 class TaskLine(msgspec.Struct, array_like=True):
@@ -54,9 +56,11 @@ class TaskOutput:
 
     def write(self, stream: str, text: str) -> None:
         """Keep what a task has written; on a full disk it is lost."""
-        line = msgspec.json.encode(TaskLine(time.time(), self._worker, stream, text)) + b"\n"
+        now = time.time()
         with contextlib.suppress(OSError):
-            self._log.write(line)
+            for at in range(0, len(text), _ENTRY):
+                entry = TaskLine(now, self._worker, stream, text[at : at + _ENTRY])
+                self._log.write(msgspec.json.encode(entry) + b"\n")
 
 
 class TaskOutputReader:

@@ -24,8 +24,6 @@ from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.supervision import ExecutorProcesses
 
-SPARE = "spare"
-"""The tenant that a node has ready for the next client, if no client has left it one."""
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
 
@@ -40,6 +38,8 @@ class Tenant:
         self.name = name
         self.identity: dict[str, str] = {}
         """Who the client is, if the agent was told."""
+        self.pid = 0
+        """The number of the client's process; 0 if it has not connected yet."""
         self.since = time.time()
         self.parked = False
         """Whether the client has left, and the next one may take its place."""
@@ -182,7 +182,7 @@ class Tenants:
     # Clients come.
 
     def choose(self, identity: dict[str, str]) -> str:
-        """The tenant that a new client may have: one that a client has left, or a new name."""
+        """A name for a new client's tenant, which no other client has had."""
         now = time.monotonic()
         with self._lock:
             self._chosen = {
@@ -190,28 +190,46 @@ class Tenants:
                 for name, (who, at) in self._chosen.items()
                 if now - at < CHOSEN_SECONDS
             }
-            left = [t.name for t in self._named.values() if t.parked and t.name not in self._chosen]
-            name = left[-1] if left else secrets.token_hex(8)
+            name = secrets.token_hex(8)
             self._chosen[name] = identity, now
         return name
 
-    def enter(self, name: str) -> Tenant:
-        """The tenant of a client that connects; a new one if the node stays and has none so."""
+    def enter(self, name: str, pid: int) -> Tenant:
+        """The tenant of a client that connects, by its name and process number.
+
+        A client that the node does not know gets the tenant that another one has left, or a new
+        one, if the node stays.
+        """
         with self._lock:
             tenant = self._named.get(name)
             if tenant is None and not name:
                 tenant = self.first
             if tenant is None:
-                if not self.keeps:
-                    raise ProtocolError("this pool has another client, and does not stay")
-                tenant = self._named[name] = self._new(name)
-                tenant.executors.compute_pool[:] = self.compute_pool
-                if not self._config.hooks_first:
-                    tenant.start()
+                tenant = self._new_client(name)
             elif tenant.parked:
                 tenant.take_over()
-            who, _ = self._chosen.pop(name, (tenant.identity, 0.0))
-            tenant.identity = who
+            elif tenant.pid not in (0, pid) and not tenant.away:
+                raise ProtocolError("another client has this tenant")
+            tenant.pid = pid
+            if name in self._chosen:
+                tenant.identity, _ = self._chosen.pop(name)
+        return tenant
+
+    def _new_client(self, name: str) -> Tenant:
+        if not self.keeps:
+            raise ProtocolError("this pool has another client, and does not stay")
+        left = [each for each in self._named.values() if each.parked]
+        if left:
+            tenant = left[-1]
+            del self._named[tenant.name]
+            self._named[name] = tenant
+            tenant.name, tenant.identity = name, {}
+            tenant.take_over()
+            return tenant
+        tenant = self._named[name] = self._new(name)
+        tenant.executors.compute_pool[:] = self.compute_pool
+        if not self._config.hooks_first:
+            tenant.start()
         return tenant
 
     # Clients go.
@@ -229,7 +247,7 @@ class Tenants:
     def look(self, *, working: bool = False) -> bool:
         """End the tenants whose clients are gone; whether the whole node is to end.
 
-        A node that is `working` for nobody who is there, on a job, is not idle.
+        A node that is `working` on a job, or for somebody who is no client, is not idle.
         """
         now = time.monotonic()
         for tenant in self.there:
@@ -266,9 +284,10 @@ class Tenants:
     def _have_spare(self) -> None:
         """Have executors ready for the next client."""
         with self._lock:
-            if SPARE in self._named or any(each.parked for each in self._named.values()):
+            if any(each.parked for each in self._named.values()):
                 return
-            spare = self._named[SPARE] = self._new(SPARE)
+            name = secrets.token_hex(8)
+            spare = self._named[name] = self._new(name)
             spare.executors.compute_pool[:] = self.compute_pool
             spare.parked = True
         spare.start()

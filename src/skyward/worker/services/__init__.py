@@ -42,6 +42,8 @@ FOR_CLIENTS = frozenset(
     }
 )
 """The services for the pool's clients alone."""
+USES = frozenset({"copying", "exec", "files", "jobs", "output"})
+"""The services whose open connections count as use of the node."""
 FOR_NODES = frozenset({"state"})
 """The services that processes of the pool's nodes may ask, too."""
 
@@ -84,7 +86,8 @@ class Services:
 
     def __init__(self, node: ServedNode) -> None:
         self._node = node
-        self._channels: set[Channel] = set()
+        self._channels: dict[Channel, str] = {}
+        """The open connections, and the services that they are for."""
         self._asked: dict[str, ServiceModule] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +108,7 @@ class Services:
             with self._lock:
                 if self._closed:
                     return
-                self._channels.add(channel)
+                self._channels[channel] = name
             module: ServiceModule = importlib.import_module(f"{__name__}.{name}")
             self._asked[name] = module
             module.serve(self._node, channel)
@@ -114,7 +117,13 @@ class Services:
             pass
         finally:
             with self._lock:
-                self._channels.discard(channel)
+                self._channels.pop(channel, None)
+
+    @property
+    def used(self) -> bool:
+        """Whether somebody runs a command, copies files or follows output."""
+        with self._lock:
+            return not USES.isdisjoint(self._channels.values())
 
     def close(self) -> None:
         """End all connections and jobs."""

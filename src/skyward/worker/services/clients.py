@@ -41,7 +41,7 @@ def _ending(node: ServedNode, identity: dict[str, Any]) -> None:
 def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:
     """Take the lease; without `force`, only if nobody but the asking client is attached."""
     identity = {**asked["identity"], "since": time.time()}
-    holder = node.lease.take(channel, identity)
+    holder = node.lease.take(channel, identity, force=bool(asked["force"]))
     if holder is not None:
         raise PoolError(f"{shown(holder)} is changing it")
     others = [each for each in node.tenants.described() if each["client"] != asked["client"]]

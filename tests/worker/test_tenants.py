@@ -1,0 +1,77 @@
+"""Tenants of an agent: each client has its own, and the next one gets what another has left."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyward.errors import ProtocolError
+from skyward.wire.channel import Channel
+from skyward.worker.config import AgentConfig
+from skyward.worker.supervision import STARTS_MAX, ExecutorProcesses
+from skyward.worker.tenants import Tenants
+
+
+def config_of(folder: Path) -> AgentConfig:
+    return AgentConfig(
+        pool="pool",
+        node=0,
+        folder=str(folder),
+        address="unix",
+        workers=1,
+        slots=1,
+        threads=False,
+        compute_pool=["{}"],
+        visible=[""],
+        env={},
+        search_path=[],
+        working_directory=str(folder),
+        orphan_timeout=60.0,
+        client_pid=os.getpid(),
+        credentials=None,
+        blob_cap=1,
+        plugged=False,
+        client="first",
+    )
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Tenants:
+    """The tenants of a node that stays; no executor is started."""
+    made = Tenants(config_of(tmp_path), queue.SimpleQueue())
+    made.keep(0)
+    return made
+
+
+def test_two_clients_never_get_the_same_tenant(tenants: Tenants) -> None:
+    tenants.park(tenants.first, "")
+    names = [tenants.choose({"user": user}) for user in ("ann", "bob")]
+    assert names[0] != names[1]
+    ann, bob = (tenants.enter(name, number) for number, name in enumerate(names, 1))
+    assert ann is tenants.first, "it was left for the next client"
+    assert bob is not ann
+    assert [ann.identity["user"], bob.identity["user"]] == ["ann", "bob"]
+    assert tenants.enter(names[0], 1) is ann, "it has come again"
+
+
+def test_a_tenant_whose_client_is_connected_is_not_given_to_another(tenants: Tenants) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        tenants.enter("first", 1).connect(Channel(here))
+        with pytest.raises(ProtocolError, match="another client has this tenant"):
+            tenants.enter("first", 2)
+
+
+def test_executors_that_failed_for_nobody_are_started_again_for_the_next_client(
+    tmp_path: Path,
+) -> None:
+    starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    executors = ExecutorProcesses(config_of(tmp_path), lambda _: None, starts)
+    executors._failed_starts[0, 0] = STARTS_MAX
+    executors.announce_again("", frozenset(), lambda: None)
+    assert starts.qsize() == 1
