@@ -28,11 +28,15 @@ def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
     assert names.kept_pools(context, argument, "as") == ["asked"]
     assert "asked" in names.recorded_pools(context, argument, "")
 
+    (found,) = reach.recorded()
+    assert found.state == "ok", "a pool that stays is not left behind"
+
     process = psutil.Process(agent)
     os.kill(agent, signal.SIGKILL)
     process.wait(20)
     (found,) = reach.kept("asked")
     assert found.state == "problem"
     assert "`sky down asked` removes it" in found.advice
+    assert "asked" in keeping.names(), "whoever only looks removes nothing"
     if "asked" in keeping.names():
         keeping.forget("asked", keeping.read("asked").id)

@@ -52,7 +52,13 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     elif everything:
         chosen = pools
     else:
-        chosen = [pool for pool in pools if pool.client == "gone" and pool.id not in kept]
+        # A pool whose record cannot be read may be in use; by its name it can be ended.
+        unclear = keeping.damaged()
+        chosen = [
+            pool
+            for pool in pools
+            if pool.client == "gone" and pool.id not in kept and pool.name not in unclear
+        ]
     # Whether a pool that stays is in use, its agents know.
     in_use = [pool for pool in chosen if pool.client != "gone" and pool.id not in kept]
     if forget:

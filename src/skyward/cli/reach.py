@@ -12,6 +12,7 @@ from skyward.cli.health import Finding
 from skyward.compute.attaching import reach
 from skyward.compute.configured import arguments_of
 from skyward.errors import ConfigurationError, SkywardError
+from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Provider, answers, find_provider
 from skyward.settings import read_settings
@@ -103,7 +104,7 @@ def kept(name: str) -> list[Finding]:
 def recorded() -> list[Finding]:
     """The pools that have machines, from the journal."""
     pools = Journal().pools()
-    left = [pool for pool in pools if pool.client == "gone"]
+    left = [pool for pool in pools if pool.client == "gone" and keeping.find(pool.id) is None]
     if not left:
         return [Finding("pools", "ok", f"{len(pools) or 'none'} on record, none left behind")]
     names = ", ".join(pool.name for pool in left)

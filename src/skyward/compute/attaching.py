@@ -27,17 +27,20 @@ def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compu
     """
     check_callback(on_event)
     try:
-        return Compute._attach(reach(_named(name)).adoption(), on_event)
+        return Compute._attach(reach(_named(name), forget=True).adoption(), on_event)
     except PoolError as problem:
         raise shown_from_outside(problem) from problem.__cause__
 
 
-def reach(name: str) -> ReachedPool:
-    """A pool that stays, for its services alone: `pool.service(0, "about")`."""
+def reach(name: str, *, forget: bool = False) -> ReachedPool:
+    """A pool that stays, for its services alone: `pool.service(0, "about")`.
+
+    With `forget`, the record of a pool whose machines are gone is removed.
+    """
     record = keeping.read(name)
     if record.stopped:
         raise PoolError(f"{name} is stopped; `sky start {name}` starts it again")
-    return ReachedPool(record)
+    return ReachedPool(record, forget=forget)
 
 
 def _named(name: str | None) -> str:

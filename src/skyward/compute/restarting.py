@@ -25,11 +25,9 @@ def stop_pool(name: str, *, force: bool) -> None:
         raise PoolError(f"{name} is stopped already; `sky start {name}` starts it again")
     journal = Journal()
     pool = next(each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
-    cleaned = end(journal, pool, record, force=force)
+    cleaned = end(journal, pool, record, force=force, stop=True)
     if cleaned.failures:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
-    record.nodes, record.stopped = [], True
-    keeping.write(record)
 
 
 def start_pool(name: str) -> int:
@@ -38,7 +36,6 @@ def start_pool(name: str) -> int:
     if not record.stopped:
         raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")
     compute = Compute._again(record)
-    keeping.forget(name, record.id)
     try:
         with compute:
             return len(compute.nodes)

@@ -456,6 +456,12 @@ class Host:
             self._looking = provider_loop.submit(self._look(machine))
         return self._known_gone
 
+    def has_ended(self) -> bool:
+        """Whether the agent or its machine is known to have ended; one that is stopped has not."""
+        if isinstance(self._child, DetachedAgent):
+            return not self._child.pid
+        return self.looks_dead()
+
     async def _look(self, machine: Machine) -> None:
         # If the question fails, that says nothing about the machine.
         with contextlib.suppress(Exception):

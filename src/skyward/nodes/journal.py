@@ -169,7 +169,7 @@ class Journal:
         values = (pool, name, provider, json.dumps(dict(arguments)), socket.gethostname(), pid)
         with self._connected() as database:
             database.execute(
-                "insert into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
+                "insert or ignore into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
                 (*values, _began(pid), time.time(), price),
             )
 

@@ -68,7 +68,8 @@ class PoolKeeper:
         with self._lock:
             serving = [node for node in nodes if node.serves]
             record = self._make([each for each in map(_facts, serving) if each is not None])
-            keeping.write(record, new=True)
+            with keeping.changing(record.name):
+                keeping.write(record, new=not _is_stopped(record.name))
             self._begun = record
             for node in serving:
                 self._let_stay(node, record)
@@ -158,6 +159,13 @@ class PoolKeeper:
     def _let_stay(node: Node, record: KeptPool) -> None:
         node.host.keep()
         node.tell(Keep(record.idle))
+
+
+def _is_stopped(name: str) -> bool:
+    try:
+        return keeping.read(name).stopped
+    except PoolError:
+        return False
 
 
 def _facts(node: Node) -> KeptNode | None:

@@ -99,8 +99,19 @@ def path_of(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """The names of all pools that have a record."""
-    return sorted(path.stem for path in folder().glob("*.json"))
+    """The names of all pools that have a record; other files of the folder are passed over."""
+    return sorted(path.stem for path in folder().glob("*.json") if _NAME.fullmatch(path.stem))
+
+
+def damaged() -> list[str]:
+    """The names of the pools whose records cannot be read."""
+    found = []
+    for name in names():
+        try:
+            read(name)
+        except PoolError:
+            found.append(name)
+    return found
 
 
 def read(name: str) -> KeptPool:
@@ -177,11 +188,14 @@ def exists(name: str) -> ConfigurationError:
 def forget(name: str, pool: str | None = None) -> None:
     """Remove the record of a pool; if `pool` is given, only if the record is of that one."""
     path = path_of(name)
-    with contextlib.suppress(PoolError):
-        if pool is not None and path.exists() and read(name).id != pool:
-            return
-    path.unlink(missing_ok=True)
-    path.with_suffix(".lock").unlink(missing_ok=True)
+    if not path.exists():
+        return
+    # The lock's file stays: whoever waits for it would have the lock of a file that is gone.
+    with changing(name):
+        with contextlib.suppress(PoolError):
+            if pool is not None and path.exists() and read(name).id != pool:
+                return
+        path.unlink(missing_ok=True)
 
 
 def forget_damaged(name: str) -> None:

@@ -6,13 +6,15 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from skyward.console.measures import duration
 from skyward.errors import PoolError, SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.cleaning import Cleaned, clean
 from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes.reaching import MachinesGone, ReachedPool, check_here, provider_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,10 @@ def occupancy(record: KeptPool) -> Occupancy:
     try:
         with ReachedPool(record) as pool, pool.head() as head:
             told = head.ask("who")
+    except MachinesGone:
+        return Occupancy("gone")
     except (SkywardError, OSError, EOFError):
-        gone = keeping.path_of(record.name).exists()
-        return Occupancy("stays, out of reach" if gone else "gone")
+        return Occupancy("stays, out of reach")
     clients = tuple(told["clients"])
     if clients:
         return Occupancy(f"stays, {len(clients)} client{'s' * (len(clients) > 1)}", clients)
@@ -77,13 +80,17 @@ def recorded_pools(journal: Journal) -> list[tuple[PoolRecord, KeptPool | None]]
     return [*found, *((journalled(record), record) for record in kept.values())]
 
 
-def end(journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool) -> Cleaned:
+def end(
+    journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool, stop: bool = False
+) -> Cleaned:
     """End a pool that stays; without `force`, only if nobody uses it.
 
-    If no agent answers, its machines are removed all the same.
+    If no agent answers, its machines are removed all the same. With `stop`, the record stays.
     """
     with contextlib.ExitStack() as held:
         if not record.stopped:
+            if not force:
+                check_here(record, provider_of(record))
             try:
                 reached = ReachedPool(record)
                 head = reached.head()
@@ -94,7 +101,8 @@ def end(journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool) ->
                 held.enter_context(reached.lock(force=force))
                 reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
-        keeping.forget(record.name, record.id)
+        # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
+        keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True))
         try:
             cleaned = clean(journal, pool)
         except BaseException:
@@ -102,4 +110,6 @@ def end(journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool) ->
             raise
         if cleaned.failures:
             keeping.write(record)
+        elif not stop:
+            keeping.forget(record.name, record.id)
     return cleaned

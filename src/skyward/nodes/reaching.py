@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -71,29 +72,48 @@ async def _find(provider: Provider, pool: str) -> list[Machine]:
     return list(await provider.find(pool))
 
 
-def gone(record: KeptPool) -> PoolError:
-    """The error for a pool whose machines are gone; its record is forgotten."""
-    keeping.forget(record.name, record.id)
-    return PoolError(
-        f"{record.name}: its machines are gone, so its record is, too; `sky up {record.name}` or "
-        "Compute(keep=True) makes it anew"
-    )
+class MachinesGone(PoolError):
+    """The machines of a pool that stays are gone, and only its record is left."""
+
+
+def check_here(record: KeptPool, provider: Provider) -> None:
+    """Refuse a pool of another machine's own processes: homes may be shared by machines."""
+    places = {node.hostname for node in record.nodes}
+    here = socket.gethostname()
+    if not record.inside and is_here(provider) and places and here not in places:
+        raise PoolError(
+            f"{record.name}: it stays on {', '.join(sorted(places))}, and this is {here}; a pool "
+            "of sky.Local is used on its own machine"
+        )
 
 
 class ReachedPool:
     """A pool that stays, without being its client: for its services alone."""
 
-    def __init__(self, record: KeptPool) -> None:
-        self.record = record
+    def __init__(self, record: KeptPool, *, forget: bool = False) -> None:
+        """With `forget`, the record of a pool whose machines are gone is removed."""
+        self.record, self._forget = record, forget
         provider = provider_of(record)
-        self.machines = found_machines(record, provider)
+        check_here(record, provider)
+        # Twice: the answer of some providers lags behind.
+        self.machines = found_machines(record, provider) or found_machines(record, provider)
         if record.nodes and not self.machines:
-            raise gone(record)
-        roster = Roster()
+            raise self._gone()
+        roster, adopting = Roster(), []
         for index, (kept, machine) in sorted(self.machines.items()):
             host = Host(provider, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush)
-            provider_loop.submit(host.adopt(kept, machine)).result(FIND_SECONDS)
+            adopting.append(provider_loop.submit(host.adopt(kept, machine)))
             roster.add([Node(index, host, roster.lock)])
+        late = concurrent.futures.wait(adopting, FIND_SECONDS).not_done
+        for each in late:
+            each.cancel()
+        if late:
+            raise PoolError(
+                f"{record.name}: {len(late)} of its {len(adopting)} machines did not answer within "
+                f"{FIND_SECONDS:.0f} s; see whether they can be reached, and try again"
+            )
+        for each in adopting:
+            each.result()
         self._roster = roster
         self.credentials = Credentials(*record.credentials) if record.credentials else None
         self._services = ServiceDesk(record.id, roster, self.credentials)
@@ -115,11 +135,21 @@ class ReachedPool:
                 return self.service(index, "clients")
             except NodeLostError as failure:
                 problem = problem or failure
-        if all(node.host.looks_dead() for node in self._roster.nodes):
-            raise gone(self.record)
+        if all(node.host.has_ended() for node in self._roster.nodes):
+            raise self._gone()
         raise PoolError(
             f"{self.record.name}: none of its {len(self.nodes)} agents answers: {problem}; try "
             f"again, or end it with `sky down {self.record.name}`"
+        )
+
+    def _gone(self) -> MachinesGone:
+        name = self.record.name
+        if not self._forget:
+            return MachinesGone(f"{name}: its machines are gone; `sky down {name}` removes it")
+        keeping.forget(name, self.record.id)
+        return MachinesGone(
+            f"{name}: its machines are gone, so its record is, too; `sky up {name}` or "
+            "Compute(keep=True) makes it anew"
         )
 
     def adoption(self) -> Adoption:

@@ -1,0 +1,84 @@
+"""The records of pools that stay, in a folder that machines may share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.compute.attaching import reach
+from skyward.nodes import keeping
+from skyward.nodes.occupancy import occupancy
+from skyward.worker import detached
+
+from .conftest import QUIET
+
+
+@pytest.fixture(scope="module")
+def bench(home: Path) -> Iterator[str]:
+    with sky.Compute(name="bench", keep=True, options=QUIET):
+        pass
+    yield "bench"
+    sky.attach("bench").down(force=True)
+
+
+def test_a_pool_of_another_machine_is_left_alone(bench: str) -> None:
+    record = keeping.read(bench)
+    there = [msgspec.structs.replace(node, hostname="elsewhere") for node in record.nodes]
+    keeping.write(msgspec.structs.replace(record, nodes=there))
+    try:
+        assert occupancy(keeping.read(bench)).state == "stays, out of reach"
+        with pytest.raises(sky.PoolError, match="it stays on elsewhere, and this is"):
+            sky.attach(bench)
+        refused = CliRunner().invoke(command, ["down", bench])
+        assert "it stays on elsewhere" in refused.stderr
+        assert bench in keeping.names()
+    finally:
+        keeping.write(record)
+
+
+def test_an_odd_file_beside_the_records_is_passed_over(bench: str) -> None:
+    odd = keeping.folder() / "a b.json"
+    odd.write_text("?")
+    try:
+        assert bench in CliRunner().invoke(command, ["ps"]).output
+    finally:
+        odd.unlink()
+
+
+def test_down_without_a_name_leaves_a_pool_whose_record_cannot_be_read(
+    bench: str, home: Path
+) -> None:
+    good = keeping.path_of(bench).read_bytes()
+    keeping.path_of(bench).write_text("{half")
+    try:
+        assert "nothing was left behind" in CliRunner().invoke(command, ["down"]).output
+    finally:
+        keeping.path_of(bench).write_bytes(good)
+    assert [each for each in home.glob("sky-*") if detached.running(each)]
+
+
+def test_force_takes_the_lock_from_whoever_has_it(bench: str) -> None:
+    with reach(bench) as pool, pool.lock(), pytest.raises(sky.PoolError, match="is changing it"):
+        pool.lock()
+    with reach(bench) as pool, pool.lock(), pool.lock(force=True):
+        pass
+
+
+def test_a_command_that_runs_counts_as_use(home: Path, eventually) -> None:
+    with sky.Compute(name="brief", keep=0.5, options=QUIET):
+        copying = reach("brief").service(0, "copying")
+    agent = keeping.read("brief").nodes[0].pid
+    with copying, reach("brief") as pool, pool.head() as head:
+        eventually(lambda: not head.ask("who")["clients"])
+        assert head.ask("who")["idle"] == 0.0
+        os.kill(agent, 0)
+    eventually(lambda: not detached.running(Path(keeping.read("brief").nodes[0].machine)), 30)
+    with pytest.raises(sky.PoolError, match="its machines are gone"):
+        sky.attach("brief")
