@@ -68,3 +68,9 @@ def test_a_stream_ends_with_its_last_item_and_a_failure_says_why(spans: Spans) -
 def test_a_program_without_traces_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, tracing.MODULE, raising=False)
     assert tracing.begin("f", 1, "pool") is None
+
+
+def test_a_program_that_only_imports_opentelemetry_makes_none() -> None:
+    code = "import opentelemetry.trace as t; from skyward.calls import tracing as o;"
+    code += "t.get_tracer = None; assert o.begin('f', 1, 'p') is None"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

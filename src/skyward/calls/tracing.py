@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span, Tracer, TracerProvider
 
 MODULE = "opentelemetry.trace"
+
+_kept: tuple[TracerProvider, Tracer] | None = None
+"""The program's provider and its tracer for calls: to make one takes longer than to use it."""
 
 
 class CallTrace:
@@ -68,13 +71,14 @@ def begin(name: str, call: int, pool: str) -> CallTrace | None:
     """The trace of a call that is made now, below the caller's span.
 
     None unless the program has imported OpenTelemetry and given it a provider: a program that uses
-    no traces pays for one look at `sys.modules`.
+    no traces pays for a look at `sys.modules`, and for one at the provider if a library of its has
+    imported OpenTelemetry.
     """
-    if MODULE not in sys.modules:
+    tracer = _tracer() if MODULE in sys.modules else None
+    if tracer is None:
         return None
     from opentelemetry import context, trace
 
-    tracer = trace.get_tracer("skyward")
     span = tracer.start_span(
         name,
         kind=trace.SpanKind.CLIENT,
@@ -83,3 +87,16 @@ def begin(name: str, call: int, pool: str) -> CallTrace | None:
     if not span.get_span_context().is_valid:
         return None
     return CallTrace(tracer, span, trace.set_span_in_context(span, context.get_current()))
+
+
+def _tracer() -> Tracer | None:
+    """The tracer of the program's provider; None if the program has set none."""
+    global _kept
+    from opentelemetry import trace
+
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        return None
+    if _kept is None or _kept[0] is not provider:
+        _kept = provider, provider.get_tracer("skyward")
+    return _kept[1]
