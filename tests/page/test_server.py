@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 import skyward as sky
+from skyward.events import CallFinished, CallStarted
 from skyward.page import metrics
 from skyward.page.hub import BATCHES_WAITING, Viewer, hub
 from skyward.page.server import PageServer
+from skyward.page.state import PoolState
 
 
 @sky.function
@@ -221,6 +224,28 @@ def test_a_viewer_that_is_too_slow_is_dropped() -> None:
     assert all(viewer.put("[]") for _ in range(BATCHES_WAITING))
     assert not viewer.put("[]")
     assert viewer.next(1) is None
+
+
+def test_calls_whose_end_was_not_seen_are_not_shown_as_running() -> None:
+    """Ten thousand short calls a second, and nobody who asks for what has changed."""
+    running: dict[int, Any] = {}
+    pool: Any = SimpleNamespace(id="p", running=lambda: list(running.values()), views=list)
+    woken = threading.Event()
+    state = PoolState(pool, woken.set)
+    for number in range(40_000):
+        running[number] = (number, "f", 0, 0)
+        state.take(CallStarted(0.0, "p", number, "f", 0, 0))
+        if number >= 64:
+            del running[number - 64]
+            state.take(CallFinished(0.0, "p", number - 64, "f", 0, 0, 0.001))
+        if number == 100:
+            assert state.changes() is not None
+            assert not woken.is_set()
+    assert woken.is_set()
+    changes = state.changes()
+    assert changes is not None
+    assert set(state._running) == set(running)
+    assert {call[0] for call in changes["ended"]} >= set(range(37, 101)), "they were told before"
 
 
 def test_too_many_pages_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,9 +57,9 @@ class Viewer:
 class Watched:
     """One pool, while anybody looks."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
         self.pool = pool
-        self.state = PoolState(pool)
+        self.state = PoolState(pool, wake)
         self.sampler = Sampler(pool)
         self.sampling: Future[dict[str, Any]] | None = None
         self.next_sample = 0.0
@@ -168,7 +169,7 @@ class Hub:
             self._thread.start()
 
     def _watch(self, pool: Pool) -> dict[str, Any]:
-        watched = self._watched[pool.id] = Watched(pool)
+        watched = self._watched[pool.id] = Watched(pool, self._wake.set)
         pool.events.add(watched.state.take)
         watched.state.begin(time.time())
         return watched.state.snapshot()

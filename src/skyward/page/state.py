@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import bisect
 import os
+import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from skyward.events import (
@@ -52,11 +55,23 @@ def key_of(pool: Pool) -> str:
     return f"{pool.id}-{os.getpid()}"
 
 
+@dataclass(frozen=True, slots=True)
+class MissedCalls:
+    """The calls that ran when events were found lost, and those that were over by then."""
+
+    running: dict[int, Call]
+    over: list[int]
+
+
 class PoolState:
     """What the page knows of one pool; `take` may be called on any thread, the rest on one."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
+        """`wake` has somebody ask for the changes before there are too many."""
+        self.pool, self._wake = pool, wake
+        self._woken = False
+        self._dropped = False
+        """Whether events were lost, because nobody asked in time."""
         self._events: deque[Event] = deque(maxlen=EVENTS_WAITING)
         self._running: dict[int, Call] = {}
         self._told: set[int] = set()
@@ -70,7 +85,13 @@ class PoolState:
 
     def take(self, event: Event) -> None:
         """Take an event, on the thread that made it."""
-        self._events.append(event)
+        events = self._events
+        if len(events) >= EVENTS_WAITING:
+            self._dropped = True
+        events.append(event)
+        if len(events) >= EVENTS_WAITING // 2 and not self._woken:
+            self._woken = True
+            self._wake()
 
     def begin(self, now: float) -> None:
         """Begin with the calls that run already; when they started is not known."""
@@ -86,6 +107,8 @@ class PoolState:
         lines: list[list[Any]] = []
         notes: list[dict[str, Any]] = []
         nodes: set[int] = set()
+        missed = self._missed() if self._dropped else None
+        self._woken = False
         while self._events:
             match event := self._events.popleft():
                 case CallStarted():
@@ -129,6 +152,8 @@ class PoolState:
                     notes.append(as_dict(event))
                 case _:
                     pass
+        if missed is not None:
+            self._make_up(missed, ended)
         self._ended.extend(ended)
         self._lines.extend(lines)
         self._notes.extend(notes)
@@ -148,6 +173,27 @@ class PoolState:
             "notes": notes[-NOTES_KEPT:],
             "nodes": self._nodes(nodes),
         }
+
+    def _missed(self) -> MissedCalls:
+        """What may have to be put right once the events that are left have been taken.
+
+        Asked before: the end of a call that ends from now on is among the events.
+        """
+        self._dropped = False
+        now = time.time()
+        running = {call[0]: [*call, now] for call in self.pool.running()}
+        return MissedCalls(running, [call for call in self._running if call not in running])
+
+    def _make_up(self, missed: MissedCalls, ended: list[Call]) -> None:
+        """End calls whose end was lost, and begin those whose start was."""
+        for number in missed.over:
+            call = self._running.pop(number, None)
+            if call is not None:
+                ended.append([*call, time.time(), "ok"])
+        known = {call[0] for call in ended}
+        for number, call in missed.running.items():
+            if number not in known:
+                self._running.setdefault(number, call)
 
     def _end(self, event: CallFinished | CallFailed | CallCancelled) -> Call | None:
         """The call that has ended; None if no worker had it."""
