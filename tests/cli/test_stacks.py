@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 import skyward as sky
+from skyward.page import door, inquiry
 
 from ..conftest import Eventually
 from .conftest import Run
@@ -51,3 +56,29 @@ def test_a_pool_of_any_process_is_shown_with_its_tasks(
 def test_a_name_that_no_pool_has_is_an_error(run: Run, run_json: Callable[..., Any]) -> None:
     assert run_json("stacks", "no-such-pool") == []
     assert "no pool is called 'no-such-pool'" in run("stacks", "no-such-pool", code=1).stderr
+
+
+def test_a_kept_pool_that_is_out_of_reach_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(name: str) -> Any:
+        raise {"a": TimeoutError("no route"), "b": EOFError(), "c": OSError("refused")}[name]
+
+    monkeypatch.setattr(inquiry, "addresses", list)
+    monkeypatch.setattr(inquiry.keeping, "names", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(inquiry.keeping, "read", read)
+    found = [(pool.name, pool.problem) for pool in inquiry.all_stacks()]
+    assert found == [("a", "no route"), ("b", "EOFError"), ("c", "refused")]
+
+
+def test_the_pools_of_one_process_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def stacks() -> list[Any]:
+        both.wait(30)
+        return []
+
+    spec = SimpleNamespace(name="p")
+    pools = [SimpleNamespace(id=f"{n}", spec=spec, stacks=stacks) for n in range(2)]
+    monkeypatch.setattr(door, "hub", SimpleNamespace(pools=pools))
+    assert [(each.pool, each.problem) for each in door._all_stacks()] == [("0", ""), ("1", "")]

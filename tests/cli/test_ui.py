@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 
 import skyward as sky
+from skyward.cli.ui import opened
 from skyward.page import sockets
+from skyward.page.door import Door
 from skyward.page.gathering import Gathering
 
 
@@ -112,12 +116,83 @@ def test_a_socket_of_a_process_that_was_killed_is_removed(
 
 def test_a_process_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with sky.Compute(options=sky.Options(console=False)):
-        connection = sockets.connect(sockets.own_address())
+        connection = sockets.connect(sockets.own_address(), sockets.VIEW)
         assert connection is not None
         connection.close()
         user = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: user + 1)
-        assert sockets.connect(f"\0skyward-pools-{user}-{os.getpid()}") is None
+        assert sockets.connect(f"\0skyward-pools-{user}-{os.getpid()}", sockets.VIEW) is None
+
+
+def test_the_browser_gets_the_token_through_a_file_of_the_user_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("webbrowser.open", asked.append)
+    with opened("http://127.0.0.1:1/?token=secret&x=1"):
+        (address,) = asked
+        file = Path(urlsplit(address).path)
+        assert "secret" not in address
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert "url=http://127.0.0.1:1/?token=secret&amp;x=1" in file.read_text()
+    assert not file.exists()
+
+
+@pytest.fixture
+def door_address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address for a door of a test; that of this process may be in use."""
+    address = f"\0skyward-test-{os.getpid()}"
+    monkeypatch.setattr("skyward.page.door.own_address", lambda: address)
+    return address
+
+
+def test_a_forked_child_does_not_keep_the_address_of_its_parent(
+    door_address: str, eventually: Any
+) -> None:
+    door = Door()
+    door.enter()
+    child = os.fork()
+    if not child:
+        door._forked()
+        signal.pause()
+    try:
+        door.leave()
+        eventually(lambda: _opens(door))
+        door.leave()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _opens(door: Door) -> bool:
+    door.enter()
+    if door._listener is None:
+        door.leave()
+        return False
+    return True
+
+
+def test_the_door_stays_open_when_a_process_cannot_be_let_in(
+    door_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def accept(listener: socket.socket) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return found(listener)
+
+    found = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    door = Door()
+    door.enter()
+    connection = sockets.connect(door_address, sockets.VIEW)
+    assert connection is not None
+    with connection, connection.makefile("rb") as lines:
+        assert lines.readline().startswith(b"[")
+    assert failed.is_set()
+    door.leave()
 
 
 def test_a_port_that_cannot_be_had_is_an_error(run: Any) -> None:

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import json
 import signal
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
+
+
+@contextlib.contextmanager
+def opened(url: str) -> Iterator[None]:
+    """Open the page in the browser, through a file that only this user can read.
+
+    As an argument of the browser, the token would be in the list of processes, which all users see.
+    """
+    import webbrowser  # imported here: few ask for it
+
+    with tempfile.NamedTemporaryFile("w", prefix="skyward-ui-", suffix=".html") as file:
+        file.write(f'<meta http-equiv="refresh" content="0; url={html.escape(url)}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
 
 
 @click.command(cls=Command)
@@ -45,11 +64,10 @@ def ui(names: tuple[str, ...], host: str, port: int, shows: bool) -> None:
         else:
             click.echo(f"the page is at {server.url}, until interrupted")
         sys.stdout.flush()
-        if shows:
-            import webbrowser  # imported here: few ask for it
-
-            webbrowser.open(server.url)
-        with contextlib.suppress(KeyboardInterrupt):
+        with (
+            opened(server.url) if shows else contextlib.nullcontext(),
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             ended.wait()
     finally:
         signal.signal(signal.SIGTERM, before)

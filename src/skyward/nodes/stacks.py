@@ -158,8 +158,8 @@ class PoolStacks:
         """The stacks that a look at a pool gives, or its problem: the pool may be closing."""
         try:
             return cls(pool, name, tuple(look()))
-        except SkywardError as problem:
-            return cls(pool, name, (), str(problem))
+        except (SkywardError, OSError, EOFError) as problem:
+            return cls(pool, name, (), str(problem) or type(problem).__name__)
 
 
 def _folded(frames: Iterable[StackFrame], *, everything: bool) -> Iterable[str]:

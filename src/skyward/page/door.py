@@ -10,6 +10,8 @@ import contextlib
 import os
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -18,6 +20,9 @@ from skyward.page.hub import Viewer, hub
 from skyward.page.sockets import STACKS, VIEW, forget, is_own, listen, own_address
 
 SEND_SECONDS = 10.0
+POOLS_AT_ONCE = 16
+AGAIN_SECONDS = 0.1
+"""How long to wait after somebody could not be let in."""
 LOOK_SECONDS = 5.0
 """How often an idle connection gets an empty line, which shows whether the other end is there."""
 
@@ -34,6 +39,14 @@ class Door:
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[socket.socket, Viewer | None] = {}
+
+    def _forked(self) -> None:
+        """Leave the parent's sockets to the parent: a copy would keep its address in use."""
+        for inherited in [self._listener, *self._connections]:
+            if inherited is not None and inherited.fileno() >= 0:
+                # Also if a file of the connection is open, which would put `close` off.
+                os.close(inherited.detach())
+        self._reset()
 
     def enter(self) -> None:
         """Count a pool; the door is open from the first one on."""
@@ -81,7 +94,11 @@ class Door:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
+                if self._listener is not listener:
+                    return
+                # Such as too many open files: the next one may be let in.
+                time.sleep(AGAIN_SECONDS)
+                continue
             if not is_own(connection):
                 connection.close()
                 continue
@@ -98,8 +115,7 @@ class Door:
             if wish == VIEW:
                 self._feed(connection)
             elif wish == STACKS:
-                stacks = [PoolStacks.of(pool.id, pool.spec.name, pool.stacks) for pool in hub.pools]
-                connection.sendall(msgspec.json.encode(stacks) + b"\n")
+                connection.sendall(msgspec.json.encode(_all_stacks()) + b"\n")
         except OSError:
             pass  # the other end has left, or is too slow
         finally:
@@ -115,7 +131,16 @@ class Door:
             hub.leave(viewer)
 
 
+def _all_stacks() -> list[PoolStacks]:
+    """The stacks of all pools of this process, which are asked at once."""
+    pools = hub.pools
+    with ThreadPoolExecutor(min(POOLS_AT_ONCE, len(pools)) or 1, "skyward-door-stacks") as threads:
+        return list(
+            threads.map(lambda each: PoolStacks.of(each.id, each.spec.name, each.stacks), pools)
+        )
+
+
 door = Door()
 """The door of this process."""
 
-os.register_at_fork(after_in_child=door._reset)
+os.register_at_fork(after_in_child=door._forked)

@@ -65,5 +65,5 @@ def _of_kept(name: str, known: set[str]) -> list[PoolStacks]:
         with ReachedPool(record) as pool:
             look = partial(read_stacks, pool.nodes, pool.service)
             return [PoolStacks.of(record.id, name, look)]
-    except SkywardError as problem:
-        return [PoolStacks(name, name, (), str(problem))]
+    except (SkywardError, OSError, EOFError) as problem:
+        return [PoolStacks(name, name, (), str(problem) or type(problem).__name__)]
