@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,25 @@ def test_a_pool_of_another_machine_is_left_alone(bench: str) -> None:
         keeping.write(record)
 
 
+def test_the_folder_of_an_agent_is_not_for_cleaners(bench: str) -> None:
+    folder = os.open(keeping.read(bench).nodes[0].machine, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(folder)
+
+
+def test_a_folder_copy_whose_client_is_gone_leaves_nothing(
+    bench: str, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    staged = tmp_path / ".models.1234.part"
+    with reach(bench) as pool, pool.service(0, "copying") as service:
+        service.ask("folder", path=str(staged), mode=0o755, staged=True)
+        assert staged.is_dir()
+    eventually(lambda: not staged.exists())
+
+
 def test_an_odd_file_beside_the_records_is_passed_over(bench: str) -> None:
     odd = keeping.folder() / "a b.json"
     odd.write_text("?")
@@ -71,7 +91,7 @@ def test_force_takes_the_lock_from_whoever_has_it(bench: str) -> None:
         pass
 
 
-def test_a_command_that_runs_counts_as_use(home: Path, eventually) -> None:
+def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[..., None]) -> None:
     with sky.Compute(name="brief", keep=0.5, options=QUIET):
         copying = reach("brief").service(0, "copying")
     agent = keeping.read("brief").nodes[0].pid

@@ -320,6 +320,8 @@ def test_options_that_do_not_go_together_are_refused(
     )
     assert "--detach is for a script on a pool" in run("run", path, "--detach", code=2).stderr
     assert "there is no script nowhere.py" in run("run", "nowhere.py", code=2).stderr
+    needs = run("run", path, "--provider", "ssh", code=1).stderr
+    assert "--provider ssh: it needs arguments" in needs
     assert "there is no job 'nope'" in run("logs", train, "nope", code=1).stderr
 
 

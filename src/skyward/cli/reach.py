@@ -96,7 +96,9 @@ def kept(name: str) -> list[Finding]:
                     service.ask("facts")
             count = len(pool.nodes)
     except SkywardError as problem:
-        advice = f"{problem}; `sky down {name}` removes it"
+        advice = str(problem)
+        if "`sky down" not in advice:
+            advice += f"; `sky down {name}` removes it"
         return [Finding(check, "problem", "it stays, but does not answer", advice)]
     return [Finding(check, "ok", f"stays, and answers: {count} node{'s' * (count != 1)}")]
 

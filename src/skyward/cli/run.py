@@ -19,6 +19,7 @@ from skyward.cli.commands import FAILED, INTERRUPTED, Command
 from skyward.cli.following import follow_job, job_document
 from skyward.cli.names import accelerators, kept_pools, providers
 from skyward.cli.reached import chosen_node, reached
+from skyward.cli.up import made_provider
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
@@ -114,11 +115,10 @@ def _run_here(
         raise click.UsageError("--json: what the script prints is no document; leave it out")
     import skyward
     from skyward import accelerators as cards
-    from skyward.providers import find_provider
 
     made: dict[str, Any] = {}
     if provider is not None:
-        made["provider"] = find_provider(provider)()
+        made["provider"] = made_provider(provider)
     if nodes is not None:
         made["nodes"] = nodes
     if accelerator is not None:

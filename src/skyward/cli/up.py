@@ -40,7 +40,7 @@ def up(
 
     given: dict[str, Any] = {"keep": True if keep is None else seconds_of(keep)}
     if provider is not None:
-        given["provider"] = _provider(provider)
+        given["provider"] = made_provider(provider)
     if nodes is not None:
         given["nodes"] = _nodes(nodes)
     if accelerator is not None:
@@ -65,7 +65,8 @@ def up(
     )
 
 
-def _provider(name: str) -> Any:
+def made_provider(name: str) -> Any:
+    """The provider of that name, as the environment describes it."""
     from skyward.providers import find_provider
 
     made = find_provider(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ def leave(folder: Path) -> None:
     for here, there in ((os.open(os.devnull, os.O_RDONLY), 0), (announcing, 1), (log, 2)):
         os.dup2(here, there)
         os.close(here)
+    # Whoever cleans temporary folders passes over one that is locked; held until the process ends.
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
     mark = folder / f"{PID}.new"
     mark.write_text(f"{os.getpid()} {start_mark(os.getpid())}\n", encoding="ascii")
     mark.rename(folder / PID)

@@ -76,7 +76,7 @@ def copy(
         return transfer.copied
     parent, name = os.path.split(target.path)
     staged = f"{parent}/.{name[:200]}.{secrets.token_hex(4)}.part"
-    destination.make_folder(staged, found.mode)
+    destination.make_folder(staged, found.mode, staged=True)
     try:
         transfer.folder(found, staged)
         destination.move(staged, target.path)

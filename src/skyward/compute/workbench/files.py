@@ -72,8 +72,8 @@ class FilePlace(Protocol):
     def write(self, path: str, size: int, mode: int, parts: Iterable[bytes]) -> None:
         """Write a file; it may not be there before `settle`."""
 
-    def make_folder(self, path: str, mode: int) -> None:
-        """Make a folder, unless it is there."""
+    def make_folder(self, path: str, mode: int, *, staged: bool = False) -> None:
+        """Make a folder, unless it is there; one that is `staged` gets its name by `move`."""
 
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link."""
@@ -127,8 +127,8 @@ class FilesHere:
         finally:
             arriving.discard()
 
-    def make_folder(self, path: str, mode: int) -> None:
-        """Make a folder, unless it is there."""
+    def make_folder(self, path: str, mode: int, *, staged: bool = False) -> None:
+        """Make a folder, unless it is there; one that is `staged` gets its name by `move`."""
         copying.make_folder(path, mode)
 
     def make_link(self, path: str, target: str) -> None:
@@ -203,9 +203,9 @@ class FilesOnNode:
         self._send("part")
         self._unanswered += 1
 
-    def make_folder(self, path: str, mode: int) -> None:
-        """Make a folder, unless it is there."""
-        self._ask("folder", path=path, mode=mode)
+    def make_folder(self, path: str, mode: int, *, staged: bool = False) -> None:
+        """Make a folder, unless it is there; one that is `staged` gets its name by `move`."""
+        self._ask("folder", path=path, mode=mode, staged=staged)
 
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link."""

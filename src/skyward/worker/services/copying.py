@@ -44,6 +44,8 @@ class FolderRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     path: str
     mode: Mode = 0o755
+    staged: bool = False
+    """Whether the folder is removed if the client leaves before it gives it its final name."""
 
 
 class LinkRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,8 +74,15 @@ class WriteRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 def serve(node: ServedNode, channel: Channel) -> None:
     """Answer until the client leaves; what is not complete by then is removed."""
-    base = node.config.working_directory
+    staged: set[str] = set()
+    try:
+        _serve(node.config.working_directory, staged, channel)
+    finally:
+        for path in staged:
+            remove_unfinished(path)
 
+
+def _serve(base: str, staged: set[str], channel: Channel) -> None:
     def place(path: str) -> str:
         if "\0" in path:
             raise ValueError(f"{path!r} is no path")
@@ -81,7 +90,13 @@ def serve(node: ServedNode, channel: Channel) -> None:
 
     def make_folder_at(asked: dict[str, Any]) -> None:
         request = msgspec.convert(asked, FolderRequest)
-        make_folder(place(request.path), request.mode)
+        path = place(request.path)
+        if request.staged:
+            check_unfinished(path)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            staged.add(path)
+        make_folder(path, request.mode)
 
     def make_link_at(asked: dict[str, Any]) -> None:
         request = msgspec.convert(asked, LinkRequest)
@@ -90,6 +105,7 @@ def serve(node: ServedNode, channel: Channel) -> None:
     def move(asked: dict[str, Any]) -> None:
         request = msgspec.convert(asked, MoveRequest)
         os.rename(place(request.path), place(request.to))
+        staged.discard(place(request.path))
 
     answers: dict[str, Callable[[dict[str, Any]], Any]] = {
         "look": lambda asked: look(place(msgspec.convert(asked, PathRequest).path)),
@@ -294,9 +310,14 @@ def make_link(path: str, target: str) -> None:
 
 def remove_unfinished(path: str) -> None:
     """Remove what an incomplete copy has left; nothing else has such a name."""
+    check_unfinished(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def check_unfinished(path: str) -> None:
+    """Refuse a name that an incomplete copy does not have."""
     if not path.endswith(".part"):
         raise ValueError(f"{path} is not the temporary folder of a copy")
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def why(problem: Exception) -> str:
