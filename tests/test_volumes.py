@@ -157,7 +157,9 @@ class TestNodesThatDoNotAnswer:
         assert not psutil.pid_exists(worker)
         assert "not everything was written back: " in capfd.readouterr().err
 
-    def test_every_node_and_volume_is_tried_and_all_problems_are_told_at_the_end(self) -> None:
+    def test_every_node_and_volume_is_tried_and_all_problems_are_told_at_the_end(
+        self, tmp_path: Path
+    ) -> None:
         asked: list[int] = []
 
         def open_service(node: int, name: str) -> ServiceConnection:
@@ -165,13 +167,24 @@ class TestNodesThatDoNotAnswer:
             return _lost(node, name)
 
         volumes = [sky.Volume("s3://first", "/first"), sky.Volume("s3://second", "/second")]
-        folder = SentFolder(Path("/here"), "/there", back=True)
+        folder = SentFolder(tmp_path, "/there", back=True)
         deliveries = Deliveries([folder], volumes, open_service)
 
-        with pytest.raises(PoolError, match=r"first.*node 0.*second.*node 1.*/here: node 1: gone"):
+        with pytest.raises(
+            PoolError, match=rf"first.*node 0.*second.*node 1.*{tmp_path}: node 1: gone"
+        ):
             deliveries.write_back([0, 1], quiet)
 
         assert asked == [0, 1] * 3
+
+
+def test_a_folder_of_another_machine_is_not_made_here(tmp_path: Path) -> None:
+    told: list[str] = []
+    folder = SentFolder(tmp_path / "away", "/there", back=True)
+
+    Deliveries([folder], [], _lost).write_back([0], told.append)
+
+    assert told == [f"there is no folder {tmp_path / 'away'} here: its files stay on nodes"]
 
 
 def _lost(node: int, name: str) -> ServiceConnection:

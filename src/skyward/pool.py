@@ -139,6 +139,9 @@ class Pool:
             try:
                 self._state.close()
                 self._dispatcher.cancel_all(LEFT, seconds / 2)
+                if self._adoption is None or not self._adoption.record.inside:
+                    # Now: nobody else brings folders back to this machine.
+                    self._bring_back(last=False)
                 self._dispatcher.close(LEFT)
                 self._fleet.detach(seconds)
                 self._end_threads()

@@ -65,6 +65,43 @@ def test_up_leaves_a_pool_that_ps_shows_and_down_ends(bench: str) -> None:
         sky.attach(bench)
 
 
+def test_volumes_are_written_back_when_a_client_leaves_and_by_down(
+    home: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    bucket, target = tmp_path / "bucket", tmp_path / "at"
+    bucket.mkdir()
+    volume = sky.Volume(f"file://{bucket}", str(target))
+
+    options = sky.Options(console=False)
+    with sky.Compute(name="data", volumes=[volume], keep=600, options=options):
+        (target / "first").write_text("1")
+    assert (bucket / "first").read_text() == "1"
+
+    (target / "second").write_text("2")
+    run("down", "data")
+    assert (bucket / "second").read_text() == "2"
+    assert not target.exists()
+
+
+def test_down_says_what_could_not_be_written_back(home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    bucket, target = tmp_path / "bucket", tmp_path / "at"
+    bucket.mkdir()
+    volume = sky.Volume(f"file://{bucket}", str(target))
+
+    options = sky.Options(console=False)
+    with sky.Compute(name="data", volumes=[volume], keep=600, options=options):
+        pass
+    (target / "new").write_text("new")
+    bucket.rmdir()
+    bucket.touch()
+
+    said = run("down", "data").stderr
+    assert f"data: not written back: node 0: {target}: file://{bucket}" in said
+    assert (target / "new").read_text() == "new"
+
+
 def test_down_without_a_name_leaves_pools_that_stay_alone(bench: str) -> None:
     assert "nothing was left behind" in run("down").output
     with sky.attach(bench) as compute:

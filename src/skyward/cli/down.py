@@ -87,6 +87,8 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     for each in outcomes:
         if not each.failures:
             keeping.forget_damaged(each.name)
+        for problem in each.unwritten:
+            click.echo(f"{each.name}: not written back: {problem}", err=True)
     if output.wants_json():
         output.as_json(
             [

@@ -18,7 +18,8 @@ def stop(name: str, force: bool) -> None:
     """
     from skyward.compute.restarting import stop_pool
 
-    stop_pool(name, force=force)
+    for each in stop_pool(name, force=force):
+        click.echo(f"{name}: not written back: {each}", err=True)
     if output.wants_json():
         output.as_json({"name": name, "state": "stopped"})
     else:

@@ -12,8 +12,11 @@ STOPPABLE = ("local", "ssh")
 """The providers whose machines are the user's own: without its workers, a pool costs nothing."""
 
 
-def stop_pool(name: str, *, force: bool) -> None:
-    """End the agents and workers of a pool, and keep its record."""
+def stop_pool(name: str, *, force: bool) -> tuple[str, ...]:
+    """End the agents and workers of a pool, and keep its record.
+
+    Returns which volumes could not be written back, and why.
+    """
     record = keeping.read(name)
     if record.provider not in STOPPABLE:
         raise PoolError(
@@ -28,6 +31,7 @@ def stop_pool(name: str, *, force: bool) -> None:
     cleaned = end(journal, pool, record, force=force, stop=True)
     if cleaned.failures:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
+    return cleaned.unwritten
 
 
 def start_pool(name: str) -> int:

@@ -97,9 +97,12 @@ class BucketCopy:
 
         if changed:
             with_parents = {name.rpartition("/")[0] for name in changed}
-            for parent in sorted(with_parents):
-                # Folders of a disk have to be made; buckets have none.
-                self._files.makedirs(f"{self._root.rstrip('/')}/{parent}", exist_ok=True)
+            try:
+                for parent in sorted(with_parents):
+                    # Folders of a disk have to be made; buckets have none.
+                    self._files.makedirs(f"{self._root.rstrip('/')}/{parent}", exist_ok=True)
+            except Exception as problem:
+                raise _refused(self.url, problem) from problem
             self._each(put, changed)
         self.before = now
         return len(changed)

@@ -39,6 +39,8 @@ class Cleaned:
     removed: tuple[str, ...]
     failures: tuple[str, ...]
     """Why something is left; if anything is, the pool stays in the journal."""
+    unwritten: tuple[str, ...] = ()
+    """Which volumes could not be written back before their machines went, and why."""
 
 
 def clean(journal: Journal, pool: PoolRecord) -> Cleaned:

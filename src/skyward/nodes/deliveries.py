@@ -132,6 +132,10 @@ class Deliveries:
                 except PoolError as problem:
                     problems[volume, node] = problem
         for delivery in self._deliveries:
+            if delivery.folder.back and not delivery.folder.source.is_dir():
+                # Of a client on another machine.
+                told(f"there is no folder {delivery.folder.source} here: its files stay on nodes")
+                continue
             for node in nodes if delivery.folder.back else ():
                 try:
                     done += self._bring(delivery, node, told)

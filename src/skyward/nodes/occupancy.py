@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +86,10 @@ def end(
 ) -> Cleaned:
     """End a pool that stays; without `force`, only if nobody uses it.
 
-    If no agent answers, its machines are removed all the same. With `stop`, the record stays.
+    Its nodes write their volumes back first. If no agent answers, its machines are removed all the
+    same. With `stop`, the record stays.
     """
+    unwritten: tuple[str, ...] = ()
     with contextlib.ExitStack() as held:
         if not record.stopped:
             if not force:
@@ -99,6 +102,7 @@ def end(
             else:
                 head.close()
                 held.enter_context(reached.lock(force=force))
+                unwritten = _write_back(reached)
                 reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
         # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
@@ -112,4 +116,18 @@ def end(
             keeping.write(record)
         elif not stop:
             keeping.forget(record.name, record.id)
-    return cleaned
+    return dataclasses.replace(cleaned, unwritten=unwritten)
+
+
+def _write_back(pool: ReachedPool) -> tuple[str, ...]:
+    """Have every node write its volumes back; returns what failed."""
+    problems = []
+    for node in pool.nodes:
+        try:
+            with pool.service(node, "files") as connection:
+                connection.send("write back")
+                while connection.next_reply().more:
+                    pass
+        except (SkywardError, OSError, EOFError) as problem:
+            problems.append(f"node {node}: {problem}")
+    return tuple(problems)

@@ -7,10 +7,10 @@ import sys
 import threading
 from pathlib import Path
 
-from skyward.errors import ProtocolError
+from skyward.errors import PoolError, ProtocolError
 from skyward.files.items import decode, encode, parents
 from skyward.files.scanning import Scanner
-from skyward.files.transfer import PIECE, pieces, received
+from skyward.files.transfer import PIECE, Told, pieces, received
 from skyward.files.tree import STAGING, Tree
 from skyward.files.volumes import NodeVolume
 from skyward.wire import messages
@@ -52,7 +52,7 @@ def _serve_volume(question: Question, channel: Channel) -> None:
     def tell(what: str) -> None:
         channel.send(Reply(what, more=True))
 
-    target = str(question.arguments["target"])
+    target = str(question.arguments.get("target", ""))
     try:
         if question.what == "mount":
             volume = NodeVolume(
@@ -64,6 +64,8 @@ def _serve_volume(question: Question, channel: Channel) -> None:
             with _lock:
                 _volumes[target] = volume
             written = 0
+        elif question.what == "write back" and not target:
+            written = _write_all_back(tell)
         else:
             with _lock:
                 found = _volumes.get(target)
@@ -78,6 +80,21 @@ def _serve_volume(question: Question, channel: Channel) -> None:
         channel.send(Reply(problem=_told(problem)))
         return
     channel.send(Reply(written))
+
+
+def _write_all_back(tell: Told) -> int:
+    """Write every volume back; raises at the end what failed."""
+    with _lock:
+        volumes = list(_volumes.values())
+    written, problems = 0, []
+    for volume in volumes:
+        try:
+            written += volume.write_back(tell)
+        except Exception as problem:
+            problems.append(f"{volume.target}: {_told(problem)}")
+    if problems:
+        raise PoolError("; ".join(problems))
+    return written
 
 
 def end() -> None:
