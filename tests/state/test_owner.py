@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from skyward.state.locks import _release
 from skyward.state.owned import KINDS
 from skyward.state.owner import FULL, Asked, Owner, Session, Waiter
 from skyward.wire.channel import Channel
+from skyward.wire.messages import Question
 from skyward.worker.services.state import StateServer
 
 from ..conftest import Eventually
@@ -199,10 +201,12 @@ def connect() -> Iterator[Callable[..., StateConnection]]:
         server.serve(channel)
         channel.close()
 
-    def made(who: str, **more: Any) -> StateConnection:
+    def made(who: str, beside: socket.socket | None = None, **more: Any) -> StateConnection:
         mine, its = socket.socketpair()
-        threads.append(threading.Thread(target=serve, args=(Channel(its),), daemon=True))
-        threads[-1].start()
+        for end in (its, beside):
+            if end is not None:
+                threads.append(threading.Thread(target=serve, args=(Channel(end),), daemon=True))
+                threads[-1].start()
         connections.append(StateConnection(Channel(mine), who, True, **more))
         return connections[-1]
 
@@ -281,6 +285,22 @@ def test_a_process_that_closes_or_dies_frees_its_locks_at_once(
         first.channel.abort()
     else:
         first.close()
+    assert other.perform(acquisition(timeout=30.0)) == [2, True]
+
+
+def test_a_dead_process_with_unread_answers_frees_its_locks_at_once(
+    connect: Callable[..., StateConnection],
+) -> None:
+    """Its end is an error of the connection, and not only the end of what it sends."""
+    mine, its = socket.socketpair()
+    other = connect("two", beside=its)
+    dying = Channel(mine)
+    dying.send(Question("begin", {"who": "one", "direct": True}))
+    dying.receive()
+    acquire = {"n": 1, "of": ("lock", "l"), "with": (600.0,)}
+    dying.send(Question("acquire", acquire))
+    select.select([mine], [], [], 30)
+    dying.close()
     assert other.perform(acquisition(timeout=30.0)) == [2, True]
 
 

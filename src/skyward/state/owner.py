@@ -321,7 +321,7 @@ class Owner:
             return
         before = self._processes.get(session.process)
         self._processes[session.process] = session
-        if before is not None:
+        if before is not None and before is not session:
             # The end of its former connection may not have been seen yet.
             for holding in before.holds:
                 holding.session = session

@@ -48,6 +48,8 @@ class RemoteSession(Session):
         """Whether the end of the connection is the end of the process."""
         self.parted = False
         """Whether the process has said that it leaves for good."""
+        self.is_local = self.receiver.family == socket.AF_UNIX
+        """Whether an error of the connection, too, is the end of the process: no network fails."""
         self.ended = threading.Event()
         self._dirty = dirty
         """The sessions that have something to send."""
@@ -137,7 +139,9 @@ class StateServer:
                 self._perform(session, frame)
         except EOFError:
             self._drop(session, ended=session.direct)
-        except (OSError, ProtocolError):
+        except OSError:
+            self._drop(session, ended=session.direct and session.is_local)
+        except ProtocolError:
             self._drop(session)
         except Exception:
             # One process must not take the state from all others.
@@ -183,7 +187,7 @@ class StateServer:
         try:
             session.flush()
         except OSError:
-            self._drop(session)
+            self._drop(session, ended=session.direct and session.is_local)
             return
         if session.unsent or session.blocked:
             session.blocked = bool(session.unsent)
