@@ -328,6 +328,7 @@ def test_a_lost_owner_is_an_error_once_and_then_the_objects_are_new(
         with pytest.raises(sky.StateLostError, match=r"<sky.counter 'n'> cannot be .*gone"):
             while True:
                 counter.add()
+        eventually(lambda: compute.stats().nodes_lost == 1)
         eventually(lambda: [node.state for node in compute.nodes] == ["ready", "ready"])
         # It has been told, so it goes on with what is there; the other handle is told now.
         assert counter.add() == 1
