@@ -338,6 +338,20 @@ def test_the_scheduler_the_kubelet_and_the_job_are_heard() -> None:
     assert pending.reason(None, "sky-a", []) == ""
 
 
+def test_what_a_scheduler_says_of_a_pod_that_has_a_node_is_not_the_reason() -> None:
+    twice = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "SchedulerError",
+        "message": "pod 1 is in the cache, so can't be assumed",
+    }
+    pod = pod_with({"conditions": [twice]}) | {"spec": {"nodeName": "here"}}
+    mount = event("sky-a-1", "FailedMount", "no secret", "2026-01-01T00:00:00Z")
+
+    assert pending.reason(pod, "sky-a", [mount]) == "no secret"
+    assert pending.reason(pod, "sky-a", []) == "its container is being made"
+
+
 def test_a_first_failure_to_pull_is_not_the_end() -> None:
     def waiting(why: str) -> dict[str, Any]:
         state = {"waiting": {"reason": why, "message": "no route"}}

@@ -33,16 +33,18 @@ def reason(pod: Mapping[str, Any] | None, job: str, events: Sequence[Mapping[str
         return _without_name(told) if told else ""
     name = pod["metadata"]["name"]
     status = pod.get("status") or {}
+    # A scheduler that takes a pod up twice says of its second try that it failed: the node counts.
+    bound = bool((pod.get("spec") or {}).get("nodeName"))
     scheduled = [each for each in status.get("conditions") or () if each["type"] == "PodScheduled"]
     for condition in scheduled:
-        if condition["status"] == "False":
+        if condition["status"] == "False" and not bound:
             return str(condition.get("message") or condition.get("reason") or WAITING)
     for container in status.get("containerStatuses") or ():
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return f"{waiting['reason']}: {waiting.get('message', '')}".strip(": ")
     told = _last(events, name, "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
-    return told or (MAKING if scheduled else WAITING)
+    return told or (MAKING if bound or scheduled else WAITING)
 
 
 def refusal(pod: Mapping[str, Any]) -> str:
