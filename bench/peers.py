@@ -48,7 +48,8 @@ class Peer:
     def __init__(self, name: str) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed in __exit__
         self._process = subprocess.Popen(
-            [install(name), HERE / "peer_server.py", name],
+            # -P: this folder has a ray.py of its own.
+            [install(name), "-P", HERE / "peer_server.py", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
