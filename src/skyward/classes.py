@@ -9,10 +9,10 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from skyward import instances
+from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
 from skyward.functions import Function, Pending, Where, call_target
 from skyward.future import Future
@@ -317,7 +317,7 @@ class RemoteMethod:
         return f"<method {self.function.name} of an object on {self.function.seat.where}>"
 
 
-class Instance:
+class Instance(Closing):
     """An object on a node, with the methods of its class; a `with` block closes it."""
 
     __sky_instance__ = True
@@ -350,17 +350,6 @@ class Instance:
         """Call the object's own `close`, if it has one, and free the object."""
         self._residence.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
         raise SerializationError(_stays_here(repr(self._residence)))
 
@@ -368,7 +357,7 @@ class Instance:
         return f"<{self._residence!r}>"
 
 
-class InstanceGroup(Generic[C]):
+class InstanceGroup(Closing, Generic[C]):
     """One object in every worker, in rank order; a method runs in all at once."""
 
     def __init__(self, members: list[C]) -> None:
@@ -395,17 +384,6 @@ class InstanceGroup(Generic[C]):
         members: Any = self._members
         for member in members:
             member.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise SerializationError(_stays_here(repr(self)))

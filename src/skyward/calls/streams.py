@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from skyward.calls.answers import Answer
 from skyward.calls.staying import ArrivedTensors
+from skyward.closing import Closing
 from skyward.errors import SkywardError
 from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
@@ -46,7 +47,7 @@ class StreamItems:
         return self._queue.get()
 
 
-class RemoteIterator(Iterator[Any]):
+class RemoteIterator(Closing, Iterator[Any]):
     """Iterates over the items of a remote generator, which may run only `WINDOW` items ahead.
 
     To stop the remote generator, close this iterator, leave its `with` block, or drop it.
@@ -94,12 +95,6 @@ class RemoteIterator(Iterator[Any]):
         if not self._done:
             self._done = True
             self._abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

@@ -7,9 +7,9 @@ import contextlib
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from skyward.closing import Closing
 from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping, provider_loop
 from skyward.nodes.host import Host
@@ -87,7 +87,7 @@ def check_here(record: KeptPool, provider: Provider) -> None:
         )
 
 
-class ReachedPool:
+class ReachedPool(Closing):
     """A pool that stays, without being its client: for its services alone."""
 
     def __init__(self, record: KeptPool, *, forget: bool = False) -> None:
@@ -177,17 +177,6 @@ class ReachedPool:
 
     def close(self) -> None:
         """Nothing: the pool has no connection of its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def lock(

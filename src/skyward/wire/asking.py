@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from skyward.closing import Closing
 from skyward.errors import PoolError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Bytes, Channel
@@ -16,7 +16,7 @@ PART = INLINE_BODY // 2
 """How many bytes the body of a question or a reply has, at most, if bytes come in parts."""
 
 
-class ServiceConnection:
+class ServiceConnection(Closing):
     """The asking end of a connection to a service; one thread at a time asks."""
 
     def __init__(self, channel: Channel) -> None:
@@ -54,17 +54,6 @@ class ServiceConnection:
     def close(self) -> None:
         """End the connection."""
         self.channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def next_question(channel: Channel) -> Question:

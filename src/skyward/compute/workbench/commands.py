@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from skyward.closing import Closing
 from skyward.compute.workbench import Reachable
 from skyward.errors import NodeLostError
 from skyward.wire.asking import PART
@@ -15,7 +15,7 @@ WINDOW = 1 << 20
 """How many bytes of input the agent holds until the command has taken them."""
 
 
-class NodeCommand:
+class NodeCommand(Closing):
     """A command that runs on a node for as long as this object is open.
 
     One thread reads `output`; any thread may send input and signals meanwhile.
@@ -136,14 +136,3 @@ class NodeCommand:
             self._unread = True
             self._changed.notify_all()
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

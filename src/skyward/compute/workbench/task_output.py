@@ -5,17 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
+from skyward.closing import Closing
 from skyward.compute.workbench import Reachable
 from skyward.errors import NodeLostError, PoolError
 from skyward.worker.task_output import TaskLine
 
 
-class PoolOutput:
+class PoolOutput(Closing):
     """What the tasks of several nodes write, node by node as it comes.
 
     >>> with PoolOutput(pool, [0, 1], tail=10, follow=True) as output:
@@ -93,14 +92,3 @@ class PoolOutput:
             connection.close()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
