@@ -54,7 +54,7 @@ class Entry:
     path: Path
     kind: bytes
     size: int
-    executable: bool
+    mode: int
     target: str
     """Where a link leads."""
     changed: int
@@ -180,7 +180,7 @@ def _walk(root: Path, name: str, excludes: Sequence[str], include: str) -> Itera
 
 def _parents(name: str) -> Iterator[Entry]:
     for parent in reversed(Path(name).parents[:-1]):
-        yield Entry(parent.as_posix(), Path(), tarfile.DIRTYPE, 0, True, "", 0)
+        yield Entry(parent.as_posix(), Path(), tarfile.DIRTYPE, 0, 0o755, "", 0)
 
 
 def _entry(path: Path, name: str, root: Path, include: str) -> Entry | None:
@@ -189,7 +189,7 @@ def _entry(path: Path, name: str, root: Path, include: str) -> Entry | None:
     except FileNotFoundError:
         # Deleted since its folder was listed, as temporary files are.
         return None
-    executable = bool(seen.st_mode & stat.S_IXUSR)
+    mode = seen.st_mode & 0o777
     if stat.S_ISLNK(seen.st_mode):
         target = _inside_target(path, root)
         if target is None:
@@ -198,12 +198,13 @@ def _entry(path: Path, name: str, root: Path, include: str) -> Entry | None:
                 "outside of what is included or nowhere; include what it leads to, or leave it out "
                 f"with excludes=[{path.name!r}]"
             )
-        return Entry(name, path, tarfile.SYMTYPE, 0, False, target, 0)
+        return Entry(name, path, tarfile.SYMTYPE, 0, 0o777, target, 0)
     if stat.S_ISDIR(seen.st_mode):
-        return Entry(name, Path(), tarfile.DIRTYPE, 0, True, "", 0)
+        # The owner has to fill the folder there, and to delete it.
+        return Entry(name, Path(), tarfile.DIRTYPE, 0, mode | 0o700, "", 0)
     if stat.S_ISREG(seen.st_mode):
         changed = seen.st_mtime_ns
-        return Entry(name, path, tarfile.REGTYPE, seen.st_size, executable, "", changed)
+        return Entry(name, path, tarfile.REGTYPE, seen.st_size, mode, "", changed)
     # Sockets, pipes and devices are of no use on another machine.
     return None
 
@@ -263,7 +264,7 @@ def _digest(entries: Sequence[Entry], tar: tarfile.TarFile | None) -> str:
         member = tarfile.TarInfo(entry.name)
         member.type = entry.kind
         member.linkname = entry.target
-        member.mode = 0o755 if entry.executable else 0o644
+        member.mode = entry.mode
         data = hashlib.sha256()
         if entry.kind == tarfile.REGTYPE:
             with _opened(entry) as file:
@@ -276,7 +277,7 @@ def _digest(entries: Sequence[Entry], tar: tarfile.TarFile | None) -> str:
                         pass
         elif tar is not None:
             tar.addfile(member)
-        line = (entry.name, entry.kind, entry.executable, entry.target, data.hexdigest())
+        line = (entry.name, entry.kind, entry.mode, entry.target, data.hexdigest())
         whole.update(repr(line).encode())
     return whole.hexdigest()[:20]
 

@@ -278,15 +278,18 @@ def test_includes_are_in_the_working_directory_and_sent_once(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/helper.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine/helper.py").chmod(0o464)
     monkeypatch.chdir(tmp_path)
     image = Image(pip=["iniconfig"], includes=["mine"])
     machine, prepared = built.prepared(image)
     assert (Path(prepared.work) / "mine/helper.py").read_text() == "VALUE = 7\n"
+    assert (Path(prepared.work) / "mine/helper.py").stat().st_mode & 0o777 == 0o464
     assert built.notes == ["includes: 1 file, 10 bytes"]
     assert len(machine.commands) == 3
     again, second = built.prepared(image, node=1)
     assert len(again.commands) == 1
     assert (Path(second.work) / "mine/helper.py").is_file()
+    (tmp_path / "mine/helper.py").chmod(0o644)
     (tmp_path / "mine/helper.py").write_text("VALUE = 8\n")
     _, third = built.prepared(image, node=2)
     assert (Path(third.work) / "mine/helper.py").read_text() == "VALUE = 8\n"
@@ -348,10 +351,12 @@ def test_a_machine_with_hardly_more_than_sh_gets_uv_carried_there(
     (lab.cache / "uv/uv").unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "mine.txt").chmod(0o464)
     machine, prepared = lab.prepared(Image(includes=[str(tmp_path / "mine.txt")]))
     assert "sending uv" in lab.phases
     assert (lab.cache / "uv/uv").is_file()
     assert (Path(prepared.work) / "mine.txt").read_text() == "mine"
+    assert (Path(prepared.work) / "mine.txt").stat().st_mode & 0o777 == 0o464
     assert len(machine.commands) == 6
 
 

@@ -22,10 +22,13 @@ if [ -n "$includes" ]; then
         tell missing includes
     elif is_ready; then
         if have tar && have gzip; then
-            tar -xzof "$bundle" -C "$folder/work"
+            tar -xzopf "$bundle" -C "$folder/work"
         else
-            "$python" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' \
-                "$bundle" "$folder/work"
+            # Pythons before 3.11.4 have no filters; the others would take bits away.
+            "$python" -c 'import sys, tarfile
+tar = tarfile.open(sys.argv[1])
+tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+tar.extractall(sys.argv[2])' "$bundle" "$folder/work"
         fi || { tell failed includes; exit 1; }
         touch "$bundle"
     fi
