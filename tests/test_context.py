@@ -698,7 +698,7 @@ def test_a_callback_must_be_callable():
             pass
 
 
-def test_a_callback_that_fails_does_not_break_the_pool(compute, capfd):
+def test_a_callback_that_fails_does_not_break_the_pool(compute):
     def broken(line):
         raise LookupError("in the callback")
 
@@ -706,4 +706,24 @@ def test_a_callback_that_fails_does_not_break_the_pool(compute, capfd):
         assert sky.function(lambda: print("hello") or 1)() >> compute == 1
 
     assert sky.function(lambda: 2)() >> compute == 2
-    assert "output could not be shown: LookupError('in the callback')" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [LookupError, SystemExit])
+def test_a_callback_that_fails_is_reported_once_and_its_lines_are_shown(compute, capsys, error):
+    taken = []
+
+    def picky(line):
+        if "bad" in line:
+            raise error("in the callback")
+        taken.append(str(line))
+
+    with sky.redirect_output(picky):
+        compute.run(sky.function(print)("good\nbad 1\nbad 2\ngood too"), on=1)
+        compute.run(sky.function(print)("bad 3"), on=1)
+
+    said = capsys.readouterr()
+    assert taken == ["good", "good too"]
+    assert said.out == "".join(f"[node 1] bad {number}\n" for number in (1, 2, 3))
+    complaint = f"redirect_output: the callback failed at 'bad 1': {error('in the callback')!r}, in"
+    assert said.err.count("the callback failed") == 1
+    assert f"{complaint} {__file__}:" in said.err

@@ -467,6 +467,10 @@ def redirect_output(callback: Listener) -> Iterator[None]:
     meanwhile, on the console's thread. The callback gets an `Output`: a `str` that also knows its
     stream, node and task. The callback's own output goes where output went before.
 
+    If the callback fails for a line of the block itself, the error is raised where the line was
+    printed. If it fails for a line that the pool forwards, the error is reported once, and the
+    line is shown.
+
     >>> lines = []
     >>> with sky.redirect_output(lines.append):
     ...     print("here")

@@ -7,13 +7,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Any, Protocol
 
 from skyward import context
 from skyward.console.cells import asking_cell, kernel_shell
-from skyward.context import Output
+from skyward.context import Listener, Output
 
 STUCK_SECONDS = 5.0
 """After so long without showing anything, `drain` and `close` stop waiting for the console."""
@@ -51,6 +52,8 @@ class Console:
         self._started = time.monotonic()
         self._shown = 0
         self._said = ""
+        self._failed_listener: Listener | None = None
+        """The listener whose failure was reported last."""
         self._held_for: tuple[int, int] | None = None
         """The worker whose task is in a debugger: only its output is shown meanwhile."""
         self._held: list[tuple[Any, ...]] = []
@@ -140,7 +143,7 @@ class Console:
                 if self._events.empty():
                     wait = self._face.redraw()
             except Exception as problem:
-                # A closed terminal or a failing listener; reported once, if stderr works.
+                # A closed terminal; reported once, if stderr works.
                 if repr(problem) != self._said:
                     self._said = repr(problem)
                     text = f"skyward: output could not be shown: {problem!r}"
@@ -185,11 +188,42 @@ class Console:
             output = Output(line, stream, node, worker, task)
             if context.pool_listeners:
                 if not transient:
-                    context.pool_listeners[-1](output)
+                    self._tell(context.pool_listeners[-1], f"node {place}", output)
             elif transient:
                 self._face.bar(f"node {place}", output)
             else:
                 self._face.line(f"node {place}", output)
+
+    def _tell(self, listener: Listener, label: str, line: Output) -> None:
+        """Give a line to the user's listener; show the line if the listener fails."""
+        try:
+            listener(line)
+        except BaseException as problem:  # also SystemExit, which would end this thread
+            with _unrouted():
+                if listener != self._failed_listener:
+                    self._failed_listener = listener
+                    self._face.note(
+                        f"redirect_output: the callback failed at {str(line)!r}: {problem!r}"
+                        f"{_place(problem)}; lines that the callback does not take are shown, and "
+                        "further failures are not reported"
+                    )
+                self._face.line(label, line)
+
+
+@contextlib.contextmanager
+def _unrouted() -> Iterator[None]:
+    """Show the block's output: a cell's context may say that a listener gets it."""
+    token = context.route.set(context.Route())
+    try:
+        yield
+    finally:
+        context.route.reset(token)
+
+
+def _place(problem: BaseException) -> str:
+    """Where an error was raised, for a message."""
+    frames = traceback.extract_tb(problem.__traceback__)[1:]
+    return f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _in(cell: Context | None, action: Callable[..., None], *details: Any) -> None:
