@@ -3,7 +3,7 @@
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so two further processes begin with them, and then help
-the others.
+the others. A test that fails in a file that needs software of others gets a second chance, alone.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ ORDER = (("instances", "containers"), ("hosts", "pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "jobs", "instances")
 """What takes so long to start that one process runs all files that need it."""
+OUTSIDE = re.compile(r"\bslurm_testbed\b|\bengine\b|\bkube\b|\bec2: |\(\"ec2\"\)|\bray_cluster\b")
+"""What files have in them that need software of others: Slurm, Podman, Kubernetes, or Ray."""
+AGAIN = 4
+"""As many failures of such files may be an accident: each of these tests is run again, alone."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -74,7 +78,10 @@ class Outcome:
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     slow: list[tuple[float, str]] = field(default_factory=list)
     skipped: collections.Counter[str] = field(default_factory=collections.Counter)
-    failed: list[str] = field(default_factory=list)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    """The tests that failed, each with what it is counted as."""
+    passed_again: list[str] = field(default_factory=list)
+    """Tests that failed, and passed when they were run alone."""
 
     @property
     def is_good(self) -> bool:
@@ -171,34 +178,29 @@ class Suite:
 
     def _run_batch(self, batch: Batch) -> tuple[Outcome, str]:
         name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
-        report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
-        report.unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
-            *(f"--junitxml={report}", "-o", "junit_family=xunit1", *self.options, *batch.files),
+        return run_pytest(batch, batch.files, name, self.options)
+
+    def run_again(self) -> None:
+        """Give failed tests of software of others a second chance, each in a process of its own."""
+        failed = [
+            (outcome, test)
+            for outcome in self.outcomes
+            if not outcome.problem
+            for test in outcome.failed
+            if needs_outside(test)
         ]
-        began = time.monotonic()
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment()
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-            code = process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - began
-        outcome = Outcome(batch, seconds, usage.ru_utime + usage.ru_stime)
-        text = log.read_text(errors="replace")
-        if report.exists():
-            read_report(report, outcome)
-        else:
-            said = f"signal {-code}" if code < 0 else f"exit status {code}"
-            outcome.problem = f"pytest ended without a report ({said}): its tests are not counted"
-        # A file that skips itself as a whole, or that the options select nothing of.
-        empty = code == NOTHING_COLLECTED and (outcome.skipped or self.options)
-        if not outcome.problem and code not in (0, 1) and not empty:
-            outcome.problem = f"pytest ended with exit status {code}"
-        if not outcome.problem and code == 1 and not outcome.failed:
-            outcome.problem = "pytest failed, though no test did"
-        return outcome, text
+        if not failed or len(failed) > AGAIN or self._stopped:
+            return
+        print("\n== running again what failed and needs software of others", flush=True)
+        for number, (outcome, test) in enumerate(failed):
+            again, text = run_pytest(outcome.batch, [test], f"again-{number}", self.options)
+            print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
+            print(text, flush=True)
+            outcome.processor_seconds += again.processor_seconds
+            if again.is_good and again.counts["passed"]:
+                outcome.counts.subtract(outcome.failed.pop(test))
+                outcome.counts["passed when run again"] += 1
+                outcome.passed_again.append(test)
 
     def _tell(self, outcome: Outcome, text: str) -> None:
         number = f"{len(self.outcomes):>3}/{self.total}"
@@ -211,6 +213,44 @@ class Suite:
             print(text, flush=True)
             if outcome.problem:
                 print(f"{' '.join(outcome.batch.files)}: {outcome.problem}", flush=True)
+
+
+def run_pytest(
+    batch: Batch, tests: Sequence[str], name: str, options: Sequence[str]
+) -> tuple[Outcome, str]:
+    """Run tests in one process; gives what became of them, and what pytest printed."""
+    report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
+    report.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
+        *(f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *tests),
+    ]
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment()
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.monotonic() - began
+    outcome = Outcome(batch, seconds, usage.ru_utime + usage.ru_stime)
+    if report.exists():
+        read_report(report, outcome)
+    else:
+        said = f"signal {-code}" if code < 0 else f"exit status {code}"
+        outcome.problem = f"pytest ended without a report ({said}): its tests are not counted"
+    # A file that skips itself as a whole, or that the options select nothing of.
+    empty = code == NOTHING_COLLECTED and (outcome.skipped or options)
+    if not outcome.problem and code not in (0, 1) and not empty:
+        outcome.problem = f"pytest ended with exit status {code}"
+    if not outcome.problem and code == 1 and not outcome.failed:
+        outcome.problem = "pytest failed, though no test did"
+    return outcome, log.read_text(errors="replace")
+
+
+def needs_outside(test: str) -> bool:
+    """Whether the test's file needs software of others."""
+    return bool(OUTSIDE.search((ROOT / test.partition("::")[0]).read_text()))
 
 
 def environment() -> dict[str, str]:
@@ -226,24 +266,36 @@ def environment() -> dict[str, str]:
 
 def read_report(report: Path, outcome: Outcome) -> None:
     """Add up what pytest has written down."""
+    modules = {path.removesuffix(".py").replace("/", "."): path for path in outcome.batch.files}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        name = f"{case.get('file')}::{case.get('name')}"
+        name = name_of(case, modules)
         kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            outcome.failed.append(name)
         if (skipped := case.find("skipped")) is not None:
             if skipped.get("type") == "pytest.xfail":
                 kinds.add("xfailed")
             else:
                 outcome.skipped[skipped.get("message") or "no reason given"] += 1
         kind = next((k for k in ("error", "failure", "xfailed", "skipped") if k in kinds), "passed")
-        outcome.counts[{"failure": "failed", "error": "errors"}.get(kind, kind)] += 1
+        kind = {"failure": "failed", "error": "errors"}.get(kind, kind)
+        if kind in ("failed", "errors"):
+            outcome.failed.setdefault(name, []).append(kind)
+        outcome.counts[kind] += 1
         outcome.slow.append((float(case.get("time") or 0), name))
+
+
+def name_of(case: ElementTree.Element, modules: dict[str, str]) -> str:
+    """How pytest calls a test; one that a class inherits belongs to the file of the class."""
+    within = case.get("classname") or ""
+    for module, path in modules.items():
+        if within == module or within.startswith(f"{module}."):
+            classes = within.removeprefix(module).split(".")[1:]
+            return "::".join([path, *classes, case.get("name") or ""])
+    return f"{case.get('file')}::{case.get('name')}"
 
 
 def counted(counts: collections.Counter[str]) -> str:
     """Counts as pytest writes them."""
-    kinds = ("failed", "errors", "passed", "skipped", "xfailed")
+    kinds = ("failed", "errors", "passed", "passed when run again", "skipped", "xfailed")
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "no tests"
 
 
@@ -263,6 +315,10 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
         print("\n== skipped")
         for reason, number in skipped.most_common():
             print(f"{number:5}  {reason}")
+    again = [name for each in outcomes for name in each.passed_again]
+    if again:
+        print("\n== passed only when run again")
+        print("\n".join(again))
     bad = [each for each in outcomes if not each.is_good]
     if bad:
         print("\n== failed")
@@ -293,9 +349,8 @@ def write_table(outcomes: Sequence[Outcome]) -> None:
         known[path] = 0.0
     for each in outcomes:
         for seconds, name in each.slow:
-            path = name.partition("::")[0]
-            # The suite of every provider lies in `src`; its tests count for the file that has them.
-            known[path if path in known else each.batch.files[-1]] += seconds
+            if (path := name.partition("::")[0]) in known:
+                known[path] += seconds
     lines = [f"{seconds:6.1f} {path}" for path, seconds in sorted(known.items())]
     TABLE.write_text("\n".join(["# Seconds of each file: tests/run.py --measure", *lines]) + "\n")
 
@@ -331,6 +386,7 @@ def main() -> int:
     )
     began = time.monotonic()
     suite.run(told.processes)
+    suite.run_again()
     if told.measure:
         write_table(suite.outcomes)
     good = summarise(suite.outcomes, time.monotonic() - began)

@@ -1,0 +1,77 @@
+"""`tests/run.py`: what it runs again, and what it says about that."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FAILS_FIRST = """
+import pathlib
+
+{needs}
+
+class TestIt:
+    def test_fails_first(self):
+        mark = pathlib.Path(__file__).with_suffix(".mark")
+        if not mark.exists():
+            mark.touch()
+            raise AssertionError("{words}")
+
+    def test_passes(self):
+        pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The runner, over the tests of a folder that is empty yet."""
+    described = importlib.util.spec_from_file_location("runner", Path(__file__).with_name("run.py"))
+    assert described
+    assert described.loader
+    module = importlib.util.module_from_spec(described)
+    monkeypatch.setitem(sys.modules, "runner", module)
+    described.loader.exec_module(module)
+    for name in ("ROOT", "TESTS"):
+        monkeypatch.setattr(module, name, tmp_path)
+    monkeypatch.setattr(module, "REPORTS", tmp_path / "build")
+    monkeypatch.setattr(module, "TABLE", tmp_path / "seconds.txt")
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setenv("SKYWARD_OPS_DTYPES", "float32")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")
+    return module
+
+
+def test_what_needs_software_of_others_is_run_again_alone(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = FAILS_FIRST.format(needs="kube = 1", words="no such pod")
+    (tmp_path / "test_pods.py").write_text(words)
+    assert run.main() == 0
+    said = capsys.readouterr().out
+    assert "== passed only when run again\ntest_pods.py::TestIt::test_fails_first\n" in said
+    assert said.index("no such pod") < said.index("== passed only when run again")
+    assert "== 1 passed, 1 passed when run again in" in said
+
+
+def test_our_own_code_gets_no_second_chance(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = FAILS_FIRST.format(needs="", words="wrong sum")
+    (tmp_path / "test_ours.py").write_text(words)
+    assert run.main() == 1
+    said = capsys.readouterr().out
+    assert "== failed\ntest_ours.py::TestIt::test_fails_first\n" in said
+    assert "run again" not in said
+
+
+def test_many_failures_are_no_accident(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["kube = 1", *(f"def test_{number}(): assert 0" for number in range(run.AGAIN + 1))]
+    (tmp_path / "test_pods.py").write_text("\n".join(lines))
+    assert run.main() == 1
+    assert "running again" not in capsys.readouterr().out
