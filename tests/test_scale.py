@@ -20,10 +20,10 @@ from skyward.console.plain import Plain
 from skyward.console.terminal import Live, Terminal
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.fleet import Fleet
 from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal
 from skyward.nodes.node import Node
+from skyward.nodes.pulse import beats_between_pings
 from skyward.nodes.roster import Roster
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
@@ -275,11 +275,10 @@ def test_a_future_of_a_staff_has_the_exception() -> None:
 
 
 def test_the_nodes_of_a_large_pool_get_heartbeats_in_turn() -> None:
-    fleet: Any = SimpleNamespace(_spec=SimpleNamespace(options=sky.Options()))
-    between = Fleet._beats_between_pings
-    assert [between(fleet, count) for count in (1, 250, 500, 1000, 10_000)] == [1, 1, 2, 4, 4]
-    fleet._spec.options = sky.Options(orphan_timeout=4)
-    assert between(fleet, NODES) == 2
+    patience = sky.Options().orphan_timeout
+    counts = (1, 250, 500, 1000, 10_000)
+    assert [beats_between_pings(count, patience) for count in counts] == [1, 1, 2, 4, 4]
+    assert beats_between_pings(NODES, orphan_timeout=4) == 2
 
 
 def test_nodes_that_come_together_are_made_known_together() -> None:

@@ -237,7 +237,9 @@ class Pool:
         inputs: list[Iterator[Any]] = []
         tensors = None
         if worker is None:
-            tensors = DeviceTensors(self._fleet.device_holder, on, self._fleet.open_devices)
+            tensors = DeviceTensors(
+                self._fleet.devices.holder, on, self._fleet.devices.desk.open_on
+            )
         if like is not None and not like.inputs:
             parcel = self._packer.shared(like.parcel)
         else:
@@ -251,7 +253,7 @@ class Pool:
         staying = None
         if function.stays is not None:
             on = self._check_stays(function, on if worker is None else worker[0])
-            device = functools.partial(self._fleet.result_device, function.stays)
+            device = functools.partial(self._fleet.devices.for_result, function.stays)
             staying = Staying(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
@@ -300,14 +302,16 @@ class Pool:
 
     def copies(self, workers: Sequence[tuple[int, int]]) -> BroadcastTensors:
         """Copies of the device tensors of one call, for each of these workers."""
-        return BroadcastTensors(self._fleet.device_holder, self._fleet.open_devices, workers)
+        return BroadcastTensors(
+            self._fleet.devices.holder, self._fleet.devices.desk.open_on, workers
+        )
 
     def _check_stays(self, function: Function[..., Any], on: int | None) -> int | None:
         """The node that a call must run on for its result to stay where it should."""
         device = function.stays
         if isinstance(device, str):
             return on
-        holder = self._fleet.device_holder(device.index)
+        holder = self._fleet.devices.holder(device.index)
         if holder is None:
             problem = "which is no open device of this pool"
         elif on is not None and on != holder[0]:
@@ -354,19 +358,19 @@ class Pool:
     def device(self, node: int, kind: str) -> int:
         """The index of the sky device of that kind on that node."""
         self._check_open()
-        return self._fleet.device(node, kind)
+        return self._fleet.devices.get(node, kind)
 
     def device_holder(self, index: int) -> Holder | None:
         """The node of a sky device of this pool, and the worker if only one sees the GPU."""
-        return self._fleet.device_holder(index)
+        return self._fleet.devices.holder(index)
 
     def device_home(self, index: int) -> tuple[int, str] | None:
         """The node and the kind of a sky device of this pool; None if it has no such device."""
-        return self._fleet.device_home(index)
+        return self._fleet.devices.home(index)
 
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
-        return self._fleet.workers()
+        return self._fleet.capacity.workers()
 
     def wake(self) -> None:
         """Have at least one node, and wait until it is ready."""
@@ -379,7 +383,7 @@ class Pool:
 
     def slots(self) -> int:
         """How many tasks the pool can run at once."""
-        return self._fleet.slots()
+        return self._fleet.capacity.slots()
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
@@ -395,7 +399,7 @@ class Pool:
 
     def devices(self) -> list[tuple[int, int, str]]:
         """The node, index and kind of every open device."""
-        return self._fleet.devices()
+        return self._fleet.devices.desk.all_open()
 
     def running(self) -> list[tuple[int, str, int, int]]:
         """The number, name, node and worker of every call that a worker runs."""

@@ -23,7 +23,7 @@ import skyward as sky
 from skyward.device import pump
 from skyward.device.core import core
 from skyward.errors import ProtocolError
-from skyward.nodes import fleet
+from skyward.nodes import pool_devices
 from skyward.nodes.contact import Approach
 from skyward.wire.connecting import GREETING_SECONDS
 from skyward.wire.dial import Dialer
@@ -59,7 +59,7 @@ def proxies() -> Iterator[list[Proxy]]:
         return Approach(proxy.endpoint, hello, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "Approach", redirected)
+        patch.setattr(pool_devices, "Approach", redirected)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield made
     for proxy in made:
@@ -260,7 +260,7 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
 ) -> None:
     with pool() as compute, ThreadPoolExecutor(1) as threads:
         opening = threads.submit(compute.device, "cpu")
-        eventually(lambda: compute._open_pool._fleet._devices._waiting)
+        eventually(lambda: compute._open_pool._fleet.devices.desk._waiting)
         psutil.Process(compute._open_pool.nodes[0].host.agent_pid).kill()
         with pytest.raises(sky.SkywardError, match="node 0 was lost: its agent is gone"):
             opening.result(20)

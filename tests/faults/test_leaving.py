@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import skyward as sky
+from skyward.nodes.ending import Ending
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
@@ -60,7 +61,7 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
     """The process may end right after, and what is left of the machine would stay."""
     leaving, removed = threading.Event(), threading.Event()
     # The start of the new node waits for the removal as well.
-    monkeypatch.setattr("skyward.nodes.fleet.LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr("skyward.nodes.ending.LAUNCH_SECONDS", 0.0)
     with sky.Compute(options=QUIET) as compute:
         fleet = compute._open_pool._fleet
         (node,) = fleet.nodes
@@ -86,39 +87,41 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
     assert removed.is_set()
 
 
-def stopping(count: int) -> tuple[Any, list[Any], list[Node]]:
-    """A fleet that stops nodes whose machines are gone at once, and the nodes it has forgotten."""
+def stopping(count: int) -> tuple[Ending, list[Any], list[Node]]:
+    """What ends nodes whose machines are gone at once, and the nodes it has forgotten."""
     forgotten: list[Node] = []
-    fleet: Any = SimpleNamespace(_forget_node=forgotten.append)
+    unkept: Any = SimpleNamespace(remove=lambda nodes: None)
+    ending: Any = Ending(cast(Any, None), cast(Any, None), unkept)
+    ending.forget = forgotten.append
     nodes = []
     for index in range(count):
         end: Future[None] = Future()
         end.set_result(None)
-        host: Any = SimpleNamespace(stop=lambda _, end=end: end)
+        host: Any = SimpleNamespace(condemn=lambda: None, stop=lambda _, end=end: end)
         nodes.append(Node(index, host))
-    return fleet, nodes, forgotten
+    return ending, nodes, forgotten
 
 
 def test_nodes_end_all_the_same_when_the_end_of_one_fails() -> None:
-    fleet, nodes, forgotten = stopping(3)
+    ending, nodes, forgotten = stopping(3)
     failed: Future[None] = Future()
     failed.set_exception(sky.PoolStartError("the journal cannot be written"))
     nodes[0].host.stop = lambda _: failed
     with pytest.raises(sky.PoolStartError, match="the journal cannot be written"):
-        Fleet._stop_nodes(fleet, nodes, 0)
+        ending.end(nodes, 0)
     assert forgotten == nodes
 
 
 def test_the_end_of_many_nodes_waits_no_longer_than_that_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.fleet.DESTROY_SECONDS", 0.1)
-    monkeypatch.setattr("skyward.nodes.fleet.LAUNCH_SECONDS", 0.1)
-    fleet, nodes, forgotten = stopping(50)
+    monkeypatch.setattr("skyward.nodes.ending.DESTROY_SECONDS", 0.1)
+    monkeypatch.setattr("skyward.nodes.ending.LAUNCH_SECONDS", 0.1)
+    ending, nodes, forgotten = stopping(50)
     for node in nodes:
         node._removal = Future()
         node.launch(lambda _: Future())
     began = time.monotonic()
-    Fleet._stop_nodes(fleet, nodes, 0)
+    ending.end(nodes, 0)
     assert time.monotonic() - began < 4
     assert forgotten == nodes

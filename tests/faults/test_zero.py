@@ -97,7 +97,7 @@ def test_a_call_waits_for_a_machine_however_long_that_takes(
 def test_a_device_needs_a_node() -> None:
     with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
         with pytest.raises(sky.ConfigurationError) as refused:
-            pool._open_pool._fleet._tell_node(0, None)  # type: ignore[arg-type]
+            pool._open_pool._fleet.devices._tell_node(0, None)  # type: ignore[arg-type]
         assert "device(node=0): the pool has no nodes now" in str(refused.value)
         assert "compute.resize(1)" in str(refused.value)
         pool.resize(1)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
-from skyward.device.meeting import Whereabouts
-from skyward.device.recovery import recoveries
-from skyward.errors import ConfigurationError, NodeLostError, PoolError, ProtocolError
+from skyward.errors import NodeLostError, PoolError, ProtocolError
 from skyward.events import CostCounted, EventStream
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.contact import Approach, Contacts, connecting
+from skyward.nodes.capacity import Capacity
+from skyward.nodes.contact import Contacts, connecting
 from skyward.nodes.deliveries import Deliveries
-from skyward.nodes.devices import START_SECONDS, DeviceDesk
+from skyward.nodes.ending import Ending
 from skyward.nodes.executors import Executors
-from skyward.nodes.host import DESTROY_SECONDS
 from skyward.nodes.joining import Joining
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
@@ -34,8 +29,10 @@ from skyward.nodes.leaving import leave
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
-from skyward.nodes.node import PING_SECONDS, Node
+from skyward.nodes.node import Node
+from skyward.nodes.pool_devices import PoolDevices
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.pulse import Pulse
 from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.reclaims import Reclaims
 from skyward.nodes.roster import Roster
@@ -50,20 +47,13 @@ from skyward.nodes.view import NodeView, view_of
 from skyward.providers import encrypted, is_here
 from skyward.spec import Nodes
 from skyward.wire import messages
-from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import (
-    CLIENT,
-    PEER,
-    Credentials,
-    node_name,
-)
+from skyward.wire.identity import CLIENT
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
     ExecutorDown,
     ExecutorUp,
-    Hello,
     Message,
     NodeEnded,
     Ping,
@@ -72,23 +62,12 @@ from skyward.wire.messages import (
     Usage,
     Written,
 )
-from skyward.wire.versions import my_versions
 
-if TYPE_CHECKING:
-    import torch
-
-POLL_SECONDS = 0.05
-PINGS_A_BEAT = 250
-"""How many nodes get a heartbeat at one beat, if that is often enough for each of them."""
-BEATS_MOST = 4
-"""How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
 BEATS_BETWEEN_COSTS = 20
 """How many beats lie between two events of the cost: 10 s."""
 PART_SECONDS = 20.0
 """How long idle executors of a pool that stays have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
-LAUNCH_SECONDS = 5.0
-"""How long the end of nodes waits for the starts of those that are still starting."""
 
 
 class Fleet:
@@ -111,9 +90,7 @@ class Fleet:
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
         self._is_here = is_here(spec.provider)
-        self._beats = 0
         self._opened = False
-        self._started = False
         """Whether the provider may have been asked for machines."""
         ends_with_client = self._is_here and spec.keep is None
         self._journal = NoJournal() if ends_with_client else Journal()
@@ -133,8 +110,11 @@ class Fleet:
         self._briefing = Briefing(
             pool_id, spec, authority, self._roster, clustered=clustered, client=self._client
         )
+        self.capacity = Capacity(spec, self._roster, self._briefing)
+        """How many tasks the nodes run at once."""
+        self._ending = Ending(loop, dispatcher, self._keeper)
         self._joining = Joining(self._briefing, console, self._node_ready)
-        contacts = self._contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
+        contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         self._preparer = Preparer(
             spec.preparations,
             loop,
@@ -185,9 +165,10 @@ class Fleet:
             look=Standings(self.services.open).find,
         )
         self._authority = authority
-        self._devices = DeviceDesk(
-            self._tell_node, self._connect_device, self._locate_device, events
+        self.devices = PoolDevices(
+            pool_id, spec, self._roster, authority, self._credentials, events
         )
+        """The torch devices of the nodes."""
         self._usage = UsageDesk(self._ask_node)
         self.deliveries = Deliveries(spec.folders, spec.volumes, self.services.open)
         """The folders that nodes get from the client."""
@@ -197,12 +178,20 @@ class Fleet:
             dispatcher,
             prospects,
             console,
-            self._devices,
+            self.devices.desk,
             self._preparer,
             self._startup,
         )
+        self._pulse = Pulse(
+            loop,
+            self._roster,
+            contacts,
+            self._losses,
+            spec.options.orphan_timeout,
+            also=self._at_beat,
+        )
         self._reclaims = Reclaims(
-            self._roster, loop, dispatcher, console, self._devices, self._losses
+            self._roster, loop, dispatcher, console, self.devices.desk, self._losses
         )
         self._membership = Membership(
             self._roster,
@@ -212,7 +201,7 @@ class Fleet:
             self._briefing,
             self._preparer,
             is_slow=not self._is_here or bool(spec.preparations),
-            stop_nodes=self._end_nodes,
+            stop_nodes=self._ending.end,
         )
         self._scaler = Scaler(
             spec.nodes,
@@ -242,12 +231,11 @@ class Fleet:
             self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
         )
         self._need(nodes)
-        self._loop.later(PING_SECONDS, self._ping_while_starting)
+        self._pulse.ping_while_starting()
         self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
         # The addresses of the nodes, and which nodes are there, are known only now.
         self._briefing.tell_all()
-        self._started = True
-        self._loop.later(PING_SECONDS, self._beat)
+        self._pulse.begin()
 
     # Pools that stay.
 
@@ -262,11 +250,10 @@ class Fleet:
         self._opened = True
         note_pool(self._journal, self._adoption.record)
         self._need(Nodes(1))
-        self._loop.later(PING_SECONDS, self._ping_while_starting)
+        self._pulse.ping_while_starting()
         self._membership.attach(sorted(self._adoption.machines))
         self._briefing.tell_all()
-        self._started = True
-        self._loop.later(PING_SECONDS, self._beat)
+        self._pulse.begin()
 
     def keep(self) -> None:
         """Write the pool's record, and let its nodes stay."""
@@ -306,13 +293,13 @@ class Fleet:
     def detach(self, seconds: float) -> None:
         """Leave the nodes to other clients: idle executors stay as they are."""
         self._roster.close()
-        self._devices.close("its client left the pool")
+        self.devices.desk.close("its client left the pool")
         leave(self.nodes, self._preparer.entered_by, max(seconds, PART_SECONDS))
         strays = [node for node in self.nodes if not node.host.stays]
-        self._end_nodes(strays, 0)
+        self._ending.end(strays, 0)
         for node in self.nodes:
             node.stop()
-            self._forget_node(node)
+            self._ending.forget(node)
 
     def resize(self, nodes: int | Nodes) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
@@ -335,7 +322,7 @@ class Fleet:
         self._need(nodes)
 
     def _allow_descriptors(self, nodes: int) -> None:
-        executors = self._workers_of_a_node() * self._processes
+        executors = self.capacity.executors_of_a_node()
         secret = self._credentials is not None
         more = max(0, nodes - len(self.nodes))
         count = descriptors.connections(more, executors, encrypted=secret)
@@ -357,8 +344,8 @@ class Fleet:
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
         self._roster.close()
-        self._devices.close("its pool was closed")
-        self._end_nodes(self.nodes, seconds)
+        self.devices.desk.close("its pool was closed")
+        self._ending.end(self.nodes, seconds)
         self._keeper.forget()
         provider, note = self._spec.provider, self._console.note
         if not self._opened or swept(provider, self._id, self._journal, note):
@@ -369,161 +356,6 @@ class Fleet:
         for node in self.nodes:
             node.host.stop(0)
 
-    def _end_nodes(self, nodes: Sequence[Node], seconds: float) -> None:
-        """End nodes also if they would stay."""
-        self._keeper.remove(nodes)
-        for node in nodes:
-            node.host.condemn()
-        self._stop_nodes(nodes, seconds)
-
-    def _stop_nodes(self, nodes: Sequence[Node], seconds: float) -> None:
-        ends = []
-        for node in nodes:
-            node.stop()
-            node.shut_down()
-            # An agent without a connection was not told to end, and will not end by itself.
-            ends.append(node.host.stop(seconds if node.is_connected else 0))
-        problems = []
-        for end in ends:
-            try:
-                end.result()
-            except Exception as problem:
-                # The other nodes end all the same.
-                problems.append(problem)
-        until = time.monotonic() + DESTROY_SECONDS
-        for node in nodes:
-            node.await_removal(until)
-        until = time.monotonic() + LAUNCH_SECONDS
-        for node in nodes:
-            node.await_launch(until)
-            self._forget_node(node)
-        if problems:
-            raise problems[0]
-
-    def _forget_node(self, node: Node) -> None:
-        if node.control is not None:
-            self._loop.forget(node.control)
-        for lane in list(node.lanes.values()):
-            self._loop.forget(lane.channel)
-            self._dispatcher.lose(
-                lane,
-                lambda task: NodeLostError(
-                    f"{task.name} was on node {node.index}, which was stopped; call it again"
-                ),
-            )
-
-    # Torch devices.
-
-    def device(self, node: int, kind: str) -> int:
-        """The index of the sky device of that kind on that node.
-
-        If the device was lost and has a checkpoint, it comes back with the checkpoint's tensors,
-        and its node is awaited.
-        """
-        for last in (False, True):
-            if self._devices.awaits(node):
-                self._await_node(node)
-            try:
-                index = self._devices.get(node, kind)
-                break
-            except ConfigurationError:
-                # The node may have been lost a moment ago, with its device.
-                if last or not self._devices.awaits(node):
-                    raise
-        try:
-            recoveries.fill(index)
-        except BaseException as problem:
-            # Its tensors have memory and no contents: nobody may read them.
-            self._devices.drop(node, index, f"its checkpoint cannot be read: {problem}")
-            raise
-        return index
-
-    def _await_node(self, index: int) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and not self._roster.closed:
-            node = self._roster.get(index)
-            if node is None or node.serves or node.state == "failed":
-                return
-            time.sleep(POLL_SECONDS)
-
-    def open_devices(self, node: int) -> list[int]:
-        """The indices of the open devices of a node."""
-        return self._devices.open_on(node)
-
-    def device_holder(self, index: int) -> tuple[int, int | None] | None:
-        """The node of a sky device of this pool, and the worker if only one sees the GPU."""
-        found = self._devices.find(index)
-        if found is None:
-            return None
-        node, kinds = found
-        gpus = [int(kind[5:]) for kind in kinds if kind.startswith("cuda:")]
-        alone = self._spec.worker.per_node == "accelerator" and gpus
-        return node, gpus[0] if alone else None
-
-    def device_home(self, index: int) -> tuple[int, str] | None:
-        """The node and the kind of a sky device of this pool; None if it has no such device."""
-        found = self._devices.find(index)
-        if found is None:
-            return None
-        node, kinds = found
-        # It may have been asked for as "auto", but is known by its own kind, too.
-        return node, next((kind for kind in sorted(kinds) if kind != "auto"), "auto")
-
-    def result_device(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
-        """The device that the results of a worker stay on; opens the device if it is not open."""
-        import torch
-
-        if not isinstance(wanted, str):
-            return wanted
-        kind = os.environ.get("SKYWARD_DEVICE") or wanted
-        if self._spec.worker.per_node == "accelerator" and kind in ("cuda", "auto") and worker:
-            # Every worker has a GPU of its own; the first one's is what "auto" finds.
-            kind = f"cuda:{worker}"
-        # To fill a lost device runs functions on the node, and the result waits in a worker of it.
-        return torch.device("sky", self._devices.get(node, kind, back=False))
-
-    def _tell_node(self, index: int, message: Message) -> None:
-        node = self._roster.get(index)
-        if node is None or not node.serves:
-            there = [each.index for each in self.nodes if each.serves]
-            if not self.nodes:
-                raise ConfigurationError(
-                    f"device(node={index}): the pool has no nodes now, because it shrinks to none "
-                    "when it is idle; call compute.resize(1) first, or give nodes=(1, n)"
-                )
-            raise ConfigurationError(
-                f"device(node={index}): that node is not ready; ready are {there}"
-                if node is not None
-                else f"device(node={index}): the pool's nodes are {there}"
-            )
-        node.tell(message)
-
-    def _connect_device(self, index: int, endpoint: str, role: str) -> Channel:
-        node = self._roster.get(index)
-        if node is None:
-            raise ConfigurationError(
-                f"device(node={index}): that node has left the pool; see `compute.nodes`"
-            )
-        channel, _ = Approach(
-            node.host.route(endpoint),
-            Hello(self._id, role, versions=my_versions(), pid=os.getpid()),
-            self._credentials,
-            node_name(self._id, index),
-            node.host.dial,
-            gone="its process has ended",
-            patience=self._spec.options.orphan_timeout,
-        ).attempt()
-        return channel
-
-    def _locate_device(self, index: int, endpoints: str) -> Whereabouts:
-        node = self._roster.get(index)
-        found = node.host.for_peers(endpoints) if node is not None else ()
-        return Whereabouts(self._id, node_name(self._id, index), found, self._issue)
-
-    def _issue(self) -> Credentials | None:
-        """Credentials for a process of another pool of this client's."""
-        return self._authority.issue(PEER) if self._authority else None
-
     # How busy nodes are.
 
     def usage(self, node: int) -> NodeUsage | None:
@@ -533,10 +365,6 @@ class Fleet:
     def usages(self, nodes: Iterable[int], seconds: float) -> dict[int, NodeUsage]:
         """How busy these nodes are; those that do not answer in so many seconds are left out."""
         return self._usage.get_all(nodes, seconds)
-
-    def devices(self) -> list[tuple[int, int, str]]:
-        """The node, index and kind of every open device."""
-        return self._devices.all_open()
 
     def _ask_node(self, index: int, message: Message) -> bool:
         node = self._roster.get(index)
@@ -563,7 +391,7 @@ class Fleet:
             case Prepared():
                 self._preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
-                self._devices.heard(message)
+                self.devices.desk.heard(message)
             case Usage():
                 self._usage.heard(message)
             case NodeEnded():
@@ -581,87 +409,29 @@ class Fleet:
     def _executor_ready(self, node: Node, lane: Lane) -> None:
         """Give an executor tasks from now on; after its last executor, the node is ready."""
         self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
-        expected = self._briefing.workers_on(node) * self._processes
+        expected = self.capacity.executors_on(node)
         if self._roster.serves and node.join(expected):
             self._joining.add(node, expected)
             connecting.run(self._joining.tell)
         else:
             self._joining.become_ready(node, expected)
 
-    # At every beat: heartbeats, tasks behind slow ones, nodes that did not start, scaling.
+    # At every beat: the cost, tasks behind slow ones, nodes that did not start, scaling.
 
-    def _ping_while_starting(self) -> None:
-        """Have agents know that the client is there, however long plugins take to start."""
-        if self.closed or self._started:
-            return
-        self._loop.later(PING_SECONDS, self._ping_while_starting)
-        for node in self.nodes:
-            if node.control is not None:
-                node.ping()
-
-    def _beat(self) -> None:
-        if self.closed:
-            return
-        self._loop.later(PING_SECONDS, self._beat)
-        self._beats += 1
-        between = self._beats_between_pings(len(self.nodes))
-        for node in self.nodes:
-            if node.control is None:
-                continue
-            if (node.index + self._beats) % between == 0:
-                node.ping()
-            reason = self._contacts.why_lost(node)
-            if reason:
-                self._losses.lose(node, reason)
-        if self._events.listened and self._beats % BEATS_BETWEEN_COSTS == 0:
+    def _at_beat(self, number: int) -> None:
+        if self._events.listened and number % BEATS_BETWEEN_COSTS == 0:
             self._tell_cost()
         self._dispatcher.recall_stuck()
         self._membership.retry_failed()
         count, coming = len(self.nodes), len(self._roster.coming)
-        there = count - coming
-        slots = -(-self.slots() // there) if there else self._slots_of_a_node()
-        self._scaler.look(count, coming=coming, slots=slots)
+        self._scaler.look(count, coming=coming, slots=self.capacity.slots_of_a_node())
 
     def _tell_cost(self) -> None:
         cost, hourly = self.ledger.cost, self.ledger.hourly_cost
         if cost and hourly is not None:
             self._events.emit(CostCounted, cost, hourly)
 
-    def _beats_between_pings(self, nodes: int) -> int:
-        """How many beats there are between two heartbeats of a node: more in a large pool."""
-        often = int(self._spec.options.orphan_timeout / (4 * PING_SECONDS))
-        return max(1, min(-(-nodes // PINGS_A_BEAT), BEATS_MOST, often))
-
     # Looking.
-
-    def workers(self) -> list[tuple[int, int]]:
-        """Every (node, worker) that serves or will come back, in rank order."""
-        return [
-            (node.index, worker)
-            for node in self.nodes
-            if node.joined
-            for worker in range(self._briefing.workers_on(node))
-        ]
-
-    def slots(self) -> int:
-        """How many tasks the pool can run at once."""
-        return max(1, len(self.workers()) * self._spec.worker.concurrency)
-
-    def _slots_of_a_node(self) -> int:
-        """How many tasks a node will probably run at once, before there is one."""
-        return self._workers_of_a_node() * self._spec.worker.concurrency
-
-    def _workers_of_a_node(self) -> int:
-        per_node, accelerator = self._spec.worker.per_node, self._spec.accelerator
-        if per_node != "accelerator":
-            return per_node
-        return 1 if accelerator is None else accelerator.count
-
-    @property
-    def _processes(self) -> int:
-        """How many executors a worker has."""
-        worker = self._spec.worker
-        return 1 if worker.executor == "thread" else worker.concurrency
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
