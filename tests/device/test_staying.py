@@ -433,8 +433,10 @@ def test_an_earlier_error_of_the_device_is_raised(alone) -> None:
     x = torch.ones(3, device=device)
     for index in (torch.tensor([n], device=device) for n in (0, 7)):
         x[index]
-    with pytest.raises(Exception, match=r"out of bounds|out of range"):
+    with pytest.raises(Exception, match=r"out of bounds|out of range|device-side assert"):
         sky.remote(make)(100) >> compute
+    if torch.cuda.is_available():
+        return  # A GPU's process computes nothing more after a failed assertion.
     assert (sky.remote(make)(3) >> compute).sum().item() == 3
 
 

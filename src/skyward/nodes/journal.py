@@ -43,6 +43,8 @@ _ADDED = (
 _BUSY_SECONDS = 30.0
 
 ClientState = Literal["running", "gone", "elsewhere"]
+Values = tuple[Any, ...] | dict[str, Any]
+"""What a statement's question marks, or its names, stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class PoolRecord:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    statements: tuple[tuple[str, tuple[Any, ...]], ...]
+    statements: tuple[tuple[str, Values], ...]
     done: bool = False
     problem: PoolStartError | None = None
 
@@ -136,7 +138,7 @@ class Journal:
         self._waiting: list[_Write] = []
         self._adding, self._writing = threading.Lock(), threading.Lock()
 
-    def _write(self, *statements: tuple[str, tuple[Any, ...]]) -> None:
+    def _write(self, *statements: tuple[str, Values]) -> None:
         """Execute statements; what several threads write at once is one transaction.
 
         The disk takes milliseconds for a transaction, and a thousand nodes start together.
@@ -198,10 +200,18 @@ class Journal:
         created = time.time() if created is None else created
         self._write(
             (
-                "update machines set id = ?1, address = ?2, price = ?3, unpriced = ?3 is null, "
-                "created = case when id is ?1 then created else ?4 end "
-                "where pool = ?5 and node = ?6",
-                (machine, address, price, created, pool, node),
+                "update machines set id = :machine, address = :address, price = :price, "
+                "unpriced = :price is null, "
+                "created = case when id is :machine then created else :created end "
+                "where pool = :pool and node = :node",
+                {
+                    "machine": machine,
+                    "address": address,
+                    "price": price,
+                    "created": created,
+                    "pool": pool,
+                    "node": node,
+                },
             )
         )
 
@@ -210,13 +220,13 @@ class Journal:
         self._write(
             (
                 "update pools set spent = spent + coalesce(("
-                "select (?1 - created) / 3600 * coalesce(machines.price, pools.price) "
-                "from machines where pool = ?2 and node = ?3 and machines.id is not null "
+                "select (:now - created) / 3600 * coalesce(machines.price, pools.price) "
+                "from machines where pool = :pool and node = :node and machines.id is not null "
                 "and not machines.unpriced), 0), "
                 "unpriced = unpriced + coalesce(("
-                "select machines.unpriced from machines where pool = ?2 and node = ?3), 0) "
-                "where id = ?2",
-                (time.time(), pool, node),
+                "select machines.unpriced from machines where pool = :pool and node = :node), 0) "
+                "where id = :pool",
+                {"now": time.time(), "pool": pool, "node": node},
             ),
             ("delete from machines where pool = ? and node = ?", (pool, node)),
         )
