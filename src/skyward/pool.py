@@ -353,7 +353,7 @@ class Pool:
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""
-        self._dispatcher.flush_output(task)
+        self._dispatcher.receiver.flush_output(task)
 
     def device(self, node: int, kind: str) -> int:
         """The index of the sky device of that kind on that node."""
@@ -418,7 +418,7 @@ class Pool:
     @property
     def failed(self) -> tuple[int, int] | None:
         """The worker whose task failed last, if it may be looked at in a debugger."""
-        return self._dispatcher.failed
+        return self._dispatcher.receiver.failed
 
     @property
     def has_folders(self) -> bool:

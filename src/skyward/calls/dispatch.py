@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from skyward.calls.answers import Failed, Streaming, Value, remote_failure
+from skyward.calls.answers import Failed
 from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DebuggerDesk
@@ -18,50 +17,25 @@ from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
-from skyward.calls.parcels import HEAVY_BYTES
 from skyward.calls.prospects import Prospects
+from skyward.calls.receiving import Receiver
 from skyward.calls.sending import Sending
-from skyward.calls.staying import ArrivedTensors, Staying
-from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
 from skyward.calls.task import Task
-from skyward.calls.timeouts import Timeouts, timeout_error
+from skyward.calls.telling import CallTeller
+from skyward.calls.timeouts import Timeouts
 from skyward.console import Console
 from skyward.errors import (
     InstanceLostError,
     NodeLostError,
     PoolClosedError,
-    ProtocolError,
     SkywardError,
     TaskCancelledError,
 )
 from skyward.events import (
-    CallFailed,
-    CallRetried,
-    CallStarted,
-    CallSubmitted,
     EventStream,
-    OutputWritten,
-    Transferred,
 )
-from skyward.wire import messages
-from skyward.wire.frames import Frame
 from skyward.wire.messages import (
-    NEVER,
-    Credit,
-    DebuggerSays,
-    End,
-    Evicted,
-    Failure,
-    Item,
-    Missing,
-    Payload,
-    Prepared,
     Recall,
-    Recalled,
-    Released,
-    Result,
-    Room,
-    Written,
 )
 
 CANCEL_LOOK_SECONDS = 0.005
@@ -81,21 +55,30 @@ class Dispatcher:
         events: EventStream,
     ) -> None:
         self.counts = Counts()
-        self._events = events
+        self.teller = CallTeller(events)
         self.lanes = Lanes()
         self.packer = packer
         self.closed = False
         self._why_closed = CLOSED
         self._prospects = prospects
         self._loop = loop
-        self._console = console
-        self._finisher = Finisher(packer, self.counts, events)
+        self._finisher = Finisher(packer, self.counts, self.teller)
         self._canceller = Canceller(loop, self.lanes.drain)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
-        self.failed: tuple[int, int] | None = None
-        """The worker whose task failed last, if it may be looked at in a debugger."""
         self._sending = Sending()
+        self.receiver = Receiver(
+            loop,
+            self.lanes,
+            packer,
+            console,
+            self._sending,
+            self._finisher,
+            self.debuggers,
+            self.teller,
+            cancel=self.cancel,
+            abandon=self._abandon,
+        )
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
         loop.after_each_round(self._after_round)
@@ -156,8 +139,7 @@ class Dispatcher:
             return
         task.retries -= 1
         self.counts.retried += 1
-        if self._events.listened:
-            self._events.emit(CallRetried, task.id, task.name, str(problem))
+        self.teller.retried(task, str(problem))
         self.lanes.requeue([task])
 
     # Tasks go out.
@@ -210,11 +192,10 @@ class Dispatcher:
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
     def _assign(self, task: Task) -> Lane | None:
-        if self._events.listened:
-            self._events.emit(CallSubmitted, task.id, task.name)
+        self.teller.submitted(task)
         lane = self.lanes.assign(task)
         if lane is not None:
-            self._tell_started(lane, task)
+            self.teller.started(lane, task)
         else:
             problem = self._why_not(task)
             if problem is None:
@@ -222,10 +203,7 @@ class Dispatcher:
             else:
                 nowhere = Failed.because(problem)
                 task.finish(nowhere)
-                emit = self._events.emit
-                emit(CallFailed, task.id, task.name, None, None, 0.0, nowhere.summary)
-                if task.trace is not None:
-                    task.trace.end(0.0, nowhere.summary)
+                self.teller.ended(task, nowhere)
         return lane
 
     def _why_not(self, task: Task) -> SkywardError | None:
@@ -236,19 +214,6 @@ class Dispatcher:
             )
         return None if self._prospects.can_run(task) else self._nowhere_to_run(task)
 
-    def _tell_started(self, lane: Lane, task: Task) -> None:
-        if self._events.listened:
-            task.given = time.monotonic()
-            self._events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
-        if task.trace is not None:
-            task.trace.given(lane.node, lane.worker)
-
-    def _tell_transfer(self, lane: Lane, task: Task, direction: str, size: int) -> None:
-        if self._events.listened and size > HEAVY_BYTES:
-            self._events.emit(
-                Transferred, task.id, task.name, lane.node, lane.worker, direction, size
-            )
-
     def _send(self, lane: Lane, task: Task) -> None:
         self.timeouts.start(task)
         if task.inputs:
@@ -257,7 +222,7 @@ class Dispatcher:
             if not lane.send(task):
                 self.lanes.take_back(lane, task)
                 self._finisher.release(task)
-            self._tell_transfer(lane, task, "sent", task.parcel.encoded.size)
+            self.teller.transferred(lane, task, "sent", task.parcel.encoded.size)
             if task.trace is not None:
                 task.trace.sent()
         except KeyboardInterrupt:
@@ -270,183 +235,6 @@ class Dispatcher:
         except SkywardError as problem:
             self.lanes.take_back(lane, task)
             self._finisher.finish(task, Failed.because(problem))
-
-    # Frames from executors: on the loop's thread, or on a transfer thread for a large body.
-
-    def receive(self, lane: Lane, frame: Frame) -> None:
-        """Deal with a frame from an executor."""
-        message = messages.decode(frame.kind, frame.meta)
-        match message:
-            case Result():
-                self._on_result(lane, frame, message)
-            case Failure():
-                self._on_failure(lane, frame, message)
-            case Written():
-                task = lane.tasks.get(message.task)
-                if task is not None:
-                    task.wrote = True
-                name = "" if task is None else task.name
-                self._console.output(
-                    message.text,
-                    message.stream,
-                    lane.node,
-                    lane.worker,
-                    name,
-                    message.transient,
-                    None if task is None else task.cell,
-                )
-                if self._events.listened:
-                    self.tell_output(message, lane.node, lane.worker, name)
-            case Item():
-                pieces = lane.connection.take(frame, message.payload)
-                task = lane.tasks.get(message.task)
-                if task is not None and task.stream is not None:
-                    task.stream.put(pieces, _stayed(lane, task))
-            case End():
-                self._on_end(lane, message)
-            case Credit():
-                lane.grant(message.task, message.stream, message.count)
-            case Released():
-                lane.released(message.segments)
-            case Evicted():
-                lane.evicted(message.digests)
-            case Missing():
-                task = lane.tasks.get(message.task)
-                if task is not None:
-                    self._resend(lane, task, message)
-            case Room():
-                task = lane.tasks.get(message.task)
-                if task is not None and task.staying is not None:
-                    # On its own thread: it may open a device, and waits for one.
-                    maker = threading.Thread(
-                        target=self._make_room,
-                        args=(lane, task, task.staying, message.spans),
-                        name="skyward-room",
-                        daemon=True,
-                    )
-                    maker.start()
-            case DebuggerSays():
-                self.debuggers.heard(lane, lane.tasks.get(message.task), message)
-            case Recalled():
-                self.lanes.recalled(lane, message.tasks)
-            case Prepared():
-                lane.on_prepared(lane, message.problem)
-            case _:
-                raise ProtocolError(f"an executor does not send {type(message).__name__}")
-
-    def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
-        if result.payload is None:
-            task = lane.tasks.get(result.task)
-            if task is not None and not task.done:
-                self._open_stream(lane, task)
-            return
-        pieces = lane.connection.take(frame, result.payload)
-        task = self._leave(lane, result.task, result.ran)
-        if task is not None:
-            self._tell_transfer(lane, task, "received", _size(result.payload))
-            where = f"{task.name} on {lane.where}"
-            self._finisher.finish(task, Value(pieces, where, _stayed(lane, task)))
-
-    def _open_stream(self, lane: Lane, task: Task) -> None:
-        task.stream = items = StreamItems()
-        # Before the caller takes the iterator: a short stream then ends, and frees its slot, early.
-        lane.tell(Credit(task.id, -1, WINDOW))
-        opened = functools.partial(
-            RemoteIterator,
-            task.id,
-            lane.channel,
-            items,
-            functools.partial(self._abandon, lane, task),
-            functools.partial(self.flush_output, task),
-        )
-        self._finisher.finish(task, Streaming(opened))
-
-    def _on_failure(self, lane: Lane, frame: Frame, failure: Failure) -> None:
-        payload = failure.payload
-        pieces = lane.connection.take(frame, payload) if payload is not None else None
-        task = self._leave(lane, failure.task, failure.ran)
-        if task is None:
-            return
-        if task.debugged != NEVER:
-            self.failed = lane.node, lane.worker
-        answer = remote_failure(failure, pieces, task.name, lane.where)
-        self._finisher.end_stream(task, answer)
-        self._finisher.finish(task, answer)
-
-    def _on_end(self, lane: Lane, end: End) -> None:
-        task = self._leave(lane, end.task, 1.0)
-        if task is not None:
-            task.ran = time.monotonic() - task.given if task.given else 0.0
-            self._finisher.end_stream(task, None)
-            self._finisher.release(task)
-
-    def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
-        send = functools.partial(lane.resend, task, missing.digests, missing.keys)
-
-        def pack_and_send() -> None:
-            if self._pack_by_value(lane, task):
-                self._sending.run(lane, send)
-
-        if missing.unreachable and task.parcel.by_value is not None:
-            self._sending.aside(pack_and_send)
-        else:
-            self._sending.run(lane, send)
-
-    def _pack_by_value(self, lane: Lane, task: Task) -> bool:
-        """Pack a task with the bytes of its tensors, which its executor cannot fetch."""
-        by_value = task.parcel.by_value
-        if by_value is None:
-            return True
-        try:
-            parcel = by_value()
-        except Exception as problem:
-            self.lanes.take_back(lane, task)
-            self._finisher.finish(task, Failed.because(problem))
-            self._loop.call_soon(lambda: None)
-            return False
-        before, task.parcel = task.parcel, parcel
-        self.packer.release(before)
-        # The task may have been cancelled, and its parcel released, meanwhile.
-        self._finisher.release(task)
-        return True
-
-    def _make_room(
-        self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
-    ) -> None:
-        """Make memory for a result that stays, and tell the executor where it is."""
-        try:
-            lane.tell(staying.make_room(task.id, lane.node, lane.worker, spans))
-        except Exception as problem:
-            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot stay")
-            self.cancel(task, problem)
-        if task.done and task.stream is None:
-            # It was cancelled meanwhile, and the memory that was freed then is here again.
-            staying.discard()
-
-    def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
-        """Take a task off its lane, which then has room for another."""
-        task = self.lanes.leave(lane, task_id, ran)
-        lane.stop_feeding(task_id)
-        if task is not None:
-            task.ran = ran
-            if task.timer is not None:
-                task.timer.cancel()
-            if task.overdue and not task.done:
-                self._finisher.fail(task, timeout_error(task))
-        return task
-
-    def tell_output(self, written: Written, node: int, worker: int, name: str) -> None:
-        """Make an event of each line of a task; the states of a progress bar are none."""
-        if not written.transient:
-            for line in written.text.removesuffix("\n").split("\n"):
-                self._events.emit(
-                    OutputWritten, node, worker, written.task, name, written.stream, line
-                )
-
-    def flush_output(self, task: Task) -> None:
-        """Wait until everything the task printed has been shown."""
-        if task.wrote:
-            self._console.drain()
 
     # After every round of the loop: refill lanes, tell executors what nobody uses any more.
 
@@ -464,7 +252,7 @@ class Dispatcher:
     def _fill(self, lane: Lane) -> None:
         light: list[Task] = []
         while (task := self.lanes.assign_next(lane)) is not None:
-            self._tell_started(lane, task)
+            self.teller.started(lane, task)
             if lane.takes_long(task):
                 self.timeouts.start(task)
                 self._sending.run(lane, functools.partial(self._send, lane, task))
@@ -586,12 +374,3 @@ class Dispatcher:
         sent = sum(lane.channel.bytes_sent for lane in lanes)
         received = sum(lane.channel.bytes_received for lane in lanes)
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
-
-
-def _size(payload: Payload) -> int:
-    return payload.pickle + sum(buffer.length for buffer in payload.buffers)
-
-
-def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
-    """The tensors of a result that stay on the device of the worker that ran the task."""
-    return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)

@@ -6,14 +6,14 @@ from skyward.calls.answers import Answer, Failed, Streaming, Value
 from skyward.calls.counts import Counts
 from skyward.calls.packing import Packer
 from skyward.calls.task import Task
-from skyward.events import CallCancelled, CallFailed, CallFinished, EventStream
+from skyward.calls.telling import CallTeller
 
 
 class Finisher:
     """Gives the tasks of a pool their answers."""
 
-    def __init__(self, packer: Packer, counts: Counts, events: EventStream) -> None:
-        self._packer, self._counts, self._events = packer, counts, events
+    def __init__(self, packer: Packer, counts: Counts, teller: CallTeller) -> None:
+        self._packer, self._counts, self._teller = packer, counts, teller
 
     def finish(self, task: Task, answer: Answer) -> None:
         """Give a task its answer, and free its memory."""
@@ -52,17 +52,4 @@ class Finisher:
             self._counts.cancelled += 1
         else:
             self._counts.failed += 1
-        if self._events.listened:
-            self._tell(task, failed)
-        if task.trace is not None:
-            task.trace.end(task.ran, "" if failed is None else failed.summary)
-
-    def _tell(self, task: Task, failed: Failed | None) -> None:
-        load, emit = task.load, self._events.emit
-        node, worker = (None, None) if load is None else (load.node, load.worker)
-        if failed is None:
-            emit(CallFinished, task.id, task.name, node, worker, task.ran)
-        elif task.cancelled:
-            emit(CallCancelled, task.id, task.name, node, worker)
-        else:
-            emit(CallFailed, task.id, task.name, node, worker, task.ran, failed.summary)
+        self._teller.ended(task, failed)

@@ -123,7 +123,7 @@ class Executors:
         self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
         self._loop.watch(
             channel,
-            lambda frame: self._dispatcher.receive(lane, frame),
+            lambda frame: self._dispatcher.receiver.receive(lane, frame),
             lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)

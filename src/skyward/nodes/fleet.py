@@ -402,7 +402,7 @@ class Fleet:
                 self._console.output(
                     message.text, message.stream, node.index, 0, "", message.transient
                 )
-                self._dispatcher.tell_output(message, node.index, 0, "")
+                self._dispatcher.teller.output(message, node.index, 0, "")
             case _:
                 raise ProtocolError(f"an agent does not send {type(message).__name__}")
 

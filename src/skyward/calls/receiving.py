@@ -1,0 +1,243 @@
+"""Receiving: what executors send about their tasks, brought to those who wait for it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+from skyward.calls.answers import Failed, Streaming, Value, remote_failure
+from skyward.calls.debuggers import DebuggerDesk
+from skyward.calls.finishing import Finisher
+from skyward.calls.lane import Lane
+from skyward.calls.lanes import Lanes
+from skyward.calls.loop import Loop
+from skyward.calls.packing import Packer
+from skyward.calls.sending import Sending
+from skyward.calls.staying import ArrivedTensors, Staying
+from skyward.calls.streams import WINDOW, RemoteIterator, StreamItems
+from skyward.calls.task import Task
+from skyward.calls.telling import CallTeller
+from skyward.calls.timeouts import timeout_error
+from skyward.console import Console
+from skyward.errors import ProtocolError
+from skyward.wire import messages
+from skyward.wire.frames import Frame
+from skyward.wire.messages import (
+    NEVER,
+    Credit,
+    DebuggerSays,
+    End,
+    Evicted,
+    Failure,
+    Item,
+    Missing,
+    Payload,
+    Prepared,
+    Recalled,
+    Released,
+    Result,
+    Room,
+    Written,
+)
+
+
+class Receiver:
+    """Takes the frames of all executors of a pool."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        lanes: Lanes,
+        packer: Packer,
+        console: Console,
+        sending: Sending,
+        finisher: Finisher,
+        debuggers: DebuggerDesk,
+        teller: CallTeller,
+        cancel: Callable[[Task, BaseException], None],
+        abandon: Callable[[Lane, Task], None],
+    ) -> None:
+        """`cancel` gives a task up; `abandon` ends a stream whose consumer wants no more."""
+        self._loop, self._lanes, self._packer, self._console = loop, lanes, packer, console
+        self._sending, self._finisher = sending, finisher
+        self._debuggers, self._teller = debuggers, teller
+        self._cancel, self._abandon = cancel, abandon
+        self.failed: tuple[int, int] | None = None
+        """The worker whose task failed last, if it may be looked at in a debugger."""
+
+    def receive(self, lane: Lane, frame: Frame) -> None:
+        """Deal with a frame, on the loop's thread, or on a transfer thread for a large body."""
+        message = messages.decode(frame.kind, frame.meta)
+        match message:
+            case Result():
+                self._on_result(lane, frame, message)
+            case Failure():
+                self._on_failure(lane, frame, message)
+            case Written():
+                task = lane.tasks.get(message.task)
+                if task is not None:
+                    task.wrote = True
+                name = "" if task is None else task.name
+                self._console.output(
+                    message.text,
+                    message.stream,
+                    lane.node,
+                    lane.worker,
+                    name,
+                    message.transient,
+                    None if task is None else task.cell,
+                )
+                self._teller.output(message, lane.node, lane.worker, name)
+            case Item():
+                pieces = lane.connection.take(frame, message.payload)
+                task = lane.tasks.get(message.task)
+                if task is not None and task.stream is not None:
+                    task.stream.put(pieces, _stayed(lane, task))
+            case End():
+                self._on_end(lane, message)
+            case Credit():
+                lane.grant(message.task, message.stream, message.count)
+            case Released():
+                lane.released(message.segments)
+            case Evicted():
+                lane.evicted(message.digests)
+            case Missing():
+                task = lane.tasks.get(message.task)
+                if task is not None:
+                    self._resend(lane, task, message)
+            case Room():
+                task = lane.tasks.get(message.task)
+                if task is not None and task.staying is not None:
+                    # On its own thread: it may open a device, and waits for one.
+                    maker = threading.Thread(
+                        target=self._make_room,
+                        args=(lane, task, task.staying, message.spans),
+                        name="skyward-room",
+                        daemon=True,
+                    )
+                    maker.start()
+            case DebuggerSays():
+                self._debuggers.heard(lane, lane.tasks.get(message.task), message)
+            case Recalled():
+                self._lanes.recalled(lane, message.tasks)
+            case Prepared():
+                lane.on_prepared(lane, message.problem)
+            case _:
+                raise ProtocolError(f"an executor does not send {type(message).__name__}")
+
+    def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
+        if result.payload is None:
+            task = lane.tasks.get(result.task)
+            if task is not None and not task.done:
+                self._open_stream(lane, task)
+            return
+        pieces = lane.connection.take(frame, result.payload)
+        task = self._leave(lane, result.task, result.ran)
+        if task is not None:
+            self._teller.transferred(lane, task, "received", _size(result.payload))
+            where = f"{task.name} on {lane.where}"
+            self._finisher.finish(task, Value(pieces, where, _stayed(lane, task)))
+
+    def _open_stream(self, lane: Lane, task: Task) -> None:
+        task.stream = items = StreamItems()
+        # Before the caller takes the iterator: a short stream then ends, and frees its slot, early.
+        lane.tell(Credit(task.id, -1, WINDOW))
+        opened = functools.partial(
+            RemoteIterator,
+            task.id,
+            lane.channel,
+            items,
+            functools.partial(self._abandon, lane, task),
+            functools.partial(self.flush_output, task),
+        )
+        self._finisher.finish(task, Streaming(opened))
+
+    def _on_failure(self, lane: Lane, frame: Frame, failure: Failure) -> None:
+        payload = failure.payload
+        pieces = lane.connection.take(frame, payload) if payload is not None else None
+        task = self._leave(lane, failure.task, failure.ran)
+        if task is None:
+            return
+        if task.debugged != NEVER:
+            self.failed = lane.node, lane.worker
+        answer = remote_failure(failure, pieces, task.name, lane.where)
+        self._finisher.end_stream(task, answer)
+        self._finisher.finish(task, answer)
+
+    def _on_end(self, lane: Lane, end: End) -> None:
+        task = self._leave(lane, end.task, 1.0)
+        if task is not None:
+            task.ran = time.monotonic() - task.given if task.given else 0.0
+            self._finisher.end_stream(task, None)
+            self._finisher.release(task)
+
+    def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
+        send = functools.partial(lane.resend, task, missing.digests, missing.keys)
+
+        def pack_and_send() -> None:
+            if self._pack_by_value(lane, task):
+                self._sending.run(lane, send)
+
+        if missing.unreachable and task.parcel.by_value is not None:
+            self._sending.aside(pack_and_send)
+        else:
+            self._sending.run(lane, send)
+
+    def _pack_by_value(self, lane: Lane, task: Task) -> bool:
+        """Pack a task with the bytes of its tensors, which its executor cannot fetch."""
+        by_value = task.parcel.by_value
+        if by_value is None:
+            return True
+        try:
+            parcel = by_value()
+        except Exception as problem:
+            self._lanes.take_back(lane, task)
+            self._finisher.finish(task, Failed.because(problem))
+            self._loop.call_soon(lambda: None)
+            return False
+        before, task.parcel = task.parcel, parcel
+        self._packer.release(before)
+        # The task may have been cancelled, and its parcel released, meanwhile.
+        self._finisher.release(task)
+        return True
+
+    def _make_room(
+        self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
+    ) -> None:
+        """Make memory for a result that stays, and tell the executor where it is."""
+        try:
+            lane.tell(staying.make_room(task.id, lane.node, lane.worker, spans))
+        except Exception as problem:
+            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot stay")
+            self._cancel(task, problem)
+        if task.done and task.stream is None:
+            # It was cancelled meanwhile, and the memory that was freed then is here again.
+            staying.discard()
+
+    def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
+        """Take a task off its lane, which then has room for another."""
+        task = self._lanes.leave(lane, task_id, ran)
+        lane.stop_feeding(task_id)
+        if task is not None:
+            task.ran = ran
+            if task.timer is not None:
+                task.timer.cancel()
+            if task.overdue and not task.done:
+                self._finisher.fail(task, timeout_error(task))
+        return task
+
+    def flush_output(self, task: Task) -> None:
+        """Wait until everything the task printed has been shown."""
+        if task.wrote:
+            self._console.drain()
+
+
+def _size(payload: Payload) -> int:
+    return payload.pickle + sum(buffer.length for buffer in payload.buffers)
+
+
+def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
+    """The tensors of a result that stay on the device of the worker that ran the task."""
+    return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)
