@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
-import time
 import traceback
-import types
 import warnings
 from collections import OrderedDict
 from contextvars import copy_context
-from typing import Any
 
 import msgspec
 
 from skyward import context, instances
 from skyward.errors import PluginError, ProtocolError
-from skyward.objects import encoding, references, tensors
+from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
 from skyward.state.reaching import worker_state
@@ -30,7 +26,6 @@ from skyward.wire.frames import Frame
 from skyward.wire.identity import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
-    POST_MORTEM,
     Cancel,
     Credit,
     DebuggerHears,
@@ -43,18 +38,16 @@ from skyward.wire.messages import (
     Hello,
     Item,
     Message,
-    Missing,
     Places,
     Prepare,
     Prepared,
     Recall,
     Recalled,
     Released,
-    Result,
     Run,
     Topology,
 )
-from skyward.worker import failures, hooks, jobs, lifeline, limits, staying, tracing
+from skyward.worker import hooks, lifeline, limits
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.debugging import Debuggers
@@ -63,17 +56,14 @@ from skyward.worker.inbox import Inbox
 from skyward.worker.inspection import Inspection, TaskBoard
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
-from skyward.worker.outbox import Outbox, Sendable
-from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
+from skyward.worker.outbox import Outbox
+from skyward.worker.output import ProcessCapture, ThreadCapture
 from skyward.worker.pending import PendingTasks
 from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
-from skyward.worker.streams import InputStream, OutputStream
+from skyward.worker.running import JobRunner, Leave
+from skyward.worker.streams import InputStream
 from skyward.worker.task_output import TaskOutput
-
-
-class Leave(BaseException):
-    """Raised on the main thread when the process must leave its hooks and end."""
 
 
 class Executor:
@@ -101,6 +91,9 @@ class Executor:
             self._hurry,
             self._capture.flush,
             lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
+        )
+        self._runner = JobRunner(
+            self._hooks, self._interrupts, self._capture, self._debuggers, self._hurry
         )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: JobReader[Job | Prepare] | None = None
@@ -365,7 +358,7 @@ class Executor:
                 self._running[job.run.task] = job
             self._board.begin(slot, job.run.task, job.run.name)
             try:
-                outcome = self._run(job)
+                outcome = self._runner.run(job, self._client, self._definitions)
             finally:
                 self._running.pop(job.run.task, None)
                 self._board.end(slot)
@@ -373,108 +366,6 @@ class Executor:
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
             self._client.send(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
-
-    def _run(self, job: Job) -> tuple[Message, Sendable | None]:
-        token = current_task.set(job.run.task)
-        inside = context.inside.set(True)
-        self._capture.begin(job.run.task)
-        started = time.perf_counter()
-        self._debuggers.begin(job)
-        try:
-            try:
-                if job.run.trace:
-                    with tracing.below(job.run.trace):
-                        value, streamed = self._call(job)
-                else:
-                    value, streamed = self._call(job)
-                references.settle()
-                ran = time.perf_counter() - started
-                outcome: tuple[Message, Sendable | None]
-                if streamed:
-                    outcome = End(job.run.task, -1, None), None
-                else:
-                    sendable = self._pack(job, value, f"the result of {job.run.name}")
-                    outcome = Result(job.run.task, ran, sendable[0]), sendable
-            except Leave:
-                raise
-            except references.CannotOpenError:
-                outcome = Missing(job.run.task, [], [], True), None
-            except BaseException as problem:
-                self._interrupts.calling = None
-                with contextlib.suppress(Exception):
-                    references.settle()
-                self._debuggers.failed(job, problem)
-                outcome = self._failure(job, problem, time.perf_counter() - started)
-        finally:
-            self._debuggers.end(job)
-            self._capture.end()
-            context.inside.reset(inside)
-            current_task.reset(token)
-        return outcome
-
-    def _call(self, job: Job) -> tuple[Any, bool]:
-        """The function's value; the flag says whether its items have been streamed already."""
-        if job.run.debugged == POST_MORTEM:
-            self._interrupts.calling = job
-            self._debuggers.look_back(job)
-            self._interrupts.calling = None
-            return None, False
-        function = self._definitions.resolve(job.run.code)
-        if job.run.stays:
-            tensors.watch_opened(job.opened)
-        try:
-            args, kwargs = encoding.decode(*job.pieces)
-        finally:
-            tensors.watch_opened(None)
-        if job.inputs:
-            args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
-        job.pieces = (memoryview(b""), [], [])
-        self._interrupts.calling = job
-        if job.cancelled:
-            raise Interrupted
-        value = self._hooks.decorated(function)(*args, **kwargs)
-        del args, kwargs
-        if isinstance(value, types.CoroutineType):
-            # Imported here: few functions need it, and it takes an executor 25 ms.
-            import asyncio
-
-            value = asyncio.run(value)
-        if isinstance(value, types.AsyncGeneratorType):
-            value = jobs.drained(value)
-        if not isinstance(value, types.GeneratorType):
-            self._interrupts.calling = None
-            return value, False
-        self._stream(job, value)
-        self._interrupts.calling = None
-        return None, True
-
-    def _pack(self, job: Job, value: Any, what: str) -> Sendable:
-        if not job.run.stays:
-            return self._client.pack(value, what)
-        send = self._client.send
-        return self._client.lay_out(staying.encode(job, value, what, send, self._hurry))
-
-    def _stream(self, job: Job, generator: Any) -> None:
-        output = job.output = OutputStream(self._hurry)
-        if job.cancelled:
-            output.close()
-        self._client.send(Result(job.run.task, 0.0, None))
-        with contextlib.closing(generator):
-            for item in generator:
-                if not output.take():
-                    # No interrupt may reach the generator while it cleans up.
-                    self._interrupts.calling = None
-                    return
-                references.settle()
-                sendable = self._pack(job, item, f"an item of {job.run.name}")
-                del item
-                self._client.send(Item(job.run.task, -1, sendable[0]), sendable)
-
-    def _failure(
-        self, job: Job, problem: BaseException, ran: float
-    ) -> tuple[Message, Sendable | None]:
-        cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
-        return failures.report(problem, job.run.task, ran, self._client.pack, cancelled=cancelled)
 
 
 def main() -> None:

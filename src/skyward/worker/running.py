@@ -1,0 +1,150 @@
+"""Running: a job's function is called, and its value, items or failure become messages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from skyward import context
+from skyward.objects import encoding, references, tensors
+from skyward.wire.messages import POST_MORTEM, End, Item, Message, Missing, Result
+from skyward.worker import failures, jobs, staying, tracing
+from skyward.worker.client import ClientConnection
+from skyward.worker.debugging import Debuggers
+from skyward.worker.definitions import Definitions
+from skyward.worker.hooks import Entered
+from skyward.worker.interrupts import Interrupted, Interrupts
+from skyward.worker.jobs import Job
+from skyward.worker.outbox import Sendable
+from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
+from skyward.worker.streams import OutputStream
+
+
+class Leave(BaseException):
+    """Raised on the main thread when the process must leave its hooks and end."""
+
+
+class JobRunner:
+    """Runs jobs, each on the thread that asks for it."""
+
+    def __init__(
+        self,
+        hooks: Entered,
+        interrupts: Interrupts,
+        capture: ProcessCapture | ThreadCapture,
+        debuggers: Debuggers,
+        hurry: Callable[[], None],
+    ) -> None:
+        """`hurry` has another thread read what the client sends, while a job waits for it."""
+        self._hooks, self._interrupts, self._capture = hooks, interrupts, capture
+        self._debuggers, self._hurry = debuggers, hurry
+
+    def run(
+        self, job: Job, client: ClientConnection, definitions: Definitions
+    ) -> tuple[Message, Sendable | None]:
+        """Run a job, and return the last message about it."""
+        token = current_task.set(job.run.task)
+        inside = context.inside.set(True)
+        self._capture.begin(job.run.task)
+        started = time.perf_counter()
+        self._debuggers.begin(job)
+        try:
+            try:
+                if job.run.trace:
+                    with tracing.below(job.run.trace):
+                        value, streamed = self._call(job, client, definitions)
+                else:
+                    value, streamed = self._call(job, client, definitions)
+                references.settle()
+                ran = time.perf_counter() - started
+                outcome: tuple[Message, Sendable | None]
+                if streamed:
+                    outcome = End(job.run.task, -1, None), None
+                else:
+                    sendable = self._pack(job, client, value, f"the result of {job.run.name}")
+                    outcome = Result(job.run.task, ran, sendable[0]), sendable
+            except Leave:
+                raise
+            except references.CannotOpenError:
+                outcome = Missing(job.run.task, [], [], True), None
+            except BaseException as problem:
+                self._interrupts.calling = None
+                with contextlib.suppress(Exception):
+                    references.settle()
+                self._debuggers.failed(job, problem)
+                outcome = self._failure(job, client, problem, time.perf_counter() - started)
+        finally:
+            self._debuggers.end(job)
+            self._capture.end()
+            context.inside.reset(inside)
+            current_task.reset(token)
+        return outcome
+
+    def _call(
+        self, job: Job, client: ClientConnection, definitions: Definitions
+    ) -> tuple[Any, bool]:
+        """The function's value; the flag says whether its items have been streamed already."""
+        if job.run.debugged == POST_MORTEM:
+            self._interrupts.calling = job
+            self._debuggers.look_back(job)
+            self._interrupts.calling = None
+            return None, False
+        function = definitions.resolve(job.run.code)
+        if job.run.stays:
+            tensors.watch_opened(job.opened)
+        try:
+            args, kwargs = encoding.decode(*job.pieces)
+        finally:
+            tensors.watch_opened(None)
+        if job.inputs:
+            args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
+        job.pieces = (memoryview(b""), [], [])
+        self._interrupts.calling = job
+        if job.cancelled:
+            raise Interrupted
+        value = self._hooks.decorated(function)(*args, **kwargs)
+        del args, kwargs
+        if isinstance(value, types.CoroutineType):
+            # Imported here: few functions need it, and it takes an executor 25 ms.
+            import asyncio
+
+            value = asyncio.run(value)
+        if isinstance(value, types.AsyncGeneratorType):
+            value = jobs.drained(value)
+        if not isinstance(value, types.GeneratorType):
+            self._interrupts.calling = None
+            return value, False
+        self._stream(job, client, value)
+        self._interrupts.calling = None
+        return None, True
+
+    def _pack(self, job: Job, client: ClientConnection, value: Any, what: str) -> Sendable:
+        if not job.run.stays:
+            return client.pack(value, what)
+        send = client.send
+        return client.lay_out(staying.encode(job, value, what, send, self._hurry))
+
+    def _stream(self, job: Job, client: ClientConnection, generator: Any) -> None:
+        output = job.output = OutputStream(self._hurry)
+        if job.cancelled:
+            output.close()
+        client.send(Result(job.run.task, 0.0, None))
+        with contextlib.closing(generator):
+            for item in generator:
+                if not output.take():
+                    # No interrupt may reach the generator while it cleans up.
+                    self._interrupts.calling = None
+                    return
+                references.settle()
+                sendable = self._pack(job, client, item, f"an item of {job.run.name}")
+                del item
+                client.send(Item(job.run.task, -1, sendable[0]), sendable)
+
+    def _failure(
+        self, job: Job, client: ClientConnection, problem: BaseException, ran: float
+    ) -> tuple[Message, Sendable | None]:
+        cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
+        return failures.report(problem, job.run.task, ran, client.pack, cancelled=cancelled)
