@@ -6,12 +6,11 @@ import asyncio
 import atexit
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Sequence
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from skyward import functions
 from skyward.accelerators import Accelerator
@@ -19,47 +18,34 @@ from skyward.compute.arguments import new_name, resolve, restored
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts
 from skyward.compute.configured import arguments_of
-from skyward.compute.listening import Listening, OnEvent, check_callback
-from skyward.compute.quoting import quoted, readiness, without_end
-from skyward.compute.showing import Showing
+from skyward.compute.listening import OnEvent, check_callback
+from skyward.compute.looking import Looking
+from skyward.compute.opened import OpenedPool
 from skyward.compute.snapshot import snapshot, unstarted
-from skyward.compute.stats import Stats, done, stats_of
-from skyward.compute.values import Keeping
-from skyward.console import Console, console_for
 from skyward.console.plain import Quiet
 from skyward.errors import (
-    ConfigurationError,
-    PluginError,
     PoolClosedError,
     SkywardError,
     UnavailableError,
     UnreachableError,
 )
-from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.former import explained
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
-from skyward.nodes.stacks import Stacks
-from skyward.nodes.usage import NodeUsage
-from skyward.nodes.view import NodeView
-from skyward.plugins.plugin import Plugin, entered
+from skyward.plugins.plugin import Plugin
 from skyward.pool import Pool
 from skyward.providers import Provider
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
-from skyward.state.link import StateLink
-
-if TYPE_CHECKING:
-    import torch
 
 entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
 
 
 @explained
-class Compute(Keeping):
+class Compute(Looking):
     """A set of machines to run functions on.
 
     `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have
@@ -136,13 +122,8 @@ class Compute(Keeping):
         self._candidates = [Candidate(spec.provider.name, spec)]
         self._choose: Choose | None = None
         """How to choose among the candidates; None if there is nothing to choose."""
-        self._pool: Pool | None = None
+        self._opened: OpenedPool | None = None
         self._on_event = on_event
-        self._listening: Listening | None = None
-        self._showing: Showing | None = None
-        self._around = contextlib.ExitStack()
-        self._console: Console | None = None
-        self._was_ready = False
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
         self._attached = False
@@ -227,7 +208,7 @@ class Compute(Keeping):
 
         >>> compute = sky.Compute(nodes=2).start()
         """
-        if self._was_ready and self._pool is not None and not self._pool.closed:
+        if self._opened is not None and self._opened.was_ready and not self._opened.pool.closed:
             return self
         try:
             self._open()
@@ -307,16 +288,17 @@ class Compute(Keeping):
         return compute
 
     def _open(self) -> None:
-        if self._attached and self._pool is not None and not self._pool.closed:
+        opened = self._opened
+        if self._attached and opened is not None and not opened.pool.closed:
             self._attached = False
             return
-        if self._pool is not None:
-            if self._was_ready or not self._pool.closed:
+        if opened is not None:
+            if opened.was_ready or not opened.pool.closed:
                 raise PoolClosedError(
                     f"{self.name} is already entered; make another Compute instead"
                 )
             # It did not start, and nothing of that attempt is left.
-            self._pool = None
+            self._opened = None
         if self._choose is None:
             self._start(self._spec)
         else:
@@ -332,7 +314,7 @@ class Compute(Keeping):
                     return
                 except (UnavailableError, UnreachableError) as failure:
                     # Closed by now: nothing of it is left.
-                    self._pool = None
+                    self._opened = None
                     Quiet().note(failures.add(candidate, failure))
             else:
                 Quiet().note(failures.add(candidate, problem))
@@ -340,51 +322,14 @@ class Compute(Keeping):
 
     def _start(self, spec: PoolSpec, adoption: Adoption | None = None) -> None:
         self._spec = spec
-        started = time.monotonic()
-        several = spec.worker.per_node != 1
-        console = self._console = console_for(spec.options.console, several_workers=several)
-        pool = self._pool = Pool(spec, console, adoption)
-        count = spec.nodes.desired if adoption is None else len(adoption.machines)
+        opened = self._opened = OpenedPool(spec, self._plugins, adoption)
         try:
-            self._listening = Listening(pool, self._on_event, console.note)
-            self._showing = Showing(pool)
-            pool.events.emit(PoolStarted, spec.provider.name, count)
-            doing = "attaching" if adoption is not None else f"starting {quoted(spec)}"
-            console.begin(f"{self.name}: {doing}", count)
-            self._pool.start()
-            self._enter_plugins()
-            if spec.keep is not None and adoption is None:
-                self._pool.keep()
-                if warning := without_end(spec, self._pool.ledger.hourly_cost):
-                    console.note(warning)
-            ready = readiness(
-                self._pool.ready_nodes(),
-                spec.nodes,
-                time.monotonic() - started,
-                self._pool.ledger.hourly_cost,
-            )
-            pool.events.emit(PoolReady, pool.ready_nodes(), time.monotonic() - started)
-            console.ready(f"{self.name}: {ready}")
-            # The block's output must follow this line, and not disturb a display that is redrawn.
-            console.drain()
-            self._was_ready = True
+            opened.start(self, self._on_event)
         except BaseException:
             self.close()
             raise
         functions.active.append(self)
         entered_computes.add(self)
-
-    def _enter_plugins(self) -> None:
-        for plugin in self._plugins:
-            if plugin.around_client is None:
-                continue
-            try:
-                self._around.enter_context(entered(plugin.around_client, self))
-            except Exception as problem:
-                raise PluginError(
-                    f"plugin {plugin.name!r}: its around_client failed: "
-                    f"{type(problem).__name__}: {problem}"
-                ) from problem
 
     def _hurry(self) -> None:
         if self._pool is not None:
@@ -401,33 +346,8 @@ class Compute(Keeping):
         if self in functions.active:
             functions.active.remove(self)
         entered_computes.discard(self)
-        pool, console = self._pool, self._console
-        if pool is None or os.getpid() != self._pid:
-            return
-        stays = ""
-        try:
-            self._around.close()
-        finally:
-            if pool.stays and not pool.closed:
-                pool.detach(seconds)
-                stays = f"it stays, until `sky down {self.name}`"
-            else:
-                pool.close(seconds)
-            listening, self._listening = self._listening, None
-            if listening is not None:
-                pool.events.emit(PoolClosed, pool.ledger.cost)
-                listening.close()
-            showing, self._showing = self._showing, None
-            if showing is not None:
-                showing.close()
-        if console is not None:
-            self._console = None
-            receipt = pool.ledger.receipt()
-            if self._was_ready:
-                parts = [f"{self.name}: {done(pool.counts)}", receipt, stays]
-                console.close("; ".join(filter(None, parts)))
-            else:
-                console.close(f"{self.name}: did not start; {receipt}" if receipt else "")
+        if self._opened is not None and os.getpid() == self._pid:
+            self._opened.close(seconds)
 
     def down(self, *, force: bool = False) -> None:
         """End a pool that stays, for all its clients.
@@ -442,96 +362,17 @@ class Compute(Keeping):
         self.close()
 
     @property
+    def _pool(self) -> Pool | None:
+        return None if self._opened is None else self._opened.pool
+
+    @property
     def _open_pool(self) -> Pool:
-        if self._pool is None:
+        if self._opened is None:
             raise PoolClosedError(
                 f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
                 "or call compute.start()"
             )
-        return self._pool
-
-    # Torch devices.
-
-    def device(self, kind: str = "auto", *, node: int = 0, index: int = 0) -> torch.device:
-        """A torch device on a node: put tensors on it and go on in plain PyTorch.
-
-        `kind` is what the node has: "cuda", "cuda:1", "cpu", "mps", or "auto" for the best of it.
-
-        >>> model.to(compute.device("cuda"))
-        """
-        import torch
-
-        if not isinstance(kind, str) or not kind:
-            raise ConfigurationError(f"device({kind!r}): give 'cuda', 'cpu', 'mps' or 'auto'")
-        if index:
-            kind = f"{kind.partition(':')[0]}:{index}"
-        kind = os.environ.get("SKYWARD_DEVICE") or kind
-        return torch.device("sky", self._open_pool.device(node, kind))
-
-    def devices(self, kind: str = "auto") -> list[torch.device]:
-        """A torch device on every node that has started.
-
-        >>> first, second = compute.devices("cpu")
-        """
-        there = [node for node in self.nodes if node.state not in ("starting", "failed")]
-        return [self.device(kind, node=node.node) for node in there]
-
-    # Looking and changing.
-
-    @property
-    def nodes(self) -> list[NodeView]:
-        """The nodes as they are now: state, address, accelerator, running tasks."""
-        return self._open_pool.views()
-
-    def resize(self, nodes: int | tuple[int, int] | Nodes) -> None:
-        """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
-
-        Returns when that many nodes are ready; with bounds, when `min` nodes are ready.
-
-        >>> compute.resize(4)
-        >>> compute.resize(sky.Nodes(8, min=4))
-        """
-        if isinstance(nodes, (tuple, list, Nodes)):
-            self._open_pool.resize(Nodes.of(nodes))
-            return
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-            raise ConfigurationError(
-                f"resize({nodes!r}): give a whole number of nodes, 1 or more, (min, max) or Nodes"
-            )
-        self._open_pool.resize(nodes)
-
-    def stats(self) -> Stats:
-        """The pool's numbers so far: calls, losses, bytes and cost.
-
-        >>> compute.stats().succeeded
-        """
-        return stats_of(self._open_pool)
-
-    def usage(self, node: int = 0) -> NodeUsage | None:
-        """How busy a node is: processors, memory and GPUs; None if it does not answer now.
-
-        Functions that run on the node do not hold up the answer.
-
-        >>> compute.usage().cpu_percent
-        """
-        return self._open_pool.usage(node)
-
-    def stacks(self) -> Stacks:
-        """Where every worker is: the stacks of all its threads, and the tasks that it runs.
-
-        The nodes' agents answer, also for a worker that hangs in C code.
-
-        >>> print(compute.stacks())
-        """
-        return self._open_pool.stacks()
-
-    def state_link(self) -> StateLink:
-        """The way to the shared state, for `sky.dict` and the others."""
-        return self._open_pool.state
-
-    def worker_count(self) -> int:
-        """How many workers there are now."""
-        return len(self._open_pool.workers())
+        return self._opened.pool
 
     def ui(self, *, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve a page that shows this process's pools; returns its URL, which has a secret token.
@@ -540,9 +381,10 @@ class Compute(Keeping):
 
         >>> print(compute.ui())
         """
-        if self._open_pool.closed or self._showing is None:
+        showing = None if self._open_pool.closed or self._opened is None else self._opened.showing
+        if showing is None:
             raise PoolClosedError(f"{self.name} is closed; its page ended with it")
-        return self._showing.serve(host, port)
+        return showing.serve(host, port)
 
     def __repr__(self) -> str:
         if self._pool is None:

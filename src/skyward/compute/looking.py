@@ -1,0 +1,101 @@
+"""Looking: the nodes, devices and numbers of the pool of a `Compute`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from skyward.compute.stats import Stats, stats_of
+from skyward.compute.values import Keeping
+from skyward.errors import ConfigurationError
+from skyward.nodes.stacks import Stacks
+from skyward.nodes.usage import NodeUsage
+from skyward.nodes.view import NodeView
+from skyward.spec import Nodes
+from skyward.state.link import StateLink
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Looking(Keeping):
+    """The methods of a `Compute` that show its pool as it is, and resize it."""
+
+    def device(self, kind: str = "auto", *, node: int = 0, index: int = 0) -> torch.device:
+        """A torch device on a node: put tensors on it and go on in plain PyTorch.
+
+        `kind` is what the node has: "cuda", "cuda:1", "cpu", "mps", or "auto" for the best of it.
+
+        >>> model.to(compute.device("cuda"))
+        """
+        import torch
+
+        if not isinstance(kind, str) or not kind:
+            raise ConfigurationError(f"device({kind!r}): give 'cuda', 'cpu', 'mps' or 'auto'")
+        if index:
+            kind = f"{kind.partition(':')[0]}:{index}"
+        kind = os.environ.get("SKYWARD_DEVICE") or kind
+        return torch.device("sky", self._open_pool.device(node, kind))
+
+    def devices(self, kind: str = "auto") -> list[torch.device]:
+        """A torch device on every node that has started.
+
+        >>> first, second = compute.devices("cpu")
+        """
+        there = [node for node in self.nodes if node.state not in ("starting", "failed")]
+        return [self.device(kind, node=node.node) for node in there]
+
+    @property
+    def nodes(self) -> list[NodeView]:
+        """The nodes as they are now: state, address, accelerator, running tasks."""
+        return self._open_pool.views()
+
+    def resize(self, nodes: int | tuple[int, int] | Nodes) -> None:
+        """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
+
+        Returns when that many nodes are ready; with bounds, when `min` nodes are ready.
+
+        >>> compute.resize(4)
+        >>> compute.resize(sky.Nodes(8, min=4))
+        """
+        if isinstance(nodes, (tuple, list, Nodes)):
+            self._open_pool.resize(Nodes.of(nodes))
+            return
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ConfigurationError(
+                f"resize({nodes!r}): give a whole number of nodes, 1 or more, (min, max) or Nodes"
+            )
+        self._open_pool.resize(nodes)
+
+    def stats(self) -> Stats:
+        """The pool's numbers so far: calls, losses, bytes and cost.
+
+        >>> compute.stats().succeeded
+        """
+        return stats_of(self._open_pool)
+
+    def usage(self, node: int = 0) -> NodeUsage | None:
+        """How busy a node is: processors, memory and GPUs; None if it does not answer now.
+
+        Functions that run on the node do not hold up the answer.
+
+        >>> compute.usage().cpu_percent
+        """
+        return self._open_pool.usage(node)
+
+    def stacks(self) -> Stacks:
+        """Where every worker is: the stacks of all its threads, and the tasks that it runs.
+
+        The nodes' agents answer, also for a worker that hangs in C code.
+
+        >>> print(compute.stacks())
+        """
+        return self._open_pool.stacks()
+
+    def state_link(self) -> StateLink:
+        """The way to the shared state, for `sky.dict` and the others."""
+        return self._open_pool.state
+
+    def worker_count(self) -> int:
+        """How many workers there are now."""
+        return len(self._open_pool.workers())
