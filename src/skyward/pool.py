@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -67,6 +68,8 @@ class Pool:
         self._fleet = Fleet(
             self.id, spec, self._loop, self._dispatcher, prospects, console, self.events, adoption
         )
+        self.has_folders = self._fleet.deliveries.follows
+        """Whether the nodes have folders of this machine."""
         self._ids = itertools.count(1)
         self._results: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results_thread: threading.Thread | None = None
@@ -236,7 +239,7 @@ class Pool:
         code = function.code()
         inputs: list[Iterator[Any]] = []
         tensors = None
-        if worker is None:
+        if worker is None and "torch" in sys.modules:
             tensors = DeviceTensors(
                 self._fleet.devices.holder, on, self._fleet.devices.desk.open_on
             )
@@ -258,7 +261,7 @@ class Pool:
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         options = self.spec.options
         number = next(self._ids)
-        task = Task(
+        return Task(
             number,
             function.name,
             self._packer.code(code),
@@ -273,9 +276,8 @@ class Pool:
             staying=staying,
             trace=tracing.begin(function.name, number, self.spec.name),
             cell=self._console.cell(),
+            debugged=debug_mode(),
         )
-        task.debugged = debug_mode()
-        return task
 
     def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:
         """The executor of an object whose method is called."""
@@ -420,11 +422,6 @@ class Pool:
         """The worker whose task failed last, if it may be looked at in a debugger."""
         return self._dispatcher.receiver.failed
 
-    @property
-    def has_folders(self) -> bool:
-        """Whether the nodes have folders of this machine."""
-        return self._fleet.deliveries.follows
-
     def sync(self) -> Synced:
         """Make the folders that nodes got from this machine as they are here now."""
         self._check_open()
@@ -436,8 +433,7 @@ class Pool:
 
     def before_calls(self) -> None:
         """Send what has changed, if the user wants that before every call."""
-        if self._fleet.deliveries.follows:
-            self._fleet.deliveries.before_calls(self._with_files)
+        self._fleet.deliveries.before_calls(self._with_files)
 
     def _with_files(self) -> list[int]:
         return [node.index for node in self.nodes if node.joined and node.host.endpoint]
@@ -462,7 +458,7 @@ class Pool:
         return self._dispatcher.traffic()
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self._fleet.closed:
             raise PoolClosedError(self._expired or CLOSED)
         if os.getpid() != self._owner:
             raise PoolClosedError(

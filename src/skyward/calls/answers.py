@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from skyward.calls.scheduler import Load
 from skyward.calls.staying import ArrivedTensors
 from skyward.errors import RemoteError, SkywardError, TaskCancelledError
 from skyward.objects import encoding
@@ -27,11 +28,13 @@ class Answer:
 class Value(Answer):
     """The value that the function returned, not yet decoded."""
 
-    __slots__ = ("_pieces", "_stayed", "_where")
+    __slots__ = ("_load", "_name", "_pieces", "_stayed")
 
-    def __init__(self, pieces: Pieces, where: str, stayed: ArrivedTensors | None = None) -> None:
-        self._pieces = pieces
-        self._where = where
+    def __init__(
+        self, pieces: Pieces, name: str, load: Load[Any], stayed: ArrivedTensors | None = None
+    ) -> None:
+        """`name` is that of the function, and `load` that of the executor: errors tell both."""
+        self._pieces, self._name, self._load = pieces, name, load
         self._stayed = stayed
 
     def get(self) -> Any:
@@ -44,9 +47,9 @@ class Value(Answer):
             raise
         except Exception as problem:
             raise RemoteError(
-                f"the result of {self._where} arrived but cannot be rebuilt here "
-                f"({type(problem).__name__}: {problem}); return plain data, or install here what "
-                "it is made of",
+                f"the result of {self._name} on {self._load.where} arrived but cannot be rebuilt "
+                f"here ({type(problem).__name__}: {problem}); return plain data, or install here "
+                "what it is made of",
                 type_name=type(problem).__qualname__,
             ) from problem
 

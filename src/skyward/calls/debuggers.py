@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextvars import Context
 from dataclasses import dataclass, field
+from typing import Any
 
 from skyward.calls.lane import Lane
 from skyward.calls.task import Task
@@ -25,6 +27,9 @@ from skyward.wire.messages import (
 )
 
 VARIABLE = "SKYWARD_DEBUGGER"
+# Every call asks for the variable, and `os.environ.get` takes as long as four functions.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_KEY: Any = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
 ON_FAILURES = "failures"
 """The value with which a task that fails opens a debugger by itself."""
 PATIENCE = 3
@@ -33,6 +38,8 @@ PATIENCE = 3
 
 def debug_mode() -> int:
     """When the tasks of this process's calls open a debugger, as the environment says."""
+    if _KEY not in _environment:
+        return NEVER
     wanted = os.environ.get(VARIABLE, "")
     if wanted in ("", "0"):
         return NEVER

@@ -192,19 +192,23 @@ class Dispatcher:
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
     def _assign(self, task: Task) -> Lane | None:
-        self.teller.submitted(task)
+        if self.teller.events.listened:
+            self.teller.submitted(task)
         lane = self.lanes.assign(task)
-        if lane is not None:
+        if lane is None:
+            self._queue(task)
+        elif self.teller.events.listened or task.trace is not None:
             self.teller.started(lane, task)
-        else:
-            problem = self._why_not(task)
-            if problem is None:
-                self.lanes.queue(task)
-            else:
-                nowhere = Failed.because(problem)
-                task.finish(nowhere)
-                self.teller.ended(task, nowhere)
         return lane
+
+    def _queue(self, task: Task) -> None:
+        problem = self._why_not(task)
+        if problem is None:
+            self.lanes.queue(task)
+            return
+        nowhere = Failed.because(problem)
+        task.finish(nowhere)
+        self.teller.ended(task, nowhere)
 
     def _why_not(self, task: Task) -> SkywardError | None:
         """Why a task can never run; None if it can."""
@@ -215,14 +219,16 @@ class Dispatcher:
         return None if self._prospects.can_run(task) else self._nowhere_to_run(task)
 
     def _send(self, lane: Lane, task: Task) -> None:
-        self.timeouts.start(task)
+        if task.timeout is not None:
+            self.timeouts.start(task)
         if task.inputs:
             lane.feed(task)
         try:
             if not lane.send(task):
                 self.lanes.take_back(lane, task)
                 self._finisher.release(task)
-            self.teller.transferred(lane, task, "sent", task.parcel.encoded.size)
+            if self.teller.events.listened:
+                self.teller.transferred(lane, task, "sent", task.parcel.encoded.size)
             if task.trace is not None:
                 task.trace.sent()
         except KeyboardInterrupt:

@@ -17,10 +17,10 @@ class Finisher:
 
     def finish(self, task: Task, answer: Answer) -> None:
         """Give a task its answer, and free its memory."""
-        first = task.finish(answer)
-        if first and not isinstance(answer, Streaming):
-            self._count(task, answer if isinstance(answer, Failed) else None)
-        if not first and isinstance(answer, Value):
+        if task.finish(answer):
+            if not isinstance(answer, Streaming):
+                self._count(task, answer if isinstance(answer, Failed) else None)
+        elif isinstance(answer, Value):
             answer.discard()
         if task.staying is not None and not isinstance(answer, Streaming):
             task.staying.discard()
@@ -52,4 +52,5 @@ class Finisher:
             self._counts.cancelled += 1
         else:
             self._counts.failed += 1
-        self._teller.ended(task, failed)
+        if self._teller.events.listened or task.trace is not None:
+            self._teller.ended(task, failed)

@@ -19,7 +19,7 @@ from skyward.calls.task import Task
 from skyward.objects import payloads
 from skyward.objects.blobs import BlobStore
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Cancel, Message, Run
+from skyward.wire.messages import Cancel, Message, Payload, Run
 
 PROMPT_BYTES = 16 << 10
 """A frame up to this size is sent without waiting, even during an outage of the network."""
@@ -174,7 +174,7 @@ class Lane:
         those that did not come from another executor.
         """
         with self.connection.lock:
-            if self.lost:
+            if self.connection.closed:
                 raise BrokenPipeError("the executor is gone")
             # In this order: `cancel` first marks the task as done, then checks whether it is sent.
             self._sending = task
@@ -195,15 +195,9 @@ class Lane:
             if task.parcel.digests:
                 self.channel.abort()
             raise
-        names = [str(index) for index in range(len(task.inputs))]
-        keys = [named.key for named in task.handles]
+        names = [str(index) for index in range(len(task.inputs))] if task.inputs else []
         task.sent = holdings.count_task()
-        stays = task.staying is not None
-        trace = {} if task.trace is None else task.trace.carrier
-        run = Run(
-            task.id, task.name, task.code.key, payload, keys, names, stays, trace, task.debugged
-        )
-        self.channel.send(run, body, descriptors)
+        self.channel.send(_run(task, payload, names), body, descriptors)
         return True
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
@@ -217,13 +211,8 @@ class Lane:
                 for named in (task.code, *task.handles):
                     self.holdings.define(named)
                 packed = payloads.pack(task.parcel.encoded, None)
-                keys = [named.key for named in task.handles]
                 task.sent = self.holdings.count_task()
-                stays = task.staying is not None
-                code, trace = task.code.key, {} if task.trace is None else task.trace.carrier
-                mode = task.debugged
-                run = Run(task.id, task.name, code, packed.payload, keys, [], stays, trace, mode)
-                batch.append((run, packed.body))
+                batch.append((_run(task, packed.payload, []), packed.body))
             self.channel.send_many(batch)
             return unsent
 
@@ -308,3 +297,12 @@ class Lane:
             self.holdings.clear()
         for task_id in list(self._feeders):
             self.stop_feeding(task_id)
+
+
+def _run(task: Task, payload: Payload, inputs: list[str]) -> Run:
+    """The message that gives an executor a task."""
+    keys = [named.key for named in task.handles] if task.handles else []
+    stays = task.staying is not None
+    trace = {} if task.trace is None else task.trace.carrier
+    code, mode = task.code.key, task.debugged
+    return Run(task.id, task.name, code, payload, keys, inputs, stays, trace, mode)

@@ -166,7 +166,9 @@ class Lanes:
             task = self._scheduler.end(lane.load, task_id)
             lane.load.note(ran)
             lane.load.last_result = time.monotonic()
-            self._refillable.add(lane)
+            # Else a task that comes later finds the free slot by itself.
+            if self._scheduler.may_have_queued:
+                self._refillable.add(lane)
         return task
 
     def recalled(self, lane: Lane, task_ids: list[int]) -> None:

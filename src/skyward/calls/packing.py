@@ -98,7 +98,10 @@ class Packer:
         device.
         """
         function = pending.function
-        args, kwargs, inputs = split_streams(pending)
+        args, kwargs = pending.args, pending.kwargs
+        inputs: list[Iterator[Any]] = []
+        if function.streamed_parameters:
+            args, kwargs, inputs = split_streams(pending)
         call = encoding.Arguments(function.name, function.parameter_names, args, kwargs)
         encoded = encoding.encode(call, own_modules=True, refer=refer)
         parcel = self.parcel(encoded, keep=keep, for_many=for_many)
@@ -113,6 +116,8 @@ class Packer:
         if for_many and self._relayed and encoded.pickle_length >= RELAY_MIN:
             encoded = encoded.with_pickle_as_buffer()
         parcel = Parcel(encoded)
+        if not encoded.buffers:
+            return parcel
         large = [buffer for buffer in encoded.buffers if len(buffer) >= BLOB_MIN]
         if keep and len(large) < len(encoded.buffers):
             encoded.buffers = [
@@ -164,9 +169,10 @@ class Packer:
 
     def release(self, parcel: Parcel) -> None:
         """Free the memory of a parcel that no lane will send again."""
-        blobs, parcel.blobs = parcel.blobs, []
-        for blob in blobs:
-            self.store.unpin(blob.segment.id)
+        if parcel.blobs:
+            blobs, parcel.blobs = parcel.blobs, []
+            for blob in blobs:
+                self.store.unpin(blob.segment.id)
         if parcel.by_value is not None:
             held: list[object] = [parcel.by_value, parcel.encoded.referred]
             parcel.by_value, parcel.encoded.referred = None, {}
@@ -208,6 +214,8 @@ class Packer:
 
     def tell_unused(self) -> None:
         """Tell the executors which segments and which data of `put` are no longer in use."""
+        if not (self.store.retired or self.store.evicted or not self._forgotten.empty()):
+            return
         retired, forgotten = self._take_retired(), self._take_forgotten()
         if retired or forgotten:
             for recipient in list(self.recipients):
@@ -245,8 +253,6 @@ def split_streams(
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Iterator[Any]]]:
     """Replace the streamed arguments by references; also returns the iterators."""
     streamed = pending.function.streamed_parameters
-    if not streamed:
-        return pending.args, pending.kwargs, []
     inputs: list[Iterator[Any]] = []
 
     def swap(name: str, value: Any) -> Any:

@@ -136,9 +136,10 @@ class Receiver:
         pieces = lane.connection.take(frame, result.payload)
         task = self._leave(lane, result.task, result.ran)
         if task is not None:
-            self._teller.transferred(lane, task, "received", _size(result.payload))
-            where = f"{task.name} on {lane.where}"
-            self._finisher.finish(task, Value(pieces, where, _stayed(lane, task)))
+            if self._teller.events.listened:
+                self._teller.transferred(lane, task, "received", _size(result.payload))
+            stayed = None if task.staying is None else _stayed(lane, task)
+            self._finisher.finish(task, Value(pieces, task.name, lane.load, stayed))
 
     def _open_stream(self, lane: Lane, task: Task) -> None:
         task.stream = items = StreamItems()
@@ -219,7 +220,8 @@ class Receiver:
     def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
         """Take a task off its lane, which then has room for another."""
         task = self._lanes.leave(lane, task_id, ran)
-        lane.stop_feeding(task_id)
+        if task is None or task.inputs:
+            lane.stop_feeding(task_id)
         if task is not None:
             task.ran = ran
             if task.timer is not None:

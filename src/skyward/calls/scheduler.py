@@ -215,6 +215,11 @@ class Scheduler(Generic[W]):
         return tasks
 
     @property
+    def may_have_queued(self) -> bool:
+        """False if no task waits."""
+        return bool(self._queue or self._aimed)
+
+    @property
     def backlog(self) -> int:
         """How many tasks wait, including tasks that were cancelled while waiting."""
         return len(self._queue) + sum(map(len, self._aimed.values()))

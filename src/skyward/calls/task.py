@@ -75,6 +75,7 @@ class Task:
         staying: Staying | None = None,
         trace: CallTrace | None = None,
         cell: Context | None = None,
+        debugged: int = NEVER,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -91,7 +92,7 @@ class Task:
         """Where the tensors of the result stay; None if they come to the client."""
         self.trace = trace
         """The call's spans; None if the program makes no traces."""
-        self.debugged = NEVER
+        self.debugged = debugged
         """When the task opens a debugger."""
         self.cell = cell
         """The cell of a notebook that gets the task's output; None outside of notebooks."""

@@ -26,37 +26,38 @@ class CallTeller:
     """Makes events of what becomes of calls, if anybody listens."""
 
     def __init__(self, events: EventStream) -> None:
-        self._events = events
+        self.events = events
+        """For those who hurry: they look whether anybody listens before they tell something."""
 
     def submitted(self, task: Task) -> None:
         """Tell that a call waits for a worker, or is about to be sent."""
-        if self._events.listened:
-            self._events.emit(CallSubmitted, task.id, task.name)
+        if self.events.listened:
+            self.events.emit(CallSubmitted, task.id, task.name)
 
     def started(self, lane: Lane, task: Task) -> None:
         """Tell that a worker was given a call."""
-        if self._events.listened:
+        if self.events.listened:
             task.given = time.monotonic()
-            self._events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
+            self.events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
         if task.trace is not None:
             task.trace.given(lane.node, lane.worker)
 
     def transferred(self, lane: Lane, task: Task, direction: str, size: int) -> None:
         """Tell how many bytes of a call were "sent" or "received", if they are many."""
-        if self._events.listened and size > HEAVY_BYTES:
-            self._events.emit(
+        if self.events.listened and size > HEAVY_BYTES:
+            self.events.emit(
                 Transferred, task.id, task.name, lane.node, lane.worker, direction, size
             )
 
     def retried(self, task: Task, why: str) -> None:
         """Tell that a call runs again."""
-        if self._events.listened:
-            self._events.emit(CallRetried, task.id, task.name, why)
+        if self.events.listened:
+            self.events.emit(CallRetried, task.id, task.name, why)
 
     def ended(self, task: Task, failed: Failed | None) -> None:
         """Tell that a call has its result, or failed, or was cancelled."""
-        if self._events.listened:
-            load, emit = task.load, self._events.emit
+        if self.events.listened:
+            load, emit = task.load, self.events.emit
             node, worker = (None, None) if load is None else (load.node, load.worker)
             if failed is None:
                 emit(CallFinished, task.id, task.name, node, worker, task.ran)
@@ -69,8 +70,8 @@ class CallTeller:
 
     def output(self, written: Written, node: int, worker: int, name: str) -> None:
         """Make an event of each line of a task; the states of a progress bar are none."""
-        if self._events.listened and not written.transient:
+        if self.events.listened and not written.transient:
             for line in written.text.removesuffix("\n").split("\n"):
-                self._events.emit(
+                self.events.emit(
                     OutputWritten, node, worker, written.task, name, written.stream, line
                 )

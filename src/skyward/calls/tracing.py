@@ -74,8 +74,7 @@ def begin(name: str, call: int, pool: str) -> CallTrace | None:
     no traces pays for a look at `sys.modules`, and for one at the provider if a library of its has
     imported OpenTelemetry.
     """
-    tracer = _tracer() if MODULE in sys.modules else None
-    if tracer is None:
+    if MODULE not in sys.modules or (tracer := _tracer()) is None:
         return None
     from opentelemetry import context, trace
 

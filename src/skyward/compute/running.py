@@ -43,7 +43,8 @@ class Running(ABC):
         pool = self._pool_for_calls()
         if isinstance(pending, Making):
             return make(pool, pending, self._index(on))
-        return self._await(pool.prepare(checked(pending), on=self._index(on), keep=False))
+        node = None if on is None else self._index(on)
+        return await_task(pool, pool.prepare(checked(pending), on=node, keep=False))
 
     @overload
     def submit(self, pending: Pending[T], on: On = None) -> Future[T]: ...
@@ -166,7 +167,8 @@ class Running(ABC):
 
     def _pool_for_calls(self) -> Pool:
         pool = self._open_pool
-        pool.before_calls()
+        if pool.has_folders:
+            pool.before_calls()
         return pool
 
     def current_nodes(self) -> int:

@@ -81,11 +81,8 @@ class Deliveries:
         self._deliveries = [Delivery(folder) for folder in folders]
         self._volumes = tuple(volumes)
         self._open = open_service
-
-    @property
-    def follows(self) -> bool:
+        self.follows = bool(self._deliveries)
         """Whether nodes have folders of this machine."""
-        return bool(self._deliveries)
 
     @property
     def comes_back(self) -> bool:

@@ -44,7 +44,8 @@ class Encoded:
     @property
     def pickle_length(self) -> int:
         """Bytes of the pickle itself."""
-        return sum(map(len, self.pieces))
+        pieces = self.pieces
+        return len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
 
     def with_pickle_as_buffer(self) -> Encoded:
         """The same object with the pickle as its first buffer: executors can keep and relay it."""
@@ -173,7 +174,7 @@ def encode(
     """
     if isinstance(value, Arguments):
         whole: Any = (value.args, value.kwargs)
-        plain = all(type(v) in _SMALL for v in value.args) and not value.kwargs
+        plain = not value.kwargs and _SMALL.issuperset(map(type, value.args))
     else:
         whole, plain = value, type(value) in _SMALL
     if plain:

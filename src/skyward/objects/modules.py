@@ -120,7 +120,10 @@ class References:
         for cell, value in self._cells:
             if _contents(cell) is not value:
                 return False
-        return all(len(names) == size for names, size in self._sizes)
+        for names, size in self._sizes:  # noqa: SIM110, every call asks, and a generator is slower
+            if len(names) != size:
+                return False
+        return True
 
 
 def references(function: Callable[..., Any]) -> References:
