@@ -365,6 +365,18 @@ def test_a_first_failure_to_pull_is_not_the_end() -> None:
     assert pending.hopeless(pod_with({})) == ""
 
 
+def test_last_words_are_in_the_status_when_the_log_is_gone() -> None:
+    def ended(why: str, message: str, log: str) -> str:
+        state = {"terminated": {"exitCode": 3, "reason": why, "message": message}}
+        return pending.ended(pod_with({"containerStatuses": [{"state": state}]}), log)
+
+    said = "pod sky-a-1 ended: exit status 3 (Error); it said:\nno model"
+    assert ended("Error", "no model\n", "") == said
+    assert ended("Error", "no model\n", "no model\n") == said
+    assert ended("Error", "", "") == "pod sky-a-1 ended: exit status 3 (Error); it said nothing"
+    assert "(no such shell); it said nothing" in ended("StartError", "no such shell", "")
+
+
 # Streams.
 
 

@@ -167,6 +167,8 @@ def _pod_spec(pod: Pod, request: Request) -> dict[str, Any]:
         "env": [{"name": "SKYWARD_CACHE", "value": CACHE_FOLDER}],
         "resources": _resources(request),
         "volumeMounts": mounts,
+        # The last lines stand in the pod's status then, though its log may be gone.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec: dict[str, Any] = {
         "restartPolicy": "Never",

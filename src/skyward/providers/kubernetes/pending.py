@@ -7,6 +7,8 @@ from typing import Any
 
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_RAN = ("Completed", "Error", "OOMKilled")
+"""Why containers end that were running: the message is then what they said last."""
 WAITING = "waiting for the scheduler"
 MAKING = "its container is being made"
 """The one reason that is none to worry."""
@@ -84,7 +86,10 @@ def ended(pod: Mapping[str, Any], words: str) -> str:
     for container in status.get("containerStatuses") or ():
         terminated = (container.get("state") or {}).get("terminated")
         if terminated:
-            why = why or str(terminated.get("message") or terminated.get("reason") or "")
+            reason, message = (str(terminated.get(key) or "") for key in ("reason", "message"))
+            if reason in _RAN:
+                words, message = words.strip() or message, ""
+            why = why or message or reason
             why = f"exit status {terminated.get('exitCode')}{f' ({why})' if why else ''}"
     said = f"; it said:\n{words.strip()[-2000:]}" if words.strip() else "; it said nothing"
     return f"pod {name} ended: {why or 'no reason given'}{said}"
