@@ -102,6 +102,26 @@ def test_a_job_keeps_its_place_while_the_controller_does_not_answer(
     ]
 
 
+def test_a_node_whose_order_was_cancelled_is_given_back_by_who_finds_it(
+    site: Site,
+) -> None:
+    """Its job may run already, while nobody has told the order so."""
+    site.answers("squeue", WAITING.replace("0-1", "0").strip())
+
+    async def scenario() -> None:
+        jobs = pool_jobs(sky.Slurm())
+        getting = asyncio.create_task(jobs.get(Order("p", 0, request()), None))
+        while not jobs._asked or not jobs._asked[0].id:
+            await asyncio.sleep(0.01)
+        getting.cancel()
+        await asyncio.wait({getting})
+        site.changes("scancel", "squeue", ENDED)
+        await jobs.release("42", 0, "n1")
+
+    asyncio.run(scenario())
+    assert site.calls("scancel") == [["42"]]
+
+
 def test_a_job_that_cannot_be_cancelled_is_not_forgotten(site: Site) -> None:
     site.answers("squeue", WAITING.strip())
     site.answers("scancel", "", error=SILENT, status=1)

@@ -133,12 +133,14 @@ class Jobs:
 
     async def _settle(self, asked: AskedJob, node: int) -> None:
         """After a cancelled `get`, have the job include the node, or know nothing of it."""
-        if not asked.is_closed:
+        # A node that still waited would not be given back by the machine that `find` has for it.
+        if (waiting := asked.waiting.pop(node, None)) is not None:
+            waiting.cancel()
+        if asked.is_closed:
+            await asked.submitted.wait()
+        else:
             asked.nodes.remove(node)
-            asked.waiting.pop(node).cancel()
             asked.orders.pop(node)
-            return
-        await asked.submitted.wait()
 
     async def _give_up(self, asked: AskedJob, problem: BaseException) -> None:
         """Leave nothing of a job that does not run, and tell its nodes why."""
