@@ -58,7 +58,9 @@ def test_the_version_is_printed(run) -> None:
 
 
 def test_an_unknown_command_is_wrong_usage(run) -> None:
-    assert "Error: No such command 'modles'" in run("modles", code=2).stderr
+    told = run("modles", code=2).stderr
+    assert "Error: no command 'modles'; did you mean `models`? there are: ps, down, up" in told
+    assert "no command 'x'; there are: gc, ls" in run("models", "x", code=2).stderr
 
 
 def test_a_failure_is_one_line_on_stderr(run, store: sky.ModelStore) -> None:

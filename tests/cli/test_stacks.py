@@ -36,7 +36,7 @@ def test_a_pool_of_any_process_is_shown_with_its_tasks(
         shown = run("stacks", "hangs").stdout
         everything = run("stacks", "--all").stdout
         (document,) = run_json("stacks", "hangs")
-        run("stacks", "other", code=1)
+        told = run("stacks", "other", code=1).stderr
         (tmp_path / "go").touch()
         running.result()
 
@@ -46,6 +46,7 @@ def test_a_pool_of_any_process_is_shown_with_its_tasks(
     assert "executor.py" not in shown
     assert "executor.py" in everything
     assert document["name"] == "hangs"
+    assert "hangs" in told.partition("no pool is called 'other'; there are: ")[2]
     idle, busy = document["processes"]
     assert (idle["node"], idle["tasks"]) == (0, [])
     assert busy["tasks"][0][1] == "waits"
@@ -53,9 +54,10 @@ def test_a_pool_of_any_process_is_shown_with_its_tasks(
     assert thread["frames"][-1]["function"] in ("waits", "exists", "stat")
 
 
-def test_a_name_that_no_pool_has_is_an_error(run: Run, run_json: Callable[..., Any]) -> None:
-    assert run_json("stacks", "no-such-pool") == []
-    assert "no pool is called 'no-such-pool'" in run("stacks", "no-such-pool", code=1).stderr
+def test_a_name_that_no_pool_has_is_an_error(run: Run) -> None:
+    for options in ((), ("--json",)):
+        told = run("stacks", "no-such-pool", *options, code=1).stderr
+        assert "no pool is called 'no-such-pool'; there are: " in told
 
 
 def test_a_kept_pool_that_is_out_of_reach_does_not_hide_the_others(

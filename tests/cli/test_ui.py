@@ -84,6 +84,7 @@ def test_it_shows_the_pools_of_another_process(
 def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:
     process = start("ui", "shown-alone", "--json")
     told = messages(address(process))
+    assert b"no pool that stays is called 'shown-alone' (there are: " in process.stderr.readline()
     with sky.Compute(name="shown-alone", options=sky.Options(console=False)):
         pool = next(message for message in told if message["type"] == "pool")
     assert pool["name"] == "shown-alone"

@@ -310,6 +310,15 @@ def test_a_job_is_started_and_left(train: str, script: Callable[[str], str]) -> 
     assert run("logs", train, told["id"], "-f").stdout == "1\n"
 
 
+def test_a_job_that_is_followed_is_one_document_at_its_end(
+    train: str, script: Callable[[str], str]
+) -> None:
+    path = script("print(1); raise SystemExit(3)")
+    told = json.loads(run("run", path, "--on", train, "--json", code=3).stdout)
+    assert (told["output"], told["state"], told["code"]) == ("1\n", "failed", 3)
+    assert json.loads(run("logs", train, told["id"], "-f", "--json", code=3).stdout) == told
+
+
 def test_options_that_do_not_go_together_are_refused(
     train: str, script: Callable[[str], str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import sys
@@ -74,6 +75,18 @@ class CommandGroup(click.Group):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.params += _common()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the commands that there are, if there is none of the given name."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+            meant = f"did you mean `{near[0]}`? " if near else ""
+            there = ", ".join(self.list_commands(ctx))
+            ctx.fail(f"no command {name!r}; {meant}there are: {there}")
+        return super().resolve_command(ctx, args)
 
 
 def ignore_interrupts() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from skyward.cli import output
 from skyward.cli.commands import FAILED, INTERRUPTED
 from skyward.console.measures import duration, size
 
@@ -28,17 +29,23 @@ def follow_job(
 ) -> int:
     """Show a job's output; returns the exit code that the command has then.
 
-    Ctrl-C stops showing, and says how to go on and how to end the job.
+    Ctrl-C stops showing, and says how to go on and how to end the job. With `--json`, the job and
+    its output are one document.
     """
     from skyward.compute.workbench.jobs import JobOutput
 
     with contextlib.closing(JobOutput(pool, node, job, tail=tail, follow=follow)) as shown:
+        collected = bytearray()
+        as_json = output.wants_json()
         try:
             for dropped, data in shown.parts():
                 if dropped:
                     click.echo(f"({size(dropped)} of output are not kept any more)", err=True)
-                sys.stdout.buffer.write(data)
-                sys.stdout.buffer.flush()
+                if as_json:
+                    collected += data
+                else:
+                    sys.stdout.buffer.write(data)
+                    sys.stdout.buffer.flush()
         except KeyboardInterrupt:
             click.echo(
                 f"\n{job} goes on. Follow it: sky logs {name} {job} -f; "
@@ -48,9 +55,11 @@ def follow_job(
             return INTERRUPTED
     ended = shown.job
     assert ended is not None, "the output has ended"
+    if as_json:
+        output.as_json(job_document(ended) | {"output": collected.decode("utf-8", "replace")})
     if not follow:
         return 0
-    if ended.state != "done":
+    if ended.state != "done" and not as_json:
         click.echo(ending(ended), err=True)
     return exit_code(ended)
 

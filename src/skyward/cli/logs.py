@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import INTERRUPTED, Command
-from skyward.cli.following import follow_job, job_document
+from skyward.cli.following import follow_job
 from skyward.cli.names import kept_pools
 from skyward.cli.reached import chosen_node, reached
 
@@ -40,23 +39,10 @@ def logs(
             code = _show_tasks(pool, chosen, follow, tail)
         elif nodes:
             raise click.UsageError("--node: a job runs on the head node; leave it out")
-        elif output.wants_json():
-            code = _job_document(pool, job, tail)
         else:
             head = chosen_node(pool, None)
             code = follow_job(pool, head, name, job, tail=tail, follow=follow)
     click.get_current_context().exit(code)
-
-
-def _job_document(pool: ReachedPool, job: str, tail: int | None) -> int:
-    from skyward.compute.workbench.jobs import JobOutput
-
-    shown = JobOutput(pool, chosen_node(pool, None), job, tail=tail, follow=False)
-    with contextlib.closing(shown):
-        data = b"".join(part for _, part in shown.parts())
-    assert shown.job is not None, "the output has ended"
-    output.as_json(job_document(shown.job) | {"output": data.decode("utf-8", "replace")})
-    return 0
 
 
 def _show_tasks(pool: ReachedPool, nodes: list[int], follow: bool, tail: int | None) -> int:

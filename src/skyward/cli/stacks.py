@@ -26,11 +26,12 @@ def stacks(name: str | None, everything: bool) -> None:
     from skyward.page.inquiry import all_stacks
 
     found = all_stacks(name)
+    if not found and name is not None:
+        there = ", ".join(dict.fromkeys(pool.name for pool in all_stacks())) or "none"
+        raise PoolError(f"no pool is called {name!r}; there are: {there}")
     if output.wants_json():
         output.as_json([_document(pool) for pool in found])
         return
-    if not found and name is not None:
-        raise PoolError(f"no pool is called {name!r}; `sky ps` and `sky stacks` name those there")
     if not found:
         click.echo("no pool runs here, and none stays")
         return

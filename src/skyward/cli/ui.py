@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +33,18 @@ def opened(url: str) -> Iterator[None]:
         file.flush()
         webbrowser.open(Path(file.name).as_uri())
         yield
+
+
+def _tell_missing(names: Iterable[str]) -> None:
+    """Say which of these pools do not stay: the page shows them if a process has them."""
+    staying = importlib.import_module("skyward.nodes.keeping").names()
+    if missing := [repr(name) for name in names if name not in staying]:
+        there = ", ".join(staying) or "none"
+        click.echo(
+            f"no pool that stays is called {' or '.join(missing)} (there are: {there}); the page "
+            "shows a pool of that name while a process has it",
+            err=True,
+        )
 
 
 @click.command(cls=Command)
@@ -63,6 +75,7 @@ def ui(names: tuple[str, ...], host: str, port: int, shows: bool) -> None:
             click.echo(json.dumps({"url": server.url, "address": server.address}))
         else:
             click.echo(f"the page is at {server.url}, until interrupted")
+        _tell_missing(names)
         sys.stdout.flush()
         with (
             opened(server.url) if shows else contextlib.nullcontext(),

@@ -89,8 +89,4 @@ def _nodes(text: str) -> int | tuple[int, int]:
 def _accelerator(text: str) -> Any:
     from skyward import accelerators
 
-    name, _, count = text.partition(":")
-    try:
-        return accelerators.parse(name, count=int(count or 1))
-    except ValueError:
-        raise click.UsageError(f"--accelerator {text}: write A100, or H100:8 for eight") from None
+    return accelerators.parse(text)
