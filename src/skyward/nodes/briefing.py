@@ -140,7 +140,7 @@ class Briefing:
             return ""
         if owner is not node and not self._spec.options.cluster:
             return ""
-        return " ".join(owner.host.for_peers(owner.host.endpoint))
+        return " ".join(owner.host.routes.for_peers(owner.host.endpoint))
 
     def tell_all(self) -> None:
         """Tell every worker that nodes have come or gone."""

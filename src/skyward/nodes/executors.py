@@ -61,13 +61,13 @@ class Executors:
 
     def up(self, node: Node, up: ExecutorUp) -> None:
         """Connect to an executor that its agent has announced; waits for the first attempt."""
-        near = node.host.near(up.endpoint)
+        near = node.host.routes.near(up.endpoint)
         approach = Approach(
-            near or node.host.route(up.endpoint),
+            near or node.host.routes.choose(up.endpoint),
             Hello(self._id, "data", versions=self._versions, pid=os.getpid()),
             None if near else self._credentials,
             node_name(self._id, node.index),
-            node.host.dial,
+            node.host.routes.dial,
         )
         self._attempt(node, up, approach, node.control)
 

@@ -6,8 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -15,7 +13,7 @@ from typing import Any, TypeVar
 
 from skyward.bootstrap import preparation
 from skyward.bootstrap.preparation import Environment
-from skyward.errors import PoolStartError
+from skyward.errors import NodeLostError, PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
@@ -23,6 +21,7 @@ from skyward.nodes.detached_agent import DetachedAgent
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
+from skyward.nodes.routes import Routes
 from skyward.providers import (
     Machine,
     Order,
@@ -30,19 +29,14 @@ from skyward.providers import (
     encrypted,
     equipment_of,
     forwarding_address,
-    forwards,
     is_here,
     listening_address,
-    may_be_here,
     notice_of,
     offer_of,
     sells,
 )
-from skyward.wire.connecting import direct, host_and_port
 from skyward.worker.config import AgentConfig
 
-DIRECT_SECONDS = 1.5
-"""How long the client tries a direct connection before it uses the machine's `dial`."""
 SETTLE_SECONDS = 2.0
 """How long the end of a node waits for the provider's `create` before it cancels it."""
 SETTLE_LOOK_SECONDS = 0.01
@@ -98,7 +92,7 @@ class Host:
         self._child: ChildAgent | DetachedAgent | None = None
         """The agent, if it runs on this machine."""
         self._environment: Environment | None = None
-        self._is_direct = False
+        self._routes: Routes | None = None
         self._known_gone = False
         self._looking: concurrent.futures.Future[None] | None = None
         self._work: concurrent.futures.Future[Any] | None = None
@@ -202,11 +196,11 @@ class Host:
         self.address, self.hostname = kept.address, kept.hostname
         self.accelerators, self.accelerator = kept.accelerators, kept.accelerator
         equipment = equipment_of(machine)
+        routes = self._routes = Routes(machine, kept.address, here=equipment is not None)
         if equipment is not None:
             self._child = DetachedAgent(machine, equipment)
-            self._is_direct = machine.direct is not None
         else:
-            self._is_direct = await asyncio.to_thread(self._can_connect, kept.endpoint)
+            await asyncio.to_thread(routes.try_direct, kept.endpoint)
         self.endpoint, self.agent_pid = kept.endpoint, kept.pid
 
     async def start(self, config: AgentConfig) -> None:
@@ -254,6 +248,7 @@ class Host:
         )
         self.address = machine.address
         equipment = equipment_of(machine)
+        self._routes = Routes(machine, machine.address, here=equipment is not None)
         if equipment is not None:
             agent = DetachedAgent if order.request.keep else ChildAgent
             self._child = agent(machine, equipment)
@@ -333,29 +328,14 @@ class Host:
             config.address = machine.address if encrypted(self._provider) else "unix"
             self.endpoint = await self._child.start(config)
             self.agent_pid = self._child.pid
-            self._is_direct = machine.direct is not None
             return
         assert self._environment is not None
         config.direct = listening_address(machine) if machine.direct else ""
         config.forwarded = forwarding_address(machine)
         self._phase("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)
-        self._is_direct = await asyncio.to_thread(self._can_connect, announced.endpoint)
+        await asyncio.to_thread(self.routes.try_direct, announced.endpoint)
         self.endpoint, self.agent_pid = announced.endpoint, announced.pid
-
-    def _can_connect(self, endpoints: str) -> bool:
-        """Whether a direct connection to the agent can be made."""
-        try:
-            direct(self._direct_endpoint(endpoints), DIRECT_SECONDS).close()
-        except (OSError, LookupError):
-            return False
-        return True
-
-    def _direct_endpoint(self, endpoints: str) -> str:
-        found = [each for each in endpoints.split() if each.startswith("tcp:")]
-        if not found or self._machine is None or self._machine.direct is None:
-            raise LookupError(endpoints)
-        return f"tcp:{self._machine.direct}:{found[0].rpartition(':')[2]}"
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
@@ -384,65 +364,12 @@ class Host:
 
     # Serving.
 
-    def route(self, endpoints: str) -> str:
-        """Choose the endpoint to connect to, from those where a process of the node listens."""
-        if self._child is not None:
-            return endpoints.split()[0]
-        if self._is_direct:
-            return self._direct_endpoint(endpoints)
-        if self._machine is not None and forwards(self._machine):
-            listens = f":{forwarding_address(self._machine)}:"
-            return next(each for each in endpoints.split() if listens in each)
-        return next(each for each in endpoints.split() if each.startswith("unix:"))
-
-    def near(self, endpoints: str) -> str:
-        """The Unix socket of a process of the node, if the node is on this machine; else empty."""
-        machine = self._machine
-        if machine is None or self._child is not None or not may_be_here(machine):
-            return ""
-        for endpoint in endpoints.split():
-            path = endpoint.removeprefix("unix:")
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as end:
-                if path != endpoint and os.stat(path).st_uid == os.getuid():
-                    end.settimeout(DIRECT_SECONDS)
-                    end.connect(path)
-                    return endpoint
-        return ""
-
-    def for_peers(self, endpoints: str) -> tuple[str, ...]:
-        """The endpoints that processes of other nodes may try, of those where one listens.
-
-        A Unix socket is for those on the same machine; the machine's own loopback is for none.
-        """
-        places = endpoints.split()
-        found = [each for each in places if each.startswith("unix:")]
-        found += [each for each in places if each.startswith("tcp:") and self._is_at(each)]
-        if self._child is None:
-            with contextlib.suppress(LookupError):
-                found.append(self._direct_endpoint(endpoints))
-        return tuple(dict.fromkeys(found))
-
-    def _is_at(self, endpoint: str) -> bool:
-        wanted = self.address.removeprefix("[").removesuffix("]")
-        return host_and_port(endpoint)[0] == wanted
-
-    def dial(self, endpoint: str, seconds: float) -> socket.socket:
-        """Connect to an endpoint on the machine.
-
-        Raises `ConnectionRefusedError` only if it is known that no process listens there.
-        """
-        if self._is_direct and endpoint.startswith("tcp:"):
-            return direct(endpoint, seconds)
-        assert self._machine is not None
-        if endpoint.startswith("tcp:") and forwards(self._machine):
-            opening = provider_loop.submit(self._machine.forward(endpoint))
-        else:
-            opening = provider_loop.submit(self._machine.dial(endpoint))
-        try:
-            return opening.result(seconds)
-        except concurrent.futures.TimeoutError:
-            opening.cancel()
-            raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
+    @property
+    def routes(self) -> Routes:
+        """The ways to the processes of the node; raises as long as there is no machine."""
+        if self._routes is None:
+            raise NodeLostError(f"node {self._order.node} has no machine now; see `compute.nodes`")
+        return self._routes
 
     def looks_dead(self) -> bool:
         """Whether the agent or its machine is known to have ended or stopped.

@@ -129,11 +129,11 @@ class PoolDevices:
                 f"device(node={index}): that node has left the pool; see `compute.nodes`"
             )
         channel, _ = Approach(
-            node.host.route(endpoint),
+            node.host.routes.choose(endpoint),
             Hello(self._id, role, versions=my_versions(), pid=os.getpid()),
             self._credentials,
             node_name(self._id, index),
-            node.host.dial,
+            node.host.routes.dial,
             gone="its process has ended",
             patience=self._spec.options.orphan_timeout,
         ).attempt()
@@ -141,7 +141,7 @@ class PoolDevices:
 
     def _locate(self, index: int, endpoints: str) -> Whereabouts:
         node = self._roster.get(index)
-        found = node.host.for_peers(endpoints) if node is not None else ()
+        found = node.host.routes.for_peers(endpoints) if node is not None else ()
         return Whereabouts(self._id, node_name(self._id, index), found, self._issue)
 
     def _issue(self) -> Credentials | None:

@@ -26,11 +26,11 @@ class ServiceDesk:
             raise ConfigurationError(f"node {index} is not there; the pool's nodes are {there}")
         try:
             channel, _ = connect(
-                node.host.route(node.host.endpoint),
+                node.host.routes.choose(node.host.endpoint),
                 Hello(self._id, f"service-{name}", pid=os.getpid()),
                 self._credentials,
                 node_name(self._id, index),
-                dial=node.host.dial,
+                dial=node.host.routes.dial,
             )
         except (OSError, EOFError) as problem:
             raise NodeLostError(

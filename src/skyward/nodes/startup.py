@@ -224,7 +224,7 @@ class Startup:
 
     def _connect(self, node: Node, host: Host, deliver: Callable[[Node], None] | None) -> None:
         control, welcome = Approach(
-            host.route(host.endpoint),
+            host.routes.choose(host.endpoint),
             Hello(
                 self._id,
                 "control",
@@ -234,7 +234,7 @@ class Startup:
             ),
             self._credentials,
             node_name(self._id, node.index),
-            host.dial,
+            host.routes.dial,
             gone="its agent is gone",
         ).attempt()
         if not node.connect(control):
