@@ -182,7 +182,7 @@ class Residence:
         with self._lock:
             if self._closed:
                 raise InstanceLostError(f"this {self.making.name} was closed; make another one")
-            if self._seat.lost and self.making.kind.restart:
+            if self.making.kind.restart and self._seat.lost:
                 lost = self._seat.where
                 self._finalizer.detach()
                 self._seat = self._make_again(self.key)
@@ -336,7 +336,10 @@ class Instance(Closing):
         return function
 
     def __getattr__(self, name: str) -> RemoteMethod:
-        return RemoteMethod(self._function(name))
+        method = RemoteMethod(self._function(name))
+        # Kept: the next look does not come here.
+        object.__setattr__(self, name, method)
+        return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return RemoteMethod(self._function("__call__"))(*args, **kwargs)

@@ -232,7 +232,7 @@ class Pool:
         """
         self._check_open()
         function = pending.function
-        if (seat := function.seat) is not None:
+        if pinned is None and (seat := function.seat) is not None:
             pinned = self._check_seat(function, seat, free=on is None and worker is None)
         if pinned is not None:
             on = pinned.node

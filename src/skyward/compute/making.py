@@ -42,7 +42,7 @@ class Seat:
 
     def run(self, pending: Pending[Any]) -> Any:
         """Run a call there, and wait."""
-        return await_task(self.pool, self.pool.prepare(pending, keep=False))
+        return await_task(self.pool, self.pool.prepare(pending, keep=False, pinned=self.load))
 
     def submit(self, pending: Pending[Any]) -> Future[Any]:
         """Run a call there, and don't wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -123,7 +124,7 @@ class Executors:
         self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
         self._loop.watch(
             channel,
-            lambda frame: self._dispatcher.receiver.receive(lane, frame),
+            functools.partial(self._dispatcher.receiver.receive, lane),
             lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)

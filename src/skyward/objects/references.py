@@ -84,7 +84,7 @@ def _open(pid: int, descriptor: int, name: bytes) -> int:
 
 def settle() -> None:
     """Wait until every operation on borrowed GPU memory is done."""
-    if not _borrowed:
+    if not _has_borrowed or not _borrowed:
         return
     for ordinal in {borrowed.ordinal for borrowed in _borrowed.copy()}:
         import torch
@@ -107,6 +107,8 @@ class _Borrowed:
         except BaseException:
             os.close(file)
             raise
+        global _has_borrowed
+        _has_borrowed = True
         self.ordinal = ordinal
         self.__cuda_array_interface__ = {
             "shape": (size,),
@@ -129,6 +131,8 @@ class _Borrowed:
 
 
 _borrowed: weakref.WeakSet[_Borrowed] = weakref.WeakSet()
+_has_borrowed = False
+"""Whether this process has ever borrowed memory: every task asks."""
 
 
 def _give_back(ordinal: int, file: int, held: list[_Allocation]) -> None:

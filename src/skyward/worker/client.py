@@ -48,9 +48,10 @@ class ClientConnection:
         """Send a message, with a packed value if it has one."""
         _, body, segments = sendable or (None, [], [])
         descriptors = [segment.descriptor for segment in segments] if segments else ()
+        channel = self.channel
         try:
-            self._inbox.send_releases(self.channel)
-            self.channel.send(message, body, descriptors)
+            self._inbox.send_releases(channel)
+            channel.send(message, body, descriptors)
         except OSError:
             # The client is gone; the reader notices that, too.
             pass

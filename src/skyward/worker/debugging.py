@@ -53,6 +53,8 @@ class Debuggers:
         self._debuggers: dict[int, TaskDebugger] = {}
         self._failed: dict[int, types.TracebackType] = {}
         """The traceback of the last task, by thread, if it failed and somebody may want to look."""
+        self.used = False
+        """Whether a task has ever had a debugger or left its frames: if not, none has to end."""
         self._pid = os.getpid()
         sys.breakpointhook = self._on_breakpoint
 
@@ -88,6 +90,7 @@ class Debuggers:
             trace = trace.tb_next
         if trace is None or job.cancelled:
             return
+        self.used = True
         self._failed[threading.get_ident()] = trace
         if job.run.debugged == AT_FAILURES and not self._debuggers.get(job.run.task):
             with contextlib.suppress(DebuggerError):
@@ -120,6 +123,7 @@ class Debuggers:
             # Imported here: few tasks need it, and it takes an executor 20 ms.
             from skyward.worker.task_debugger import TaskDebugger
 
+            self.used = True
             console = DebuggerConsole(job, self._send, self._hurry, self._flush_output)
             self._consoles[job.run.task] = console
             debugger = self._debuggers[job.run.task] = TaskDebugger(console)

@@ -185,7 +185,7 @@ class Executor:
                 self._client.outbox.returned(message.segments)
             case Places(task=task):
                 job = self._job(task)
-                if job is not None:
+                if job is not None and job.places is not None:
                     job.places.put(message)
             case Recall():
                 self._give_back(channel)
@@ -221,11 +221,12 @@ class Executor:
 
     def _admit(self, run: Run, pieces: Pieces) -> None:
         """Queue a task whose buffers and definitions are all here."""
-        channel = self._client.channel
-        inputs = [
-            InputStream(run.task, index, channel, self._hurry) for index in range(len(run.inputs))
-        ]
-        job = Job(run, pieces, inputs)
+        job = Job(run, pieces, [])
+        if run.inputs:
+            channel, streams = self._client.channel, range(len(run.inputs))
+            job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
+        if run.stays:
+            job.places = queue.SimpleQueue()
         with self._lock:
             self._waiting[run.task] = job
         if self._reader is not None:
@@ -285,7 +286,8 @@ class Executor:
                 # them end.
                 self._interrupts.raise_in(job)
                 self._debuggers.cancel(task)
-                job.places.put(None)
+                if job.places is not None:
+                    job.places.put(None)
                 for stream in job.inputs:
                     stream.finish(None)
                 if job.output is not None:

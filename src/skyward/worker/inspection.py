@@ -30,6 +30,8 @@ WRITE_SECONDS = 2.0
 """How long a child waits for an agent that does not read its answer."""
 
 _RECORD = struct.Struct("<qdQH200s")
+_TASK = struct.Struct("<q")
+"""The first part of a record, which is 0 if no task runs."""
 
 
 class ChildThread(msgspec.Struct, array_like=True):
@@ -77,7 +79,7 @@ class TaskBoard:
 
     def end(self, slot: int) -> None:
         """Note that the slot's task is over."""
-        _RECORD.pack_into(self._memory, slot * _RECORD.size, 0, 0.0, 0, 0, b"")
+        _TASK.pack_into(self._memory, slot * _RECORD.size, 0)
 
     def read(self) -> list[BoardEntry]:
         """The tasks that run now."""

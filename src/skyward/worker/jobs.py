@@ -29,8 +29,8 @@ class Job:
     """The thread that runs the task."""
     opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
     """The device's storages among the arguments, if the result stays: it may have them, too."""
-    places: queue.SimpleQueue[Places | None] = field(default_factory=queue.SimpleQueue)
-    """The client's answer to `Room`; None if the task was cancelled."""
+    places: queue.SimpleQueue[Places | None] | None = None
+    """If the result stays: the client's answer to `Room`, or None if the task was cancelled."""
 
 
 def with_streams(

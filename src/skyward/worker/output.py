@@ -116,12 +116,13 @@ class ProcessCapture:
 
     def end(self) -> None:
         """Send everything that the task has written, so that it arrives before the result."""
-        self.flush()
-        with self._lock:
-            self._task = 0
+        self._send_all(ends=True)
 
     def flush(self) -> None:
         """Send everything that the task has written so far, also lines that it has not finished."""
+        self._send_all()
+
+    def _send_all(self, *, ends: bool = False) -> None:
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -136,6 +137,8 @@ class ProcessCapture:
             for name, cutter in self._cutters.items():
                 if cutter.unfinished:
                     _emit_rest(self._emit, self._task, name, cutter)
+            if ends:
+                self._task = 0
 
     def reroute(self, route: Route) -> None:
         """Mute streams at their descriptors, so that C code and subprocesses are muted too."""

@@ -48,11 +48,10 @@ class JobReader(Generic[J]):
         """The next job; reads until there is one, unless the second thread reads."""
         self._running = False
         while True:
-            try:
-                job = self._jobs.get_nowait()
+            # No other thread takes jobs; and an exception would take longer than this look.
+            if not self._jobs.empty():
+                job = self._jobs.get()
                 break
-            except queue.Empty:
-                pass
             if self._turn.acquire(blocking=False):
                 try:
                     while self._jobs.empty() and not self._elsewhere():

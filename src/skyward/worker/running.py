@@ -50,7 +50,8 @@ class JobRunner:
         inside = context.inside.set(True)
         self._capture.begin(job.run.task)
         started = time.perf_counter()
-        self._debuggers.begin(job)
+        if self._debuggers.used:
+            self._debuggers.begin(job)
         try:
             try:
                 if job.run.trace:
@@ -77,7 +78,8 @@ class JobRunner:
                 self._debuggers.failed(job, problem)
                 outcome = self._failure(job, client, problem, time.perf_counter() - started)
         finally:
-            self._debuggers.end(job)
+            if self._debuggers.used:
+                self._debuggers.end(job)
             self._capture.end()
             context.inside.reset(inside)
             current_task.reset(token)
@@ -93,12 +95,14 @@ class JobRunner:
             self._interrupts.calling = None
             return None, False
         function = definitions.resolve(job.run.code)
-        if job.run.stays:
-            tensors.watch_opened(job.opened)
-        try:
+        if not job.run.stays:
             args, kwargs = encoding.decode(*job.pieces)
-        finally:
-            tensors.watch_opened(None)
+        else:
+            tensors.watch_opened(job.opened)
+            try:
+                args, kwargs = encoding.decode(*job.pieces)
+            finally:
+                tensors.watch_opened(None)
         if job.inputs:
             args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])

@@ -23,6 +23,7 @@ def encode(
         return encoded
     send(Room(job.run.task, book.spans))
     hurry()
+    assert job.places is not None
     room = job.places.get()
     if room is None:
         raise Interrupted
