@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -440,6 +441,71 @@ class TestCopies:
             volume.close(quiet)
 
         assert (tmp_path / "at" / "new").read_text() == "new"
+        monkeypatch.undo()
+        volume.open(quiet)
+        assert (bucket / "new").read_text() == "new"
+        volume.close(quiet)
+        assert not (tmp_path / "at").exists()
+
+
+class TestKilledUsers:
+    """A copy whose processes were all killed: what functions wrote there is not lost."""
+
+    @pytest.fixture
+    def volume(
+        self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[NodeVolume]:
+        killed = NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=False)
+        killed.open(quiet)
+        (tmp_path / "at" / "data.txt").write_text("DATA")
+        (tmp_path / "at" / "new.txt").write_text("new")
+        monkeypatch.setattr("psutil.pid_exists", lambda pid: False)
+        volume = NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=False)
+        yield volume
+        volume.close(quiet)
+
+    def test_it_is_written_back_before_the_next_copy(
+        self, volume: NodeVolume, bucket: Path, tmp_path: Path
+    ) -> None:
+        volume.open(quiet)
+
+        assert (bucket / "data.txt").read_text() == "DATA"
+        assert (bucket / "new.txt").read_text() == "new"
+        assert (tmp_path / "at" / "data.txt").read_text() == "DATA"
+
+    def test_a_file_that_has_changed_at_the_source_too_is_refused_until_one_side_is_taken(
+        self, volume: NodeVolume, bucket: Path, tmp_path: Path
+    ) -> None:
+        (bucket / "data.txt").write_text("elsewhere")
+        (bucket / "new.txt").write_text("new")  # the process was killed while it wrote back
+
+        for _ in range(2):
+            with pytest.raises(PoolError, match=r"also changed at the source: data\.txt\. To keep"):
+                volume.open(quiet)
+        assert (tmp_path / "at" / "data.txt").read_text() == "DATA"
+        assert (bucket / "data.txt").read_text() == "elsewhere"
+
+        shutil.rmtree(tmp_path / "at")
+        volume.open(quiet)
+        assert (tmp_path / "at" / "data.txt").read_text() == "elsewhere"
+
+    def test_what_cannot_be_written_back_is_not_copied_over(
+        self, volume: NodeVolume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(BucketCopy, "_each", _no_copy)
+            with pytest.raises(PoolError, match=r"that was killed, that cannot be .* no copy\. To"):
+                volume.open(quiet)
+        assert (tmp_path / "at" / "data.txt").read_text() == "DATA"
+
+    def test_another_source_is_not_taken_for_the_same(
+        self, volume: NodeVolume, bucket: Path, tmp_path: Path
+    ) -> None:
+        other = NodeVolume(f"file://{bucket}/deep", str(tmp_path / "at"), read_only=False)
+        with pytest.raises(PoolError, match=r"at is taken: the node has files there already"):
+            other.open(quiet)
+        volume.open(quiet)
+        assert (bucket / "new.txt").read_text() == "new"
 
 
 class Full:

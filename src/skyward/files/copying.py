@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skyward.errors import PoolError, ProtocolError
-from skyward.files.items import Listing, check_names
-from skyward.files.scanning import Scanner
+from skyward.files.items import FileItem, Listing, check_names
+from skyward.files.scanning import Scanner, digest_of
 from skyward.files.transfer import Told
 
 AT_ONCE = 8
@@ -83,12 +84,7 @@ class BucketCopy:
     def write_back(self, told: Told) -> int:
         """Copy the files that were made or changed here to the URL; returns how many."""
         now = self._scanner.scan()
-        before = {item.name: item.content for item in self.before.items}
-        changed = {
-            item.name: item.size
-            for item in now.items
-            if item.kind == "file" and before.get(item.name) != item.content
-        }
+        changed = {item.name: item.size for item in self._changed(now)}
         progress = CopyProgress(f"writing back to {self.url}", sum(changed.values()), told)
 
         def put(name: str) -> None:
@@ -106,6 +102,37 @@ class BucketCopy:
             self._each(put, changed)
         self.before = now
         return len(changed)
+
+    def _changed(self, now: Listing) -> list[FileItem]:
+        """The files that were made or changed here."""
+        before = {item.name: item.content for item in self.before.items}
+        return [
+            item
+            for item in now.items
+            if item.kind == "file" and before.get(item.name) != item.content
+        ]
+
+    def conflicts(self) -> list[str]:
+        """The files that were changed here, and otherwise at the URL since `before`."""
+        known = {item.name: item.content for item in self.before.items}
+        changed = {item.name: item.content for item in self._changed(self._scanner.scan())}
+        found: list[str] = []
+
+        def compare(name: str) -> None:
+            there = self._digest_at_source(name)
+            if there not in (None, known.get(name), changed[name]):
+                found.append(name)
+
+        self._each(compare, changed)
+        return sorted(found)
+
+    def _digest_at_source(self, name: str) -> bytes | None:
+        with tempfile.NamedTemporaryFile(prefix="skyward-compared-") as file:
+            try:
+                self._files.get_file(f"{self._root.rstrip('/')}/{name}", file.name)
+            except FileNotFoundError:
+                return None
+            return digest_of(file.name)
 
     def _each(self, action: Callable[[str], None], names: Iterable[str]) -> None:
         with ThreadPoolExecutor(AT_ONCE, "skyward-copy") as threads:

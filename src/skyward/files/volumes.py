@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import msgspec
 import psutil
@@ -71,6 +70,26 @@ class CopiedVolume:
         self._remember()
         return written
 
+    def recover(self, told: Told) -> int:
+        """Write back what processes wrote that were killed; refuses what has changed since."""
+        try:
+            self._copy.before = msgspec.msgpack.decode(self._listing.read_bytes(), type=Listing)
+            conflicts = self._copy.conflicts()
+            if not conflicts:
+                return self.write_back(told)
+        except (PoolError, OSError, msgspec.DecodeError) as problem:
+            raise self._unrecovered(f"that cannot be written back: {problem}") from problem
+        shown = ", ".join(conflicts[:5]) + (", ..." if len(conflicts) > 5 else "")
+        raise self._unrecovered(f"in files that have also changed at the source: {shown}")
+
+    def _unrecovered(self, what: str) -> PoolError:
+        at = self._copy.at
+        return PoolError(
+            f"{at} on the node has changes of a pool that was killed, {what}. To keep those of the "
+            f"node, copy the files to {self._copy.url}; then, or to keep those of the source, "
+            f"delete {at} on the node; or choose another target"
+        )
+
     def _remember(self) -> None:
         self._listing.write_bytes(msgspec.msgpack.encode(self._copy.before))
 
@@ -95,6 +114,18 @@ class LinkedVolume:
             self._link.unlink()
 
 
+class _PathUse(msgspec.Struct):
+    """Who uses the path of a volume, and what is there."""
+
+    source: str = ""
+    users: list[int] = []
+    """The processes."""
+    copied: bool = False
+    """Whether there is a copy, with what functions may have written."""
+    writes: bool = False
+    """Whether what functions write to the copy goes back."""
+
+
 class NodeVolume:
     """A volume of this node; nodes on the same machine share what is at its path."""
 
@@ -104,20 +135,30 @@ class NodeVolume:
 
     def open(self, told: Told) -> None:
         """Have the volume at its path."""
-        with self._record() as record:
-            users = record.get("users", [])
-            if users and record["source"] != self.source:
+        with self._record() as (record, save):
+            if record.users and record.source != self.source:
                 raise PoolError(
-                    f"{self.target} is taken: another pool has {record['source']} there; choose "
+                    f"{self.target} is taken: another pool has {record.source} there; choose "
                     "another target"
                 )
-            if not users:
-                self._served = self._serve(told, ours=record.get("source") == self.source)
-                record["copied"] = isinstance(self._served, CopiedVolume)
-            elif record.get("copied"):
+            if not record.users:
+                ours = record.source == self.source
+                if ours and record.copied and record.writes and self.target.is_dir():
+                    self._copied(read_only=False).recover(told)
+                record.copied = record.writes = False
+                # If this process is killed while it copies, the next one knows whose files these
+                # are; those of another source it does not take for its own.
+                if ours or not os.path.lexists(self.target):
+                    record.source = self.source
+                    save()
+                self._served = self._serve(told, ours=ours)
+                record.copied = isinstance(self._served, CopiedVolume)
+            elif record.copied:
                 # The process that made the copy may leave before this one.
-                self._served = self._copied()
-            record.update(source=self.source, users=[*users, os.getpid()])
+                self._served = self._copied(read_only=self.read_only)
+            record.source = self.source
+            record.writes |= not self.read_only
+            record.users.append(os.getpid())
 
     def write_back(self, told: Told) -> int:
         """Write what has changed to the source; returns how many files."""
@@ -128,19 +169,23 @@ class NodeVolume:
         """Write back, and take the volume away; returns how many files were written."""
         served, self._served = self._served, None
         written, failure = 0, None
-        with self._record() as record:
+        with self._record() as (record, _):
             try:
                 written = 0 if served is None else served.write_back(told)
             except Exception as problem:
                 failure = problem
-            if not _leave(record) and failure is None:
+            if os.getpid() in record.users:
+                record.users.remove(os.getpid())
+            if not record.users and failure is None:
+                record.copied = False
                 if served is None:
                     _clear(self.target)
                 else:
                     served.remove()
         if failure is not None:
             raise PoolError(
-                f"{failure}; what functions wrote is still on the node, in {self.target}"
+                f"{failure}; what functions wrote is still on the node, in {self.target}, and the "
+                "next pool with this volume writes it back"
             ) from failure
         return written
 
@@ -157,16 +202,16 @@ class NodeVolume:
                 "NFS needs root on the node"
             )
         try:
-            copied = self._copied()
+            copied = self._copied(read_only=self.read_only)
             copied.bring(told)
         except PoolError as problem:
             also = f" (and could not be mounted: {'; '.join(reasons)})" if reasons else ""
             raise PoolError(f"{problem}{also}") from problem
         return copied
 
-    def _copied(self) -> CopiedVolume:
+    def _copied(self, *, read_only: bool) -> CopiedVolume:
         copy = BucketCopy(self.source, self.target)
-        return CopiedVolume(copy, self.read_only, self._place.with_suffix(".listing"))
+        return CopiedVolume(copy, read_only, self._place.with_suffix(".listing"))
 
     def _link(self) -> ServedVolume:
         if self.target.is_symlink() and os.readlink(self.target) == self.source:
@@ -213,24 +258,38 @@ class NodeVolume:
         return folder / xxhash.xxh3_64_hexdigest(os.fsencode(self.target))
 
     @contextlib.contextmanager
-    def _record(self) -> Iterator[dict[str, Any]]:
-        """Who uses the path, as a file of this machine that one process at a time changes."""
+    def _record(self) -> Iterator[tuple[_PathUse, Callable[[], None]]]:
+        """Who uses the path, as a file of this machine that one process at a time changes.
+
+        The file stays while there are users, or what they wrote was not written back. The function
+        writes it before the end of the block.
+        """
         path = self._place
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with _locked(path) as file:
             file.seek(0)
             written = file.read()
-            record: dict[str, Any] = json.loads(written) if written else {}
+            record = msgspec.json.decode(written, type=_PathUse) if written else _PathUse()
             # An agent that was killed has not said that it left.
-            record["users"] = [pid for pid in record.get("users", []) if psutil.pid_exists(pid)]
-            yield record
-            if not record["users"]:
-                path.unlink()
-                path.with_suffix(".listing").unlink(missing_ok=True)
+            record.users = [pid for pid in record.users if psutil.pid_exists(pid)]
+
+            def save() -> None:
+                file.seek(0)
+                file.truncate()
+                file.write(msgspec.json.encode(record).decode())
+                file.flush()
+
+            try:
+                yield record, save
+            except BaseException:
+                if not (written or os.path.lexists(self.target)):
+                    path.unlink()
+                raise
+            if record.users or record.copied:
+                save()
                 return
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps(record))
+            path.unlink()
+            path.with_suffix(".listing").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -253,11 +312,3 @@ def _clear(target: Path) -> None:
         Mount(target, "", None).unmount()
     else:
         shutil.rmtree(target, ignore_errors=True)
-
-
-def _leave(record: dict[str, Any]) -> list[int]:
-    """Take this process out of the users; returns the others."""
-    users: list[int] = record["users"]
-    if os.getpid() in users:
-        users.remove(os.getpid())
-    return users
