@@ -2,8 +2,8 @@
 
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
-hosts wait for those more than they compute, so two further processes begin with them, and then help
-the others. A test that fails in a file that needs software of others gets a second chance, alone.
+hosts wait for those more than they compute, so further processes begin with them, and then help the
+others. A test that fails in a file that needs software of others gets a second chance, alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ BATCH_SECONDS = 240.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
 """What a file is taken for that the table does not have."""
+SMALL_SECONDS = 60.0
+"""Folders that take less share a batch: 2 s of a processor for each process that is not started."""
 PROCESSES = os.cpu_count() or 2
 """Besides those that begin with Podman and SSH hosts: two more made every test take longer."""
 SLOWEST = 25
@@ -42,12 +44,15 @@ LANES = {
     "instances": re.compile(r"\bec2: |\(\"ec2\"\)"),
 }
 """What files have in them that need Slurm, the one Podman, SSH hosts, Kubernetes, or EC2."""
-ORDER = (("instances", "containers"), ("hosts", "pods", "jobs"))
+LANE_FOLDERS = ("tests/providers/", "tests/network/")
+"""Where such files are; elsewhere the words mean other things."""
+ORDER = (("instances", "containers"), ("hosts",), ("pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "jobs", "instances")
 """What takes so long to start that one process runs all files that need it."""
-OUTSIDE = re.compile(r"\bslurm_testbed\b|\bengine\b|\bkube\b|\bec2: |\(\"ec2\"\)|\bray_cluster\b")
-"""What files have in them that need software of others: Slurm, Podman, Kubernetes, or Ray."""
+OUTSIDE = ("jobs", "containers", "pods", "instances")
+RAY = re.compile(r"\bray_cluster\b")
+"""The lanes that need software of others, and what files have in them that need Ray."""
 AGAIN = 4
 """As many failures of such files may be an accident: each of these tests is run again, alone."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
@@ -97,6 +102,8 @@ def known_seconds() -> dict[str, float]:
 
 def lane_of(path: str) -> str:
     """Which process a file belongs to; empty for any."""
+    if not path.startswith(LANE_FOLDERS):
+        return ""
     text = (ROOT / path).read_text()
     return next((lane for lane, needs in LANES.items() if needs.search(text)), "")
 
@@ -125,7 +132,22 @@ def batches_of(files: Sequence[str]) -> list[Batch]:
             else:
                 bins.append(([path], seconds))
         found += [Batch(lane, tuple(members), filled) for members, filled in bins]
-    return sorted(found, key=lambda batch: -batch.seconds)
+    return sorted(put_together(found), key=lambda batch: -batch.seconds)
+
+
+def put_together(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches, with the small ones that need nothing special joined to fewer."""
+    found: list[Batch] = []
+    joined = Batch("", (), 0.0)
+    for batch in batches:
+        if batch.lane or batch.seconds > SMALL_SECONDS or set(batch.files) & set(ALONE):
+            found.append(batch)
+            continue
+        joined = Batch("", (*joined.files, *batch.files), joined.seconds + batch.seconds)
+        if joined.seconds > SMALL_SECONDS:
+            found.append(joined)
+            joined = Batch("", (), 0.0)
+    return [*found, joined] if joined.files else found
 
 
 class Suite:
@@ -250,7 +272,8 @@ def run_pytest(
 
 def needs_outside(test: str) -> bool:
     """Whether the test's file needs software of others."""
-    return bool(OUTSIDE.search((ROOT / test.partition("::")[0]).read_text()))
+    path = test.partition("::")[0]
+    return lane_of(path) in OUTSIDE or bool(RAY.search((ROOT / path).read_text()))
 
 
 def environment() -> dict[str, str]:

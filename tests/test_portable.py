@@ -19,10 +19,10 @@ FEW = (
     "tests/wire/test_large.py",
     "tests/wire/test_listening.py",
     "tests/test_functions.py",
-    "tests/device/test_aliasing.py",
     "tests/device/test_training.py",
 )
 MANY = (
+    "tests/device/test_aliasing.py",
     "tests/wire",
     "tests/test_functions.py",
     "tests/test_streaming.py",

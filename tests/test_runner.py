@@ -35,8 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(described)
     monkeypatch.setitem(sys.modules, "runner", module)
     described.loader.exec_module(module)
-    for name in ("ROOT", "TESTS"):
-        monkeypatch.setattr(module, name, tmp_path)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "TESTS", tmp_path / "tests")
+    (tmp_path / "tests" / "providers").mkdir(parents=True)
     monkeypatch.setattr(module, "REPORTS", tmp_path / "build")
     monkeypatch.setattr(module, "TABLE", tmp_path / "seconds.txt")
     monkeypatch.setattr(sys, "argv", ["run.py"])
@@ -49,10 +50,13 @@ def test_what_needs_software_of_others_is_run_again_alone(
     run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = FAILS_FIRST.format(needs="kube = 1", words="no such pod")
-    (tmp_path / "test_pods.py").write_text(words)
+    (tmp_path / "tests/providers/test_pods.py").write_text(words)
     assert run.main() == 0
     said = capsys.readouterr().out
-    assert "== passed only when run again\ntest_pods.py::TestIt::test_fails_first\n" in said
+    assert (
+        "== passed only when run again\ntests/providers/test_pods.py::TestIt::test_fails_first\n"
+        in said
+    )
     assert said.index("no such pod") < said.index("== passed only when run again")
     assert "== 1 passed, 1 passed when run again in" in said
 
@@ -61,10 +65,10 @@ def test_our_own_code_gets_no_second_chance(
     run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = FAILS_FIRST.format(needs="", words="wrong sum")
-    (tmp_path / "test_ours.py").write_text(words)
+    (tmp_path / "tests/providers/test_ours.py").write_text(words)
     assert run.main() == 1
     said = capsys.readouterr().out
-    assert "== failed\ntest_ours.py::TestIt::test_fails_first\n" in said
+    assert "== failed\ntests/providers/test_ours.py::TestIt::test_fails_first\n" in said
     assert "run again" not in said
 
 
@@ -72,6 +76,6 @@ def test_many_failures_are_no_accident(
     run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["kube = 1", *(f"def test_{number}(): assert 0" for number in range(run.AGAIN + 1))]
-    (tmp_path / "test_pods.py").write_text("\n".join(lines))
+    (tmp_path / "tests/providers/test_pods.py").write_text("\n".join(lines))
     assert run.main() == 1
     assert "running again" not in capsys.readouterr().out

@@ -50,7 +50,7 @@ def _loss_and_gradients(
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "sky"])
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=only_in_all), "sky"])
 def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
     device: torch.device, backend: str
 ) -> None:

@@ -65,6 +65,7 @@ def run_without_compiler(wheel: Path, folder: Path) -> subprocess.CompletedProce
     )
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_wheel_with_cores_needs_no_compiler(tmp_path: Path) -> None:
     """Builds a wheel of the cores that are compiled here, and installs it: 10 s."""

@@ -27,8 +27,9 @@ OTHERS = {
 NEEDING = [each for found in ALL.values() for each in found if each.needs is not None]
 
 
-SLOW = ("docs/device.md",)
-"""torch.compile takes long, and the device's own tests run what the page shows."""
+SLOW = ("docs/device.md", "README.md")
+"""torch.compile takes long, and the device's own tests run what the page shows; the README is run
+as a script by `tests/test_examples.py`."""
 
 
 @pytest.mark.parametrize(
