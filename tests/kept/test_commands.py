@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,6 +20,8 @@ from skyward.cli.main import sky as command
 from skyward.compute.quoting import without_end
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
+
+from .conftest import QUIET
 
 Script = Callable[[str], "subprocess.Popen[str]"]
 
@@ -100,6 +103,36 @@ def test_down_says_what_could_not_be_written_back(home: Path, tmp_path: Path) ->
     said = run("down", "data").stderr
     assert f"data: not written back: node 0: {target}: file://{bucket}" in said
     assert (target / "new").read_text() == "new"
+
+
+@pytest.mark.parametrize("verb", ["down", "stop"])
+def test_folders_that_were_sent_come_back(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Where nodes are on other machines; here, these stand for such nodes."""
+    monkeypatch.setattr("skyward.compute.volumes.is_here", lambda provider: False)
+    monkeypatch.setattr("skyward.compute.volumes._mounts_folders", lambda provider: False)
+    sources = [tmp_path / name for name in ("here", "gone")]
+    for source in sources:
+        source.mkdir()
+        (source / "both").write_text("old")
+    volumes = [sky.Volume(str(source), f"{source}-there") for source in sources]
+    with sky.Compute(name="data", volumes=volumes, keep=600, options=QUIET):
+        pass
+    here, gone = sources
+    Path(f"{here}-there", "made").write_text("made")
+    for place in (here, Path(f"{here}-there")):
+        (place / "both").write_text(str(place))
+    shutil.rmtree(gone)
+
+    said = run(verb, "data")
+
+    assert (here / "made").read_text() == "made"
+    assert "; 1 file brought back" in said.stdout
+    assert f"data: not written back: {here / 'both'} stays as it is: it has changed" in said.stderr
+    assert f"data: not written back: {gone}: there is no such folder on this machine" in said.stderr
+    if verb == "stop":
+        run("down", "data")
 
 
 def test_down_without_a_name_leaves_pools_that_stay_alone(bench: str) -> None:

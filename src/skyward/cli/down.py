@@ -92,13 +92,19 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     if output.wants_json():
         output.as_json(
             [
-                {"id": each.pool, "removed": each.removed, "failures": each.failures}
+                {
+                    "id": each.pool,
+                    "removed": each.removed,
+                    "failures": each.failures,
+                    "brought_back": each.brought,
+                    "not_written_back": each.unwritten,
+                }
                 for each in outcomes
             ]
         )
     else:
         for pool, each in zip(chosen, outcomes, strict=True):
-            click.echo(said(each) + _cost(pool, each))
+            click.echo(said(each) + brought_back(each) + _cost(pool, each))
         if not outcomes:
             click.echo("nothing was left behind")
     if failures := failed(outcomes):
@@ -128,6 +134,13 @@ def said(cleaned: Cleaned, besides: Sequence[str] = ()) -> str:
     if parts:
         return f"{name}: {', '.join(parts)} removed"
     return f"{name}: {'nothing removed' if cleaned.failures else 'no machine was left'}"
+
+
+def brought_back(cleaned: Cleaned) -> str:
+    """How many files came back from the nodes, in words."""
+    if not cleaned.brought:
+        return ""
+    return f"; {cleaned.brought} file{'s' * (cleaned.brought > 1)} brought back"
 
 
 def failed(outcomes: Iterable[Cleaned]) -> str:

@@ -6,6 +6,7 @@ import click
 
 from skyward.cli import names, output
 from skyward.cli.commands import Command
+from skyward.cli.down import brought_back
 
 
 @click.command(cls=Command)
@@ -18,9 +19,17 @@ def stop(name: str, force: bool) -> None:
     """
     from skyward.compute.restarting import stop_pool
 
-    for each in stop_pool(name, force=force):
+    stopped = stop_pool(name, force=force)
+    for each in stopped.unwritten:
         click.echo(f"{name}: not written back: {each}", err=True)
     if output.wants_json():
-        output.as_json({"name": name, "state": "stopped"})
+        output.as_json(
+            {
+                "name": name,
+                "state": "stopped",
+                "brought_back": stopped.brought,
+                "not_written_back": stopped.unwritten,
+            }
+        )
     else:
-        click.echo(f"{name}: stopped; `sky start {name}` starts it again")
+        click.echo(f"{name}: stopped{brought_back(stopped)}; `sky start {name}` starts it again")

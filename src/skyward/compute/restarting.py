@@ -5,6 +5,7 @@ from __future__ import annotations
 from skyward.compute import Compute
 from skyward.errors import PoolError
 from skyward.nodes import keeping
+from skyward.nodes.cleaning import Cleaned
 from skyward.nodes.journal import Journal
 from skyward.nodes.occupancy import end, recorded_pools
 
@@ -12,10 +13,10 @@ STOPPABLE = ("local", "ssh")
 """The providers whose machines are the user's own: without its workers, a pool costs nothing."""
 
 
-def stop_pool(name: str, *, force: bool) -> tuple[str, ...]:
+def stop_pool(name: str, *, force: bool) -> Cleaned:
     """End the agents and workers of a pool, and keep its record.
 
-    Returns which volumes could not be written back, and why.
+    The result says what came back from the nodes, and what did not.
     """
     record = keeping.read(name)
     if record.provider not in STOPPABLE:
@@ -31,7 +32,7 @@ def stop_pool(name: str, *, force: bool) -> tuple[str, ...]:
     cleaned = end(journal, pool, record, force=force, stop=True)
     if cleaned.failures:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
-    return cleaned.unwritten
+    return cleaned
 
 
 def start_pool(name: str) -> int:

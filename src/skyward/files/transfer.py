@@ -131,11 +131,13 @@ def bring(
     target: Path,
     brought: dict[str, FileItem],
     told: Told = lambda what: None,
+    progress: Told | None = None,
 ) -> Synced:
     """Write here what has changed in a node's folder since it was sent; nothing is removed here.
 
     A file that has changed here, too, is not overwritten, unless it is as in `brought`: what came
-    from nodes before, to which this adds.
+    from nodes before, to which this adds. `told` hears of such files, and of the progress, unless
+    `progress` does.
     """
     channel = connection.channel
     # The node says what it was sent, since that may have been another client's doing.
@@ -171,7 +173,7 @@ def bring(
                 tree.add(number_of[number], body[at : at + length], last)
                 at += length
             came += at
-            told(f"bringing files back, {came / 1e6:.1f} MB")
+            (progress or told)(f"bringing files back, {came / 1e6:.1f} MB")
             more = reply.more
         result: dict[str, Any] = tree.finish()
     finally:

@@ -40,7 +40,9 @@ class Cleaned:
     failures: tuple[str, ...]
     """Why something is left; if anything is, the pool stays in the journal."""
     unwritten: tuple[str, ...] = ()
-    """Which volumes could not be written back before their machines went, and why."""
+    """What could not be written back before the machines went, and why."""
+    brought: int = 0
+    """How many files came back into folders of this machine that the nodes had."""
 
 
 def clean(journal: Journal, pool: PoolRecord) -> Cleaned:

@@ -114,18 +114,24 @@ class Deliveries:
             )
 
     def write_back(
-        self, nodes: Sequence[int], told: Callable[[str], None], *, last: bool = False
+        self,
+        nodes: Sequence[int],
+        told: Callable[[str], None],
+        progress: Callable[[str], None] | None = None,
+        *,
+        last: bool = False,
     ) -> Synced:
         """Write what functions have written into volumes to where these come from.
 
-        With `last`, the volumes go, too.
+        With `last`, the volumes go, too. `told` hears of what does not come back, and of the
+        progress, unless `progress` does.
         """
         done = Synced()
         problems: dict[tuple[object, int], PoolError] = {}
         for what in ("write back", "unmount") if last else ("write back",):
             for volume, node in itertools.product(self._volumes, nodes):
                 try:
-                    done += Synced(files=self._tell_node(node, what, volume, told))
+                    done += Synced(files=self._tell_node(node, what, volume, progress or told))
                 except PoolError as problem:
                     problems[volume, node] = problem
         for delivery in self._deliveries:
@@ -135,7 +141,7 @@ class Deliveries:
                 continue
             for node in nodes if delivery.folder.back else ():
                 try:
-                    done += self._bring(delivery, node, told)
+                    done += self._bring(delivery, node, told, progress)
                 except PoolError as problem:
                     problems[delivery, node] = problem
         if problems:
@@ -144,11 +150,19 @@ class Deliveries:
             raise PoolError(told_problems) from next(iter(problems.values()))
         return done
 
-    def _bring(self, delivery: Delivery, node: int, told: Callable[[str], None]) -> Synced:
+    def _bring(
+        self,
+        delivery: Delivery,
+        node: int,
+        told: Callable[[str], None],
+        progress: Callable[[str], None] | None,
+    ) -> Synced:
         folder = delivery.folder
         try:
             with self._open(node, "files") as connection:
-                return bring(connection, folder.root, folder.source, delivery.brought, told)
+                return bring(
+                    connection, folder.root, folder.source, delivery.brought, told, progress
+                )
         except (SkywardError, OSError, EOFError) as problem:
             raise PoolError(f"{folder.source}: node {node}: {problem}") from problem
 

@@ -13,6 +13,7 @@ from skyward.console.measures import duration
 from skyward.errors import PoolError, SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.cleaning import Cleaned, clean
+from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import MachinesGone, ReachedPool, check_here, provider_of
@@ -86,10 +87,11 @@ def end(
 ) -> Cleaned:
     """End a pool that stays; without `force`, only if nobody uses it.
 
-    Its nodes write their volumes back first. If no agent answers, its machines are removed all the
-    same. With `stop`, the record stays.
+    Its nodes write their volumes back first, and folders of this machine that they have come back.
+    If no agent answers, its machines are removed all the same. With `stop`, the record stays.
     """
-    unwritten: tuple[str, ...] = ()
+    unwritten: list[str] = []
+    brought = 0
     with contextlib.ExitStack() as held:
         if not record.stopped:
             if not force:
@@ -102,7 +104,8 @@ def end(
             else:
                 head.close()
                 held.enter_context(reached.lock(force=force))
-                unwritten = _write_back(reached)
+                unwritten += _write_back(reached)
+                brought = _bring_back(reached, unwritten)
                 reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
         # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
@@ -116,10 +119,10 @@ def end(
             keeping.write(record)
         elif not stop:
             keeping.forget(record.name, record.id)
-    return dataclasses.replace(cleaned, unwritten=unwritten)
+    return dataclasses.replace(cleaned, unwritten=tuple(unwritten), brought=brought)
 
 
-def _write_back(pool: ReachedPool) -> tuple[str, ...]:
+def _write_back(pool: ReachedPool) -> list[str]:
     """Have every node write its volumes back; returns what failed."""
     problems = []
     for node in pool.nodes:
@@ -130,4 +133,34 @@ def _write_back(pool: ReachedPool) -> tuple[str, ...]:
                     pass
         except (SkywardError, OSError, EOFError) as problem:
             problems.append(f"node {node}: {problem}")
-    return tuple(problems)
+    return problems
+
+
+def _bring_back(pool: ReachedPool, problems: list[str]) -> int:
+    """Bring back the folders that nodes got from this machine; returns how many files came.
+
+    Adds what does not come to the problems.
+    """
+    if pool.record.inside:
+        return 0
+    try:
+        folders: tuple[SentFolder, ...] = keeping.unpickled(pool.record).get("folders", ())
+    except PoolError as problem:
+        problems.append(f"folders that were sent: {problem}")
+        return 0
+    brought = 0
+    for folder in folders:
+        if not folder.back:
+            continue
+        if not folder.source.is_dir():
+            problems.append(
+                f"{folder.source}: there is no such folder on this machine, so what tasks wrote to "
+                "its copies on nodes does not come back"
+            )
+            continue
+        delivery = Deliveries((folder,), (), pool.service)
+        try:
+            brought += delivery.write_back(pool.nodes, problems.append, lambda what: None).files
+        except PoolError as problem:
+            problems.append(str(problem))
+    return brought
