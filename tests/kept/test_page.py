@@ -1,23 +1,44 @@
-"""Pools that stay on the page: their nodes without a client, and their calls with one."""
+"""Pools that stay on the page: their nodes, and the calls of all clients."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.compute.attaching import reach
+from skyward.compute.workbench.jobs import start_script
+from skyward.page import metrics
 from skyward.page.gathering import Gathering
 
-from .conftest import QUIET
+from .conftest import QUIET, Script
 
 
 @sky.function
 def three() -> int:
     return 3
+
+
+@sky.function
+def say() -> None:
+    print("said")
+
+
+@sky.function
+def fail() -> None:
+    raise ValueError("no luck")
+
+
+@sky.function(retries=0)
+def die() -> None:
+    os._exit(3)
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +76,127 @@ def test_a_pool_without_a_client_shows_its_nodes(told: Iterator[dict[str, Any]])
     assert all(0 < row[2] < row[3] for row in sample["usage"])
 
 
-def test_a_client_that_attaches_shows_its_calls_instead(
+def after(told: Iterator[dict[str, Any]], wanted: Callable[[dict[str, Any]], Any]) -> Any:
+    """What `wanted` returns for the first message for which it returns something."""
+    deadline = time.monotonic() + 30
+    for message in told:
+        if (found := wanted(message)) or time.monotonic() > deadline:
+            break
+    assert found, "it was not told"
+    return found
+
+
+def ended_call(name: str) -> Callable[[dict[str, Any]], list[Any] | None]:
+    return lambda message: next(
+        (call for call in message.get("ended", ()) if call[1] == name), None
+    )
+
+
+def test_calls_of_every_client_are_shown_with_the_client(
+    kept: str, script: Script, told: Iterator[dict[str, Any]]
+) -> None:
+    pool = next(message for message in told if message["type"] == "pool")
+    clients = dict(pool["clients"])
+
+    def noted(message: dict[str, Any]) -> dict[str, Any]:
+        clients.update(message.get("clients", {}))
+        return message
+
+    told = map(noted, told)
+    other = script(f"""
+        @sky.function
+        def from_afar():
+            print("far away")
+        with sky.attach({kept!r}) as compute:
+            from_afar() >> compute
+            sys.stdin.readline()
+    """)
+    far = after(told, ended_call("from_afar"))
+    with sky.attach(kept) as compute:
+        assert three() >> compute == 3
+        near = after(told, ended_call("three"))
+        with pytest.raises(ValueError, match="no luck"):
+            fail() >> compute
+        failed = after(
+            told, lambda message: [n for n in message.get("notes", ()) if n["name"] == "fail"]
+        )
+    other.communicate("\n", timeout=30)
+    assert near[6:8] == ["ok", near[7]]
+    assert far[2:4] in ([0, 0], [1, 0])
+    assert clients[near[7]]["pid"] == str(os.getpid())
+    assert clients[far[7]]["pid"] == str(other.pid)
+    assert failed[0]["error"] == "ValueError: no luck"
+
+
+def test_what_happened_before_somebody_looked_is_shown(
     kept: str, told: Iterator[dict[str, Any]]
 ) -> None:
-    alone = next(message for message in told if message["type"] == "pool")
-    assert alone["pool"].endswith("-kept")
     with sky.attach(kept) as compute:
-        shown = next(message for message in told if message["type"] == "pool")
-        assert shown["pool"] != alone["pool"]
-        gone = next(message for message in told if message["type"] == "gone")
-        assert gone["pool"] == alone["pool"]
+        say() @ compute
+    gathering = Gathering([kept])
+    viewer = gathering.join()
+    try:
+        pool = next(
+            message
+            for batch in iter(lambda: viewer.next(30), None)
+            for message in json.loads(batch or "[]")
+            if message["type"] == "pool"
+        )
+        measured = wait_for_metrics(gathering, kept)
+    finally:
+        gathering.leave(viewer)
+        gathering.close()
+    assert sorted(call[2] for call in pool["ended"] if call[1] == "say") == [0, 1]
+    lines = [line for line in pool["lines"] if line[5] == "say"]
+    assert sorted((line[1], line[4]) for line in lines) == [(0, "said"), (1, "said")]
+    assert {line[6] for line in lines} <= pool["clients"].keys()
+    assert len(pool["workers"]) == 2
+    assert 'outcome="failed"' in measured
+    counted = re.findall(r"skyward_call_seconds_count\{[^}]*\} (\d+)", measured)
+    ended = re.findall(r'skyward_calls_total\{[^}]*outcome="(?:succ|fail)\w+"\} (\d+)', measured)
+    assert len(counted) == 1, "a pool is counted once"
+    assert int(counted[0]) == sum(map(int, ended)) >= 2
+
+
+def wait_for_metrics(gathering: Gathering, name: str) -> str:
+    while f'pool="{name}"' not in (text := metrics.text(gathering.measure())):
+        time.sleep(0.05)
+    return text
+
+
+def test_a_client_here_adds_what_only_it_knows(kept: str, told: Iterator[dict[str, Any]]) -> None:
+    alone = next(message for message in told if message["type"] == "pool")
+    with sky.attach(kept) as compute:
         assert three() >> compute == 3
-        changes = next(message for message in told if message.get("ended"))
-        assert (changes["pool"], changes["ended"][0][1]) == (shown["pool"], "three")
-    again = next(message for message in told if message["type"] == "pool")
-    assert again["pool"] == alone["pool"]
+        sample = next(m for m in told if m["type"] == "sample" and m["sent"])
+        assert sample["pool"] == alone["pool"]
+        assert sample["succeeded"] >= 1
+
+
+def test_a_job_is_shown_with_its_output(
+    kept: str, tmp_path: Path, told: Iterator[dict[str, Any]]
+) -> None:
+    place = tmp_path / "hello.py"
+    place.write_text("print('hello from a job')\n")
+    assert next(message for message in told if message["type"] == "pool")
+    with reach(kept) as pool:
+        started = start_script(pool, 0, place)
+    lines: list[list[Any]] = []
+    states: set[str] = set()
+
+    def noted(message: dict[str, Any]) -> bool:
+        lines.extend(line for line in message.get("lines", ()) if line[7] == started)
+        states.update(job["state"] for job in message.get("jobs", ()) if job["id"] == started)
+        return bool(lines) and "done" in states
+
+    assert after(told, noted)
+    assert [line[1:5] for line in lines] == [[0, None, "stdout", "hello from a job"]]
+
+
+def test_a_call_whose_worker_dies_is_not_shown_as_running(
+    kept: str, told: Iterator[dict[str, Any]]
+) -> None:
+    assert next(message for message in told if message["type"] == "pool")
+    with sky.attach(kept) as compute, pytest.raises(sky.WorkerDiedError):
+        die() >> compute
+    assert after(told, ended_call("die"))[6] == "lost"

@@ -75,7 +75,7 @@ def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
 
 def test_a_long_line_of_a_task_is_kept_whole(tmp_path: Path) -> None:
     text = "\x00" * 300_000 + "\n"
-    task_output.TaskOutput(str(tmp_path), 0, 0).write("stdout", text)
+    task_output.TaskOutput(str(tmp_path), 0, 0).write("stdout", text, "f")
     lines = task_output.TaskOutputReader(tmp_path, None).next_lines()
     assert text.endswith("".join(each.text for each in lines))
     assert sum(len(each.text) for each in lines) > 100_000

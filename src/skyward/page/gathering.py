@@ -1,4 +1,7 @@
-"""Gathering: the pools of all processes of this user, seen through their doors."""
+"""Gathering: the pools of all processes of this user, seen through their doors, and kept pools.
+
+A kept pool is shown once, by what its agents tell; its clients here add what only they know.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from typing import Any
 
 from skyward.nodes import keeping
 from skyward.page.hub import Viewer
-from skyward.page.kept import KeptWatch
+from skyward.page.kept import KeptWatch, key_of_kept
+from skyward.page.kept_state import changes_of_client
 from skyward.page.sockets import VIEW, addresses, connect
 
 LOOK_SECONDS = 1.0
 """How often new processes are looked for."""
 SILENCE_SECONDS = 30.0
 """A process that sends nothing for so long, though it should every 5 s, is given up."""
+AGAIN_SECONDS = 5.0
+"""How long a kept pool that could not be reached is left alone."""
 LINE_MOST = 64 << 20
 MEASURE_SECONDS = 3.0
 
@@ -33,9 +39,13 @@ class _Watching:
         self._open: dict[str, socket.socket] = {}
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._staying: dict[str, KeptWatch] = {}
+        self._tried: dict[str, float] = {}
+        """When each kept pool was last begun to be watched."""
         self._shown: set[str] = set()
         """The pools that processes here show."""
-        self._staying: dict[str, KeptWatch] = {}
+        self._clients: dict[str, dict[str, Any]] = {}
+        """The last samples of processes here that are clients of pools that stay."""
         hello = [{"type": "hello", "time": time.time(), "pid": 0}]
         self.viewer.put(json.dumps(hello))
         self._start(self._look)
@@ -63,18 +73,33 @@ class _Watching:
             self._ended.wait(LOOK_SECONDS)
 
     def _look_at_kept(self) -> None:
-        """Measure the pools that stay and that no process here shows."""
+        """Have a watch for each of the pools that stay."""
+        now = time.monotonic()
         for name in keeping.names():
             watch = self._staying.get(name)
             wanted = not self._names or name in self._names
-            if wanted and (watch is None or not watch.is_alive) and not self._ended.is_set():
-                self._staying[name] = KeptWatch(name, self._tell, self._is_shown)
+            waits = now - self._tried.get(name, -AGAIN_SECONDS) < AGAIN_SECONDS
+            if wanted and not waits and (watch is None or not watch.is_alive):
+                self._tried[name] = now
+                if not self._ended.is_set():
+                    self._staying[name] = KeptWatch(name, self._tell, self._samples_of)
 
-    def _is_shown(self, pool: str) -> bool:
-        return any(key.startswith(f"{pool}-") for key in list(self._shown))
+    def _samples_of(self, pool: str) -> list[dict[str, Any]]:
+        """The last samples of the clients of a kept pool on this machine."""
+        known = list(self._clients.items())
+        return [sample for key, sample in known if sample and key.rpartition("-")[0] == pool]
 
     def _tell(self, messages: list[dict[str, Any]]) -> None:
-        self.viewer.put(json.dumps(messages))
+        replaced = []
+        for message in messages:
+            if message["type"] == "pool":
+                # A client that has made the pool was shown before the pool was one that stays.
+                client = message["pool"].rpartition("-")[0]
+                for key in [each for each in self._shown if each.rpartition("-")[0] == client]:
+                    self._clients[key] = {}
+                    self._shown.discard(key)
+                    replaced.append({"type": "replaced", "pool": key})
+        self.viewer.put(json.dumps(replaced + messages))
 
     def _read(self, address: str, connection: socket.socket) -> None:
         pools: set[str] = set()
@@ -92,7 +117,11 @@ class _Watching:
                 self._open.pop(address, None)
             self._shown -= pools
             now = time.time()
-            gone = [{"type": "gone", "pool": pool, "time": now} for pool in pools]
+            gone = [
+                {"type": "gone", "pool": pool, "time": now}
+                for pool in pools
+                if self._clients.pop(pool, None) is None
+            ]
             if gone:
                 self.viewer.put(json.dumps(gone))
 
@@ -105,13 +134,29 @@ class _Watching:
             pool = message.get("pool")
             if message["type"] == "pool" and (not self._names or message["name"] in self._names):
                 pools.add(pool)
-                self._shown.add(pool)
-            if pool in pools:
+                if keeping.find(pool.rpartition("-")[0]) is not None:
+                    self._clients[pool] = {}
+                else:
+                    self._shown.add(pool)
+            if pool in self._clients:
+                kept += self._of_client(pool, message)
+            elif pool in pools:
                 kept.append(message)
             if message["type"] == "gone":
                 pools.discard(pool)
                 self._shown.discard(pool)
+                self._clients.pop(pool, None)
         return json.dumps(kept) if kept else ""
+
+    def _of_client(self, pool: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """What a client of a kept pool adds to what the pool's agents tell."""
+        if message["type"] == "sample":
+            self._clients[pool] = message
+        if message["type"] != "changes":
+            return []
+        key = key_of_kept(pool.rpartition("-")[0])
+        changes = changes_of_client(key, message["notes"])
+        return [] if changes is None else [changes]
 
     def end(self) -> None:
         self._ended.set()
@@ -168,7 +213,7 @@ class Gathering:
                 )
                 self._measuring = watching, thread
                 thread.start()
-        if first and addresses():
+        if first and (addresses() or keeping.names()):
             self._sampled.wait(MEASURE_SECONDS)
         known = list(self._snapshots.items())
         return [(each, self._samples[pool]) for pool, each in known if pool in self._samples]
@@ -190,7 +235,7 @@ class Gathering:
         match message["type"]:
             case "pool":
                 self._snapshots[pool] = message
-            case "gone":
+            case "gone" | "replaced":
                 self._snapshots.pop(pool, None)
                 self._samples.pop(pool, None)
             case "sample":

@@ -1,11 +1,8 @@
-"""Kept pools on the page: measured through their agents while no client of theirs shows them.
-
-Their calls are known to their clients alone, so a pool without a client shows its nodes.
-"""
+"""Kept pools on the page: what their agents tell of nodes, calls, output, jobs and clients."""
 
 from __future__ import annotations
 
-import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -15,115 +12,114 @@ from skyward.errors import SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import ReachedPool
-from skyward.page.sampling import rates
-from skyward.page.state import BUCKETS
-from skyward.wire.asking import ServiceConnection
+from skyward.page.kept_state import KeptState
+from skyward.page.node_watch import NodeWatch, Reports
 
+TICK_SECONDS = 0.1
 SAMPLE_SECONDS = 2.0
-_COUNTS = ("submitted", "succeeded", "failed", "cancelled", "retried", "nodes_lost")
-_NUMBERS = (*_COUNTS, "waiting", "sent", "received", "call_seconds")
+ANSWER_SECONDS = 1.0
+"""How long the first look at a pool waits for its agents."""
+
+Messages = list[dict[str, Any]]
+
+
+def key_of_kept(pool: str) -> str:
+    """What names a kept pool on a page; its clients on this machine have keys of their own."""
+    return f"{pool}-kept"
 
 
 class KeptWatch:
-    """Measures one kept pool on a thread of its own, until it is ended or does not answer."""
+    """Shows one kept pool, on a thread of its own, until it is ended or the pool is."""
 
     def __init__(
         self,
         name: str,
-        tell: Callable[[list[dict[str, Any]]], object],
-        is_shown: Callable[[str], bool],
+        tell: Callable[[Messages], object],
+        clients: Callable[[str], Messages],
     ) -> None:
-        """`is_shown` says whether a client shows the pool of an id, which is better."""
+        """`clients` returns the last samples of the clients on this machine of a pool's id."""
         self.name = name
-        self._tell, self._is_shown = tell, is_shown
+        self._tell, self._clients = tell, clients
         self._ended = threading.Event()
-        self._connections: dict[int, ServiceConnection] = {}
-        self._before: dict[int, tuple[float, int, int]] = {}
-        self._lock = threading.Lock()
+        self._reports: Reports = queue.SimpleQueue()
+        self._watches: dict[int, NodeWatch] = {}
         self._thread = threading.Thread(target=self._run, name="skyward-kept", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the pool is still measured."""
+        """Whether the pool is still shown."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """End the connections and the thread."""
+        """End the connections and the threads."""
         self._ended.set()
-        self._abort()
         self._thread.join()
 
     def _run(self) -> None:
-        key = ""
+        shown = ""
         try:
             record = keeping.read(self.name)
-            if record.stopped or self._is_shown(record.id):
+            if record.stopped:
                 return
-            pool = ReachedPool(record)
-            key = f"{record.id}-kept"
-            self._tell([_snapshot(record, key)])
-            while not self._ended.is_set() and not self._is_shown(record.id):
-                usage = self._measure(pool)
-                self._tell([_sample(record, key, usage)])
-                self._ended.wait(SAMPLE_SECONDS)
+            state = KeptState(record, key_of_kept(record.id))
+            self._watch(record)
+            self._await_answers(state)
+            shown = state.key
+            self._tell([state.snapshot()])
+            self._show(record, state)
         except (SkywardError, OSError, EOFError):
             pass  # it is gone, or out of reach; who looks for kept pools tries again
         finally:
-            self._abort()
-            for connection in self._connections.values():
-                with contextlib.suppress(OSError):
-                    connection.close()
-            if key:
-                self._tell([{"type": "gone", "pool": key, "time": time.time()}])
+            self._close(self._watches)
+            if shown:
+                self._tell([{"type": "gone", "pool": shown, "time": time.time()}])
 
-    def _measure(self, pool: ReachedPool) -> list[list[Any]]:
-        rows: list[list[Any]] = []
-        for node in pool.nodes:
-            connection = self._connections.get(node)
-            if connection is None:
-                connection = pool.service(node, "usage")
-                with self._lock:
-                    self._connections[node] = connection
-                    if self._ended.is_set():
-                        return rows
-            told = connection.ask("usage")
-            received, sent = told["network_received"], told["network_sent"]
-            rows.append(
-                [
-                    node,
-                    told["cpu_percent"],
-                    told["memory_used"],
-                    told["memory_total"],
-                    *rates(self._before, node, received, sent),
-                    told["gpus"],
-                    received,
-                    sent,
-                ]
-            )
-        return rows
+    def _watch(self, record: KeptPool) -> None:
+        """Have a watch for every node of the record, and for no other."""
+        there = {node.index for node in record.nodes}
+        self._close(
+            {index: self._watches.pop(index) for index in [*self._watches] if index not in there}
+        )
+        new = there - self._watches.keys()
+        if new:
+            pool = ReachedPool(record)
+            for index in sorted(new & set(pool.nodes)):
+                self._watches[index] = NodeWatch(pool, index, self._reports)
 
-    def _abort(self) -> None:
-        with self._lock:
-            for connection in self._connections.values():
-                with contextlib.suppress(OSError):
-                    connection.channel.abort()
+    @staticmethod
+    def _close(watches: dict[int, NodeWatch]) -> None:
+        for watch in watches.values():
+            watch.end()
+        for watch in watches.values():
+            watch.join()
 
+    def _await_answers(self, state: KeptState) -> None:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not state.all_answered and not self._ended.is_set():
+            try:
+                report = self._reports.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            state.take([report])
 
-def _snapshot(record: KeptPool, key: str) -> dict[str, Any]:
-    nodes = [
-        [node.index, "ready", node.address, node.accelerator, node.accelerators, ""]
-        for node in record.nodes
-    ]
-    empty: dict[str, Any] = {"running": [], "ended": [], "lines": [], "notes": [], "workers": []}
-    about = {"type": "pool", "pool": key, "name": record.name, "provider": record.provider}
-    return about | {"nodes": nodes} | empty
-
-
-def _sample(record: KeptPool, key: str, usage: list[list[Any]]) -> dict[str, Any]:
-    hourly = record.hourly_cost
-    cost = None if hourly is None else hourly * (time.time() - record.created) / 3600
-    numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 0)
-    about = {"type": "sample", "pool": key, "time": time.time(), "usage": usage, "devices": []}
-    more = {"cost": cost, "hourly_cost": hourly, "buckets": [0] * (len(BUCKETS) + 1)}
-    return numbers | about | more
+    def _show(self, record: KeptPool, state: KeptState) -> None:
+        sampled, first = time.monotonic(), True
+        while not self._ended.wait(TICK_SECONDS):
+            reports = []
+            while not self._reports.empty():
+                reports.append(self._reports.get())
+            changes = state.take(reports)
+            messages = [] if changes is None else [changes]
+            if time.monotonic() - sampled >= SAMPLE_SECONDS or (first and state.is_measured):
+                sampled, first = time.monotonic(), False
+                found = keeping.read(self.name)
+                if found.id != record.id or found.stopped:
+                    return
+                if found.nodes != record.nodes:
+                    record = found
+                    self._watch(record)
+                    messages += state.renew(record)
+                messages.append(state.sample(self._clients(record.id)))
+            if messages:
+                self._tell(messages)

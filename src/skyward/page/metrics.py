@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from skyward.page.state import BUCKETS
+from skyward.worker.task_board import BUCKETS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -118,6 +118,9 @@ def _nodes(
 def _devices(families: _Families, pool: Labels, sample: Mapping[str, Any]) -> None:
     for row in sample["devices"]:
         at = {**pool, "device": f"sky:{row['device']}", "node": row["node"], "kind": row["kind"]}
+        if "process" in row:
+            # Several clients of a pool have a device of the same name.
+            at["process"] = row["process"]
         families.add("skyward_device_operations_total", row["operations"], at)
         families.add("skyward_device_waits_total", row["waits"], at)
         families.add("skyward_device_bytes_total", row["sent"], {**at, "direction": "sent"})

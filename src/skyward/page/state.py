@@ -33,6 +33,7 @@ from skyward.events import (
     as_dict,
 )
 from skyward.pool import Pool
+from skyward.worker.task_board import BUCKETS
 
 CALLS_KEPT = 1000
 LINES_KEPT = 500
@@ -41,8 +42,6 @@ CALLS_A_TIME = 300
 """How many calls that ended are told one by one at a time; the others are only counted."""
 LINES_A_TIME = 200
 EVENTS_WAITING = 50_000
-BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0, 1800.0)
-"""The bounds, in seconds, between which calls are counted by how long they ran."""
 LINE_MOST = 2000
 """How many characters of a line of output are told."""
 

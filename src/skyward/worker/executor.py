@@ -53,7 +53,7 @@ from skyward.worker.config import ExecutorConfig
 from skyward.worker.debugging import Debuggers
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
-from skyward.worker.inspection import Inspection, TaskBoard
+from skyward.worker.inspection import Inspection
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox
@@ -63,6 +63,7 @@ from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
 from skyward.worker.running import JobRunner, Leave
 from skyward.worker.streams import InputStream
+from skyward.worker.task_board import TaskBoard
 from skyward.worker.task_output import TaskOutput
 
 
@@ -119,7 +120,8 @@ class Executor:
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         self._client.emit(task, stream, text, transient)
         if self._kept_output is not None and text and not transient:
-            self._kept_output.write(stream, text)
+            job = self._running.get(task)
+            self._kept_output.write(stream, text, job.run.name if job is not None else "")
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if hello.role == PEER:
@@ -358,12 +360,15 @@ class Executor:
                     return
                 job.thread = threading.get_ident()
                 self._running[job.run.task] = job
-            self._board.begin(slot, job.run.task, job.run.name)
+            board = self._board.rings[slot]
+            board.begin(job.run.task, job.run.name)
+            answer: Message | None = None
             try:
                 outcome = self._runner.run(job, self._client, self._definitions)
+                answer = outcome[0]
             finally:
                 self._running.pop(job.run.task, None)
-                self._board.end(slot)
+                board.end(answer)
             self._client.send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.

@@ -17,15 +17,9 @@ from pathlib import Path
 import msgspec
 
 from skyward import kernel
-from skyward.worker.inspection import (
-    DUMP,
-    BoardEntry,
-    ChildStacks,
-    ChildThread,
-    TaskBoard,
-    board_file,
-)
+from skyward.worker.inspection import DUMP, ChildStacks, ChildThread
 from skyward.worker.process import ChildProcess
+from skyward.worker.task_board import BoardTask, TaskBoard, board_file
 
 PATIENCE = 1.0
 """How long a child has to answer in Python; then the agent sends the signal."""
@@ -44,7 +38,7 @@ class Sighting:
     """Where a child process is."""
 
     threads: list[ChildThread] = field(default_factory=list)
-    tasks: list[BoardEntry] = field(default_factory=list)
+    tasks: list[BoardTask] = field(default_factory=list)
     answered: bool = True
     """Whether the child answered in Python: it does not while C code holds the interpreter."""
     problem: str = ""
@@ -62,7 +56,8 @@ class StackSource:
         self._pipe, self.pipe = os.pipe()
         self.board = board_file(slots) if slots else -1
         """Descriptors for the child, which inherits them: its pipe, and its board."""
-        self._board = TaskBoard(self.board, slots) if slots else None
+        self.tasks = TaskBoard(self.board, slots) if slots else None
+        """What the child shows of its tasks; closed with this."""
         self._lock = threading.Lock()
         self._number = 0
         self._teller = 0
@@ -73,7 +68,7 @@ class StackSource:
     @property
     def inherited(self) -> tuple[int, ...]:
         """The descriptors that the child inherits."""
-        return (self.pipe,) if self._board is None else (self.pipe, self.board)
+        return (self.pipe,) if self.tasks is None else (self.pipe, self.board)
 
     def handed_over(self) -> None:
         """Close the child's ends: the child has them, or did not start."""
@@ -85,15 +80,15 @@ class StackSource:
         with self._lock:
             self._open = False
             os.close(self._pipe)
-            if self._board is not None:
-                self._board.close()
+            if self.tasks is not None:
+                self.tasks.close()
 
     def look(self, child: ChildProcess) -> Sighting:
         """Where the child is now; takes two seconds if the child does not answer at all."""
         with self._lock:
             if not self._open:
                 return _ENDED
-            tasks = self._board.read() if self._board is not None else []
+            tasks = self.tasks.running() if self.tasks is not None else []
             # What the child said when it started, or answered too late last time.
             for answer in _answers(self._read(0.0)):
                 self._teller = answer.teller
@@ -162,7 +157,10 @@ def described(sighting: Sighting) -> dict[str, object]:
     return {
         "answered": sighting.answered,
         "problem": sighting.problem,
-        "tasks": [(each.task, each.name, each.thread, each.seconds) for each in sighting.tasks],
+        "tasks": [
+            (each.task, each.name, each.thread, time.monotonic() - each.began)
+            for each in sighting.tasks
+        ],
         "threads": [
             (each.ident, each.name, [_described_frame(*frame) for frame in each.frames])
             for each in sighting.threads

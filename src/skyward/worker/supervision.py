@@ -6,6 +6,7 @@ import array
 import contextlib
 import fcntl
 import functools
+import itertools
 import os
 import queue
 import subprocess
@@ -55,6 +56,10 @@ class ExecutorProcess:
     stopped_since: float | None = None
     full: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Since when so many bytes wait in an output pipe, unread and with none added."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """Counts the executors that the agent has started."""
+    is_past: bool = False
+    """Whether the history of the node has taken over what the executor's board shows."""
 
 
 class ExecutorProcesses:
@@ -65,9 +70,13 @@ class ExecutorProcesses:
         config: AgentConfig,
         tell: Callable[[Message], None],
         starts: queue.SimpleQueue[Callable[[], None] | None],
+        ended: Callable[[ExecutorProcess], None] = lambda executor: None,
     ) -> None:
-        """`starts` is the queue of functions that the agent's main thread calls."""
-        self._config, self._tell, self._starts = config, tell, starts
+        """`starts` is the queue of functions that the agent's main thread calls.
+
+        `ended` is called with every executor that has ended, before its board is closed.
+        """
+        self._config, self._tell, self._starts, self._ended = config, tell, starts, ended
         self._running: dict[tuple[int, int], ExecutorProcess] = {}
         self._lock = threading.Lock()
         self._failed_starts: dict[tuple[int, int], int] = {}
@@ -157,6 +166,7 @@ class ExecutorProcesses:
         last_words = self._last_words(executor)
         for end in executor.outputs.values():
             os.close(end)
+        self._ended(executor)
         executor.stacks.close()
         if self._ending:
             return

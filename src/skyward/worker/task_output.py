@@ -1,6 +1,7 @@
 """Task output: the last lines that executors of a pool that stays have written, kept on the node.
 
-Each executor has a log of its own, whose lines are JSON: when, worker, stream, text.
+Each executor has a log of its own, whose lines are JSON: when, worker, stream, text, function and
+process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ KEPT = 1 << 20
 FOLDER = "output"
 _LOCK = "lock"
 _PIECE = 256 << 10
+_NAME = 200
 _ENTRY = 32 << 10
 """How many characters an entry has at most: in JSON, each may take six bytes."""
 
@@ -33,6 +35,10 @@ class TaskLine(msgspec.Struct, array_like=True):
     worker: int
     stream: str
     text: str
+    name: str = ""
+    """The function that has written it."""
+    executor: int = 0
+    """The number of the process."""
 
 
 class TaskOutput:
@@ -54,12 +60,13 @@ class TaskOutput:
             self._log = OutputLog(place, KEPT)
             return
 
-    def write(self, stream: str, text: str) -> None:
-        """Keep what a task has written; on a full disk it is lost."""
-        now = time.time()
+    def write(self, stream: str, text: str, name: str) -> None:
+        """Keep what a task of that name has written; on a full disk it is lost."""
+        now, pid = time.time(), os.getpid()
         with contextlib.suppress(OSError):
             for at in range(0, len(text), _ENTRY):
-                entry = TaskLine(now, self._worker, stream, text[at : at + _ENTRY])
+                part = text[at : at + _ENTRY]
+                entry = TaskLine(now, self._worker, stream, part, name[:_NAME], pid)
                 self._log.write(msgspec.json.encode(entry) + b"\n")
 
 
@@ -117,6 +124,6 @@ def _last(lines: list[TaskLine], count: int) -> list[TaskLine]:
         parts = each.text.splitlines(keepends=True)[-count:] if count > 0 else []
         if not parts:
             break
-        kept.append(TaskLine(each.when, each.worker, each.stream, "".join(parts)))
+        kept.append(msgspec.structs.replace(each, text="".join(parts)))
         count -= len(parts)
     return kept[::-1]

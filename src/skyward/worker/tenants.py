@@ -22,7 +22,8 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Message
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
-from skyward.worker.supervision import ExecutorProcesses
+from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
+from skyward.worker.task_history import PastTasks, Visits
 
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
@@ -34,7 +35,7 @@ Starts = queue.SimpleQueue[Callable[[], None] | None]
 class Tenant:
     """What the agent has for one client."""
 
-    def __init__(self, name: str, config: AgentConfig, starts: Starts) -> None:
+    def __init__(self, name: str, config: AgentConfig, starts: Starts, past: PastTasks) -> None:
         self.name = name
         self.identity: dict[str, str] = {}
         """Who the client is, if the agent was told."""
@@ -46,7 +47,11 @@ class Tenant:
         self.started = False
         """Whether the executors have been started."""
         self.heard = time.monotonic()
-        self.executors = ExecutorProcesses(config, self.tell, starts)
+        self.visits = Visits()
+        """The clients that have used the executors."""
+        self.executors = ExecutorProcesses(
+            config, self.tell, starts, lambda executor: past.add(executor, self.visits)
+        )
         self.devices = DeviceProcesses(config, self.tell)
         self._starts = starts
         self._lock = threading.Lock()
@@ -148,8 +153,11 @@ class Tenants:
         self._config, self._starts = config, starts
         self._lock = threading.RLock()
         self._began = time.monotonic()
+        self.past = PastTasks()
+        """The tasks of executors that have ended."""
         self.first = self._new(config.client)
         self.first.identity = dict(config.identity)
+        self.first.visits.begin(config.client, self.first.identity)
         self.keeps = False
         """Whether the node stays when its clients leave."""
         self.idle_limit = 0.0
@@ -157,11 +165,11 @@ class Tenants:
         self._idle_since: float | None = None
         self._named: dict[str, Tenant] = {config.client: self.first}
         self._chosen: dict[str, tuple[dict[str, str], float]] = {}
-        self._closing: list[threading.Thread] = []
+        self._closing: dict[threading.Thread, Tenant] = {}
         self.compute_pool = list(config.compute_pool)
 
     def _new(self, name: str) -> Tenant:
-        return Tenant(name, self._config, self._starts)
+        return Tenant(name, self._config, self._starts, self.past)
 
     def keep(self, idle: float) -> None:
         """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
@@ -173,6 +181,20 @@ class Tenants:
         """All tenants."""
         with self._lock:
             return list(self._named.values())
+
+    @property
+    def executors(self) -> list[tuple[ExecutorProcess, Visits]]:
+        """All executors, also those that are ended now, and whose they were when."""
+        with self._lock:
+            tenants = {*self._named.values(), *self._closing.values()}
+        return [(each, tenant.visits) for tenant in tenants for each in tenant.executors.all()]
+
+    def identities(self) -> dict[str, dict[str, str]]:
+        """Who the clients are that there are and were, by name, as far as this node was told."""
+        found = self.past.identities()
+        for tenant in self.there:
+            found |= tenant.visits.identities()
+        return found
 
     @property
     def clients(self) -> list[Tenant]:
@@ -213,6 +235,7 @@ class Tenants:
             tenant.pid = pid
             if name in self._chosen:
                 tenant.identity, _ = self._chosen.pop(name)
+            tenant.visits.begin(tenant.name, tenant.identity)
         return tenant
 
     def _new_client(self, name: str) -> Tenant:
@@ -295,11 +318,11 @@ class Tenants:
     def _end(self, tenant: Tenant) -> None:
         with self._lock:
             self._named = {n: each for n, each in self._named.items() if each is not tenant}
-            self._closing = [each for each in self._closing if each.is_alive()]
+            self._closing = {each: of for each, of in self._closing.items() if each.is_alive()}
             # On a thread of its own: executors may take seconds to leave their hooks.
             closing = threading.Thread(target=tenant.close, name="skyward-tenant", daemon=True)
-            self._closing.append(closing)
-        closing.start()
+            self._closing[closing] = tenant
+            closing.start()
 
     def stop_restarting(self) -> None:
         """Neither report nor replace executors that end from now on; safe in a signal handler."""

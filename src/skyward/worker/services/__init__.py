@@ -30,12 +30,15 @@ SERVICE = "service-"
 FOR_CLIENTS = frozenset(
     {
         "about",
+        "activity",
         "clients",
         "copying",
         "exec",
         "files",
+        "forward",
         "jobs",
         "output",
+        "page",
         "stacks",
         "usage",
         "values",

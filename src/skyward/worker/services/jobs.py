@@ -133,10 +133,10 @@ def _follow(node: ServedNode, channel: Channel, request: FollowRequest) -> Any:
         wait_or_leave(channel)
 
 
-def wait_or_leave(channel: Channel) -> None:
+def wait_or_leave(channel: Channel, seconds: float = LOOK_SECONDS) -> None:
     """Wait for a moment; `EOFError` if the client has left, or says anything."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
-    if poll.poll(LOOK_SECONDS * 1000):
+    if poll.poll(seconds * 1000):
         channel.receive()
         raise ProtocolError("a client that follows says nothing")

@@ -11,10 +11,11 @@ from skyward.worker.usage import Gauge
 def serve(node: ServedNode, channel: Channel) -> None:
     """Answer every question with a measurement; the load is since the question before."""
     gauge = Gauge()
-    answer(channel, {"usage": lambda _: _measured(gauge)})
+    answer(channel, {"usage": lambda _: measured(gauge)})
 
 
-def _measured(gauge: Gauge) -> dict[str, object]:
+def measured(gauge: Gauge) -> dict[str, object]:
+    """A measurement, for a reply."""
     usage = gauge.read(0)
     return {
         "cpu_percent": usage.cpu_percent,

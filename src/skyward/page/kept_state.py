@@ -1,0 +1,252 @@
+"""The state of a kept pool as the page shows it, from what its agents tell.
+
+Who is a client of the pool on this machine adds what only clients know: calls that wait, torch
+devices, bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from skyward.nodes.keeping import KeptPool
+from skyward.page.sampling import rates
+from skyward.page.state import CALLS_A_TIME, CALLS_KEPT, LINES_A_TIME, LINES_KEPT, NOTES_KEPT
+from skyward.worker.task_board import BUCKETS
+
+_OF_AGENTS = ("begun", "succeeded", "failed", "cancelled", "call_seconds")
+_OF_CLIENTS = ("retried", "nodes_lost", "waiting", "sent", "received")
+SAME_SECONDS = 2.0
+"""A task is the one that was told if it has the same name and began within so many seconds."""
+NOTES_OF_CLIENTS = frozenset(
+    {"call_retried", "device_opened", "device_closed", "node_lost", "node_failed", "node_stopped"}
+)
+"""The events of a client that the page shows of a kept pool; the agents tell of the others."""
+
+_NOTHING_NEW: dict[str, Any] = {
+    "type": "changes",
+    "started": [],
+    "ended": [],
+    "skipped": 0,
+    "lines": [],
+    "notes": [],
+    "nodes": [],
+}
+
+
+def changes_of_client(key: str, notes: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What to tell of the events of a client of the kept pool with that key; None if nothing."""
+    found = [note for note in notes if note.get("event") in NOTES_OF_CLIENTS]
+    return _NOTHING_NEW | {"pool": key, "notes": found} if found else None
+
+
+class KeptState:
+    """What the page knows of one kept pool; one thread uses it."""
+
+    def __init__(self, record: KeptPool, key: str) -> None:
+        self.key = key
+        self._record = record
+        self._nodes = {node.index: self._row(node.index, "connecting") for node in record.nodes}
+        self._workers: dict[int, int] = {}
+        self._running: dict[str, list[Any]] = {}
+        self._totals: dict[int, dict[str, Any]] = {}
+        self._usage: dict[int, list[Any]] = {}
+        self._before: dict[int, tuple[float, int, int]] = {}
+        self._clients: dict[int, dict[str, dict[str, Any]]] = {}
+        self._jobs: dict[int, list[dict[str, Any]]] = {}
+        self._ended: deque[list[Any]] = deque(maxlen=CALLS_KEPT)
+        self._lines: deque[list[Any]] = deque(maxlen=LINES_KEPT)
+        self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES_KEPT)
+
+    def renew(self, record: KeptPool) -> list[dict[str, Any]]:
+        """Take over the nodes of a record that has changed; returns what to tell of it."""
+        gone = self._nodes.keys() - {node.index for node in record.nodes}
+        self._record = record
+        for index in gone:
+            for known in (self._nodes, self._workers, self._usage, self._clients, self._jobs):
+                known.pop(index, None)
+        for node in record.nodes:
+            self._nodes.setdefault(node.index, self._row(node.index, "connecting"))
+        rows = [[index, "stopped", "", None, 0, ""] for index in sorted(gone)]
+        return [self._changes(nodes=[*rows, *self._nodes.values()])]
+
+    def _row(self, index: int, state: str) -> list[Any]:
+        node = self._record.node(index)
+        if node is None:
+            return [index, state, "", None, 0, ""]
+        return [index, state, node.address, node.accelerator, node.accelerators, ""]
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether every node has told something, or cannot be reached."""
+        return not any(row[1] == "connecting" for row in self._nodes.values())
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the load of every node that can be reached is known."""
+        return all(row[0] in self._usage for row in self._nodes.values() if row[1] == "ready")
+
+    def take(self, reports: Iterable[tuple[int, dict[str, Any]]]) -> dict[str, Any] | None:
+        """Take what agents have told; returns what to tell of it, None if nothing has changed."""
+        news: dict[str, Any] = {"started": [], "ended": [], "lines": [], "notes": [], "nodes": []}
+        for node, told in reports:
+            if node in self._nodes:
+                self._take_one(node, told, news)
+        if not any(news.values()):
+            return None
+        ended = news["ended"]
+        known = [call for call in ended if call[8]]
+        others = [call for call in ended if not call[8]]
+        news["skipped"] = max(0, len(others) - CALLS_A_TIME)
+        news["ended"] = [call[:8] for call in known + others[-CALLS_A_TIME:]]
+        news["lines"] = news["lines"][-LINES_A_TIME:]
+        news["notes"] = news["notes"][-NOTES_KEPT:]
+        self._ended.extend(news["ended"])
+        self._lines.extend(news["lines"])
+        self._notes.extend(news["notes"])
+        return self._changes(**news)
+
+    def _take_one(self, node: int, told: dict[str, Any], news: dict[str, Any]) -> None:
+        if "state" in told:
+            self._nodes[node] = self._row(node, told["state"])
+            news["nodes"].append(self._nodes[node])
+        if told.get("fresh"):
+            # The agent begins again with all that it knows.
+            self._pass_over_told(node, told)
+            self._forget_calls(node, told, news)
+        for task in told.get("tasks", ()):
+            self._take_task(node, task, news)
+        news["lines"] += [[line[0], node, *line[1:]] for line in told.get("lines", ())]
+        if "usage" in told:
+            self._usage[node] = self._usage_row(node, told["usage"])
+        for what, known in (
+            ("totals", self._totals),
+            ("clients", self._clients),
+            ("jobs", self._jobs),
+            ("workers", self._workers),
+        ):
+            if what in told:
+                known[node] = told[what]
+                if what != "totals":
+                    news[what] = getattr(self, what)()
+
+    def _pass_over_told(self, node: int, told: dict[str, Any]) -> None:
+        """Take out of a report what the agent had told before its connection was lost."""
+        known = {call[0]: call[4] for call in self._ended if call[2] == node}
+        # A node that was started again counts its tasks anew.
+        told["tasks"] = [
+            task
+            for task in told.get("tasks", ())
+            if abs(known.get(f"{node}:{task[0]}", 0.0) - task[3]) > SAME_SECONDS
+        ]
+        last = max((line[0] for line in self._lines if line[1] == node), default=0.0)
+        told["lines"] = [line for line in told.get("lines", ()) if line[0] > last]
+
+    def _forget_calls(self, node: int, told: dict[str, Any], news: dict[str, Any]) -> None:
+        there = {f"{node}:{task[0]}" for task in told.get("tasks", ())}
+        for number, call in list(self._running.items()):
+            if call[2] == node and number not in there:
+                del self._running[number]
+                news["ended"].append([*call[:5], time.time(), "lost", call[7], True])
+
+    def _take_task(self, node: int, task: list[Any], news: dict[str, Any]) -> None:
+        number, name, worker, began, ended, how, client, error = task
+        key = f"{node}:{number}"
+        call = [key, name, node, worker, began, ended, None if ended is None else how, client]
+        if ended is None:
+            self._running[key] = call
+            news["started"].append(call)
+            return
+        known = self._running.pop(key, None) is not None
+        # One that was told a moment ago, in the same batch, is told as ended alone.
+        news["started"] = [each for each in news["started"] if each[0] != key]
+        news["ended"].append([*call, known])
+        if how in ("failed", "lost"):
+            why = error or "its process has ended"
+            about = {"event": "call_failed", "time": ended, "name": name, "node": node}
+            news["notes"].append(about | {"error": why, "client": client})
+
+    def _usage_row(self, node: int, told: dict[str, Any]) -> list[Any]:
+        received, sent = told["network_received"], told["network_sent"]
+        return [
+            node,
+            told["cpu_percent"],
+            told["memory_used"],
+            told["memory_total"],
+            *rates(self._before, node, received, sent),
+            told["gpus"],
+            received,
+            sent,
+        ]
+
+    def workers(self) -> list[list[int]]:
+        """The workers: node and number."""
+        return [
+            [node, each] for node, count in sorted(self._workers.items()) for each in range(count)
+        ]
+
+    def clients(self) -> dict[str, dict[str, Any]]:
+        """The clients by their names: who they are, and since when those that are attached are."""
+        found: dict[str, dict[str, Any]] = {}
+        for told in self._clients.values():
+            for name, who in told.items():
+                found[name] = {**found.get(name, {}), **who}
+        return found
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The jobs, in the order of their start."""
+        found = [job for told in self._jobs.values() for job in told]
+        return sorted(found, key=lambda job: float(job["began"]))
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that is known, for a page that has just been opened."""
+        return {
+            "type": "pool",
+            "pool": self.key,
+            "name": self._record.name,
+            "provider": self._record.provider,
+            "workers": self.workers(),
+            "nodes": list(self._nodes.values()),
+            "running": list(self._running.values())[-CALLS_KEPT:],
+            "ended": sorted(self._ended, key=lambda call: float(call[5])),
+            "lines": sorted(self._lines, key=lambda line: float(line[0])),
+            "notes": sorted(self._notes, key=lambda note: float(note["time"])),
+            "clients": self.clients(),
+            "jobs": self.jobs(),
+        }
+
+    def _changes(self, **news: Any) -> dict[str, Any]:
+        return _NOTHING_NEW | {"pool": self.key} | news
+
+    def sample(self, clients: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """The pool's numbers now, with the samples of its clients on this machine."""
+        totals: dict[str, Any] = dict.fromkeys(_OF_AGENTS, 0)
+        buckets = [0] * (len(BUCKETS) + 1)
+        for told in self._totals.values():
+            for name in _OF_AGENTS:
+                totals[name] += told[name]
+            buckets = [a + b for a, b in zip(buckets, told["buckets"], strict=True)]
+        hourly = self._record.hourly_cost
+        cost = None if hourly is None else hourly * (time.time() - self._record.created) / 3600
+        sample = {
+            "type": "sample",
+            "pool": self.key,
+            "time": time.time(),
+            "usage": [self._usage[node] for node in sorted(self._usage)],
+            "devices": [],
+            "submitted": totals.pop("begun"),
+            "buckets": buckets,
+            "cost": cost,
+            "hourly_cost": hourly,
+            **totals,
+            **dict.fromkeys(_OF_CLIENTS, 0),
+        }
+        for each in clients:
+            process = each["pool"].rpartition("-")[2]
+            for name in _OF_CLIENTS:
+                sample[name] += each[name]
+            sample["submitted"] += each["waiting"]
+            sample["devices"] += [{**row, "process": process} for row in each["devices"]]
+        return sample
