@@ -1,0 +1,96 @@
+"""The task board: what an agent reads of the tasks of a child, and what its history keeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyward.wire.messages import Failure, Result
+from skyward.worker.task_board import FAILED, OK, RUNNING, TaskBoard, board_file
+from skyward.worker.task_history import PastTasks, TaskWatch, Visits
+
+RETURNED = Result(1, 0.0, None)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[TaskBoard, TaskBoard]]:
+    """The board as a child writes it, and as its agent reads it."""
+    descriptor = board_file(2)
+    child, agent = TaskBoard(descriptor, 2), TaskBoard(descriptor, 2)
+    os.close(descriptor)
+    yield child, agent
+    child.close()
+    agent.close()
+
+
+def executor_of(board: TaskBoard, number: int = 7) -> Any:
+    stacks = SimpleNamespace(tasks=board)
+    return SimpleNamespace(number=number, worker=3, stacks=stacks, is_past=False)
+
+
+def test_the_agent_reads_what_runs_and_how_it_ended(ends: tuple[TaskBoard, TaskBoard]) -> None:
+    child, agent = ends
+    child.rings[0].begin(11, "train")
+    child.rings[1].begin(12, "x" * 300)
+    assert [(task.task, task.outcome) for task in agent.running()] == [(11, RUNNING), (12, RUNNING)]
+    child.rings[0].end(RETURNED)
+    child.rings[1].end(Failure(12, 0.0, "ValueError", "é" * 300, [], None, False))
+    assert agent.running() == []
+    first, second = agent.kept()
+    assert (first.name, first.outcome, first.error) == ("train", OK, "")
+    assert second.name == "x" * 120
+    assert second.outcome == FAILED
+    assert second.error.startswith("ValueError: éé")
+    totals = agent.totals()
+    assert (totals.begun, totals.succeeded, totals.failed, sum(totals.buckets)) == (2, 1, 1, 2)
+
+
+def test_a_watch_tells_a_part_of_many_tasks_and_all_numbers(
+    ends: tuple[TaskBoard, TaskBoard],
+) -> None:
+    child, agent = ends
+    past, visits, executor = PastTasks(), Visits(), executor_of(agent)
+    visits.begin("ann", {"user": "ann"})
+    watch = TaskWatch(past, 5)
+    ring = child.rings[0]
+    ring.begin(1, "slow")
+    (told,) = watch.news([(executor, visits)])
+    assert (told.id, told.ended, told.client) == ("7.0.1", None, "ann")
+    assert watch.news([(executor, visits)]) == []
+    for task in range(2, 1000):
+        ring.end(RETURNED)
+        ring.begin(task, "quick")
+    news = watch.news([(executor, visits)])
+    assert [(task.number, task.ended is None) for task in news] == [
+        (1, False),
+        *((number, False) for number in (995, 996, 997, 998)),
+        (999, True),
+    ]
+    assert past.totals([executor]).begun == 999
+
+
+def test_the_tasks_of_an_executor_that_has_ended_are_kept(
+    ends: tuple[TaskBoard, TaskBoard],
+) -> None:
+    child, agent = ends
+    past, visits, executor = PastTasks(), Visits(), executor_of(agent)
+    visits.begin("ann", {"user": "ann"})
+    watch = TaskWatch(past, 5)
+    child.rings[0].begin(1, "done")
+    child.rings[0].end(RETURNED)
+    child.rings[0].begin(2, "cut_off")
+    assert [task.ended is None for task in watch.news([(executor, visits)])] == [False, True]
+    visits.begin("bob", {})
+    past.add(executor, visits)
+    (lost,) = watch.news([(executor, visits)])
+    assert (lost.name, lost.outcome, lost.client) == ("cut_off", "lost", "ann")
+    assert watch.news([]) == []
+    totals = past.totals([executor])
+    assert (totals.begun, totals.succeeded, totals.lost, totals.running) == (2, 1, 1, 0)
+    assert past.identities() == {"ann": {"user": "ann"}}
+    late = TaskWatch(past, 5).news([])
+    assert [task.outcome for task in late] == ["ok", "lost"]
