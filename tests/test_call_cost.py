@@ -1,0 +1,63 @@
+"""What a call costs, counted in Python functions: unlike microseconds, this is the same each time.
+
+What only some calls need must cost the others one look. If a limit here is too low for something
+that every call needs, raise it, and measure `bench/functions.py` before.
+"""
+
+import sys
+import types
+from typing import Any
+
+import skyward as sky
+
+CALLS = 50
+ON_CLIENT = 60
+ON_WORKER = 58
+
+
+@sky.function
+def nothing() -> None:
+    return None
+
+
+@sky.function
+def begin_counting() -> None:
+    count = [0]
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        count[0] += event == "call"
+
+    sys.counted_calls = count  # type: ignore[attr-defined]
+    sys.setprofile(note)
+
+
+@sky.function
+def end_counting() -> int:
+    sys.setprofile(None)
+    return sys.counted_calls[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_client_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
+    nothing() >> pool
+    count = 0
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        for _ in range(CALLS):
+            nothing() >> pool
+    finally:
+        sys.setprofile(before)
+    assert count / CALLS < ON_CLIENT
+
+
+def test_a_worker_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
+    pool.run(nothing(), on=0)
+    pool.run(begin_counting(), on=0)
+    for _ in range(CALLS):
+        pool.run(nothing(), on=0)
+    assert pool.run(end_counting(), on=0) / (CALLS + 1) < ON_WORKER
