@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyward.console import html
 from skyward.console.cells import kernel_shell
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -32,6 +34,9 @@ class Future(concurrent.futures.Future[T]):
         self._stop, self._is_running = stop, is_running
 
     def __await__(self) -> Generator[Any, None, T]:
+        # Only here: every executor would spend 15 ms of its start on it.
+        import asyncio
+
         waiting = asyncio.wrap_future(self)
         if kernel_shell() is None:
             return waiting.__await__()
@@ -73,6 +78,8 @@ async def _awake(waiting: asyncio.Future[T]) -> T:
 
     ipykernel notes an interrupt on another thread, and its event loop learns of that when it wakes.
     """
+    import asyncio
+
     try:
         while not waiting.done():
             await asyncio.wait([waiting], timeout=WAKE_SECONDS)

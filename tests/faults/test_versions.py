@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,27 @@ MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 def test_the_same_versions_are_compatible_without_a_word() -> None:
     assert check_compatible(my_versions(), my_versions(), "node 0") == []
+
+
+def test_versions_are_those_of_the_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {name: metadata.version(name) for name in ("skyward", "cloudpickle", "numpy")}
+    assert my_versions().items() >= installed.items()
+    # The first of two on the path counts, as it does for `import`.
+    (tmp_path / "numpy-7.1.dist-info").mkdir()
+    (tmp_path / "numpy_more-8.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert my_versions.__wrapped__()["numpy"] == "7.1"
+
+
+def test_agents_and_executors_import_little_before_they_work() -> None:
+    """Every node of every pool would wait for it."""
+    heavy = {"asyncio", "psutil", "importlib.metadata", "numpy", "torch", "rich"}
+    parts = "skyward.worker.agent, skyward.worker.executor"
+    code = f"import sys, {parts}; print(*{heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_another_patch_release_of_python_is_compatible() -> None:

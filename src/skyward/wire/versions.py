@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import re
 import sys
-from importlib import metadata
+from importlib.util import find_spec
 
 from skyward.errors import VersionMismatchError
 from skyward.wire.frames import PROTOCOL
@@ -19,9 +21,31 @@ def my_versions() -> dict[str, str]:
         "protocol": str(PROTOCOL),
     }
     for package in ("skyward", "cloudpickle", "numpy", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+        if version := _version(package):
+            versions[package] = version
     return versions
+
+
+def _version(package: str) -> str:
+    """The version of a package; empty if it is not installed.
+
+    Taken from the name of the folder that installers make. `importlib.metadata` reads the files in
+    it, for which an agent would spend a tenth of its start.
+    """
+    named = re.compile(rf"{package}-(\d.*)\.dist-info")
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if found := named.fullmatch(name):
+                    return found[1]
+    if find_spec(package) is None:
+        return ""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def check_compatible(client: dict[str, str], worker: dict[str, str], where: str) -> list[str]:

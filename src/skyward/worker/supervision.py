@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
@@ -309,6 +308,8 @@ def _let_leave(executors: list[ExecutorProcess]) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
+    import psutil
+
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Message
@@ -356,6 +354,8 @@ class Tenants:
 
 def _is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie has ended, and waits for its parent to notice."""
+    import psutil
+
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from skyward.wire.messages import Usage
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -53,6 +51,8 @@ class Gauge:
         nanoseconds = _number(self._cgroups / "cpuacct" / "cpuacct.usage")
         if nanoseconds is not None:
             return nanoseconds / 1e9
+        import psutil
+
         times = psutil.cpu_times()
         return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
@@ -77,6 +77,8 @@ def _processors(cgroups: Path) -> float:
 
 def _memory(cgroups: Path) -> tuple[int, int]:
     """Bytes used, without what the kernel would drop from its cache, and bytes there are."""
+    import psutil
+
     machine = psutil.virtual_memory()
     if _is_contained(cgroups):
         folder, used, limit, cache = cgroups, "memory.current", "memory.max", "inactive_file"
@@ -94,6 +96,8 @@ def _memory(cgroups: Path) -> tuple[int, int]:
 
 def _network() -> tuple[int, int]:
     """Bytes received and sent by all interfaces but those for the machine itself."""
+    import psutil
+
     counted = psutil.net_io_counters(pernic=True).items()
     real = [each for name, each in counted if not re.fullmatch(r"lo\d*", name)]
     return sum(each.bytes_recv for each in real), sum(each.bytes_sent for each in real)
