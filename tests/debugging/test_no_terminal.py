@@ -5,15 +5,19 @@ from __future__ import annotations
 import builtins
 import concurrent.futures
 import fcntl
+import linecache
 import multiprocessing
 import os
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.calls.debuggers import source_of
 from skyward.console.prompts import WOKEN, AskingPrompt, open_prompt
 
 QUIET = sky.Options(console=False)
@@ -89,6 +93,66 @@ def test_a_notebook_asks_in_its_page(
     monkeypatch.setattr(builtins, "input", typing("p value * 2", "value = 5", "c"))
     assert stops() >> compute == "went on with 5"
     assert re.search(r"stops on node 0: pdb(.*\n)*-> return (.*\n)*6\n", capfd.readouterr().out)
+
+
+CELL = "/cells/of/a/notebook/1.py"
+"""A file that is nowhere, as those of cells."""
+TEXT = """
+def in_a_cell(fails):
+    value = 3
+    if fails:
+        raise ValueError("in a cell")
+    breakpoint()
+    return value
+"""
+
+
+@pytest.fixture
+def in_a_cell(monkeypatch: pytest.MonkeyPatch) -> sky.Function[..., int]:
+    """A function of a cell."""
+    lines = TEXT.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, CELL, (len(TEXT), None, lines, CELL))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(TEXT, CELL, "exec"), names)
+    made: sky.Function[..., int] = sky.function(names["in_a_cell"])
+    return made
+
+
+@pytest.mark.usefixtures("wanted")
+def test_source_that_is_not_on_the_node_is_shown(
+    compute: sky.Compute,
+    in_a_cell: sky.Function[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(builtins, "input", typing("l", "ll", "w", "c"))
+    assert in_a_cell(False) >> compute == 3
+    shown = capfd.readouterr().out
+    assert shown.count("-> return value") == 2  # at the stop and in `w`
+    assert shown.count("    value = 3") == 2  # in `l` and in `ll`
+
+
+@pytest.mark.usefixtures("wanted")
+def test_source_that_is_not_on_the_node_is_shown_after_a_failure(
+    compute: sky.Compute,
+    in_a_cell: sky.Function[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="in a cell") as raised:
+        in_a_cell(True) >> compute
+    assert 'raise ValueError("in a cell")' in raised.value.__notes__[0]
+    monkeypatch.setattr(builtins, "input", typing("l", "q"))
+    sky.post_mortem(compute)
+    assert '-> raise ValueError("in a cell")' in capfd.readouterr().out
+
+
+def test_only_code_of_the_client_is_shown(tmp_path: Path) -> None:
+    private = tmp_path / "private.py"
+    private.write_text("secret = 1\n")
+    linecache.getlines(str(private))  # as a traceback would
+    assert source_of(str(private)) == ""
+    assert "def test_only_code" in source_of(__file__)
 
 
 @pytest.mark.usefixtures("wanted")
@@ -191,7 +255,7 @@ def test_post_mortem_needs_the_variable_a_pool_and_a_failure(
 ) -> None:
     monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
     with pytest.raises(sky.DebuggerError, match="set SKYWARD_DEBUGGER=1 before you make the call"):
-        sky.post_mortem()
+        sky.post_mortem(compute)
     monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
     with sky.Compute(options=QUIET) as fresh:
         with pytest.raises(sky.DebuggerError, match="no call has failed on this pool"):

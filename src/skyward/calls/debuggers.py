@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -32,6 +34,8 @@ _environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _KEY: Any = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
 ON_FAILURES = "failures"
 """The value with which a task that fails opens a debugger by itself."""
+SOURCE_MAX = 1 << 20
+"""How many characters of source a debugger gets; longer files are generated."""
 PATIENCE = 3
 """After so many Ctrl-C without an answer, the debugger gives up, and Ctrl-C cancels the call."""
 
@@ -44,6 +48,21 @@ def debug_mode() -> int:
     if wanted in ("", "0"):
         return NEVER
     return AT_FAILURES if wanted == ON_FAILURES else AT_BREAKPOINTS
+
+
+def source_of(file: str) -> str:
+    """The source of a module or cell of this process; empty if there is none.
+
+    No other file: a node need not see what is on this machine besides the code that it runs.
+    """
+    cached = linecache.cache.get(file)
+    is_cell = cached is not None and len(cached) > 1 and cached[1] is None
+    if not is_cell:
+        files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        if file not in files:
+            return ""
+    text = "".join(linecache.getlines(file))
+    return text if len(text) <= SOURCE_MAX else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +100,10 @@ class DebuggerDesk:
 
     def heard(self, lane: Lane, task: Task | None, says: DebuggerSays) -> None:
         """Take what a task's debugger says; on the loop's thread."""
+        if says.event == "source":
+            # At once, also if the debugger waits for the terminal.
+            lane.tell(DebuggerHears(says.task, "source", source_of(says.text)))
+            return
         with self._lock:
             session = self._session(lane, says.task)
             if session is None and (says.event != "opened" or self._closed):

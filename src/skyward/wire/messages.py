@@ -476,14 +476,14 @@ class Places(Message):
 
 
 class DebuggerSays(Message):
-    """A task's debugger wants the client's terminal, asks for a line, or gives it back."""
+    """A task's debugger wants the client's terminal or a file's source, or asks for a line."""
 
     KIND = 43
     task: int
     event: str
-    """"opened", "asks" or "closed"."""
+    """"opened", "asks", "closed" or "source"."""
     text: str
-    """What the client shows first."""
+    """What the client shows first; with "source", the file."""
 
 
 class DebuggerHears(Message):
@@ -492,9 +492,9 @@ class DebuggerHears(Message):
     KIND = 44
     task: int
     event: str
-    """"line", "interrupt" for Ctrl-C, "end" for the end of the input, or "refused"."""
+    """"line", "interrupt" for Ctrl-C, "end" for the end of the input, "refused", or "source"."""
     text: str
-    """The line, or why there is no terminal."""
+    """The line, why there is no terminal, or the source; that is empty if it is not there."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

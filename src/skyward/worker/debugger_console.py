@@ -12,6 +12,8 @@ from skyward.worker.jobs import Job
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """Where Skyward's own code is, which debuggers do not show."""
+SOURCE_SECONDS = 5.0
+"""How long a debugger waits for the source of a file that only the client has."""
 
 
 class DebuggerConsole:
@@ -29,6 +31,7 @@ class DebuggerConsole:
         self._job, self._task = job, job.run.task
         self._send, self._hurry, self._flush_output = send, hurry, flush_output
         self._text: list[str] = []
+        self._sources: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[DebuggerHears | None] = queue.SimpleQueue()
         self._open = False
         self.waiting = False
@@ -49,9 +52,21 @@ class DebuggerConsole:
 
     def hear(self, message: DebuggerHears | None) -> None:
         """Take what the client says; None if the task is cancelled."""
+        if message is not None and message.event == "source":
+            self._sources.put(message.text)
+            return
         # Before the debugger wakes up: a Ctrl-C right after a line is for what the line starts.
         self.waiting = False
         self._heard.put(message)
+
+    def source_of(self, file: str) -> str:
+        """The source of a file of the client; empty if it has none, or does not answer."""
+        self._send(DebuggerSays(self._task, "source", file))
+        self._hurry()
+        try:
+            return self._sources.get(timeout=SOURCE_SECONDS)
+        except queue.Empty:
+            return ""
 
     def write(self, text: str) -> int:
         self._text.append(text)

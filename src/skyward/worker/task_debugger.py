@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import pdb  # noqa: T100
 import sys
 import types
@@ -19,6 +20,8 @@ class TaskDebugger(pdb.Pdb):
         self._console = console
         self._outermost: types.FrameType | None = None
         """The user's outermost frame: steps stop inside it, not in what Skyward itself calls."""
+        self._sources: set[str] = set()
+        """The files whose source the client was asked for."""
         self._leaves = False
         """Whether the last command lets the task run on, so that others may have the terminal."""
 
@@ -48,6 +51,9 @@ class TaskDebugger(pdb.Pdb):
         self._outermost = None
         self.reset()
         self.forget()
+        for file in self._sources:
+            # The person may change the file before the next task.
+            linecache.cache.pop(file, None)
 
     def interaction(self, frame: types.FrameType | None, *args: Any) -> None:
         self._console.open()
@@ -75,7 +81,19 @@ class TaskDebugger(pdb.Pdb):
         stack, index = super().get_stack(f, t)
         ours = [number for number, (frame, _) in enumerate(stack) if _is_ours(frame)]
         first = ours[-1] + 1 if ours and ours[-1] < index else 0
+        for frame, _ in stack[first:]:
+            self._find_source(frame)
         return stack[first:], index - first
+
+    def _find_source(self, frame: types.FrameType) -> None:
+        """Have the source of a script, module or cell that is not on this node."""
+        file = frame.f_code.co_filename
+        if file in self._sources or linecache.getlines(file, frame.f_globals):
+            return
+        self._sources.add(file)
+        if source := self._console.source_of(file):
+            # Without a time of change, so that nobody looks for the file on this node.
+            linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
 
 
 def _outermost(frame: types.FrameType | None) -> types.FrameType | None:
