@@ -55,7 +55,7 @@ class Pool:
     def __init__(self, spec: PoolSpec, console: Console, adoption: Adoption | None = None) -> None:
         """With `adoption`, the pool is one that stays, and has its nodes already."""
         self.spec = spec
-        self.id = uuid.uuid4().hex[:12] if adoption is None else adoption.record.id
+        self.id = spec.id or uuid.uuid4().hex[:12]
         self._adoption = adoption
         self._console = console
         self._loop = Loop()

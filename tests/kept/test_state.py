@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gc
 
-import pytest
-
 import skyward as sky
-
-from .conftest import Script
 
 
 @sky.function
@@ -39,21 +35,3 @@ def test_shared_state_stays_and_objects_go_with_the_client_that_made_them(kept: 
         assert sky.counter("n").value == 2
         assert sorted(adds() @ compute) == [3, 4]
         assert marked() @ compute == [0, 0]
-
-
-def test_a_client_that_is_killed_beside_its_pool_frees_its_locks_at_once(
-    kept: str, script: Script
-) -> None:
-    if kept.endswith("tcp"):
-        pytest.skip("over a network, the end of a connection may be an outage")
-    with script(f"""
-        compute = sky.attach({kept!r}).start()
-        sky.lock("mine", lease=3600, on=compute).acquire()
-        print("held", flush=True)
-        sys.stdin.read()
-    """) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        holder.kill()
-    with sky.attach(kept), sky.lock("mine", timeout=60) as lock:
-        assert lock.abandoned

@@ -262,6 +262,12 @@ class Namespace:
         there = self.core.list_namespaced_pod(self.name).items
         return [pod for pod in there if pod.metadata.deletion_timestamp is None]
 
+    def deadline(self) -> int | None:
+        """After how many seconds the cluster ends the only Job; None if it does not."""
+        (job,) = self.batch.list_namespaced_job(self.name).items
+        found: int | None = job.spec.active_deadline_seconds
+        return found
+
     def until_empty(self, *, ending: bool = False, seconds: float = 60) -> None:
         """Wait until nothing is left that was not there in the beginning."""
         self.until(lambda: not self.objects(ending=ending), seconds)

@@ -27,7 +27,7 @@ from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
 from ..device.proxy import Proxy
-from . import kube
+from . import kept_pools, kube
 from .leftovers import PHASES, Script, press_ctrl_c, show_and_remove_after_a_kill
 
 QUIET = sky.Options(console=False)
@@ -109,6 +109,22 @@ def test_ddp_over_two_pods(namespace: kube.Namespace, eventually: Callable[..., 
             30,
             "pods that are ready",
         )
+
+
+def test_a_pool_stays_as_pods_is_stopped_and_starts_again(namespace: kube.Namespace) -> None:
+    workers = kept_pools.start(namespace.provider(), "pods")
+    assert namespace.deadline() is None
+    kept_pools.use_elsewhere("pods", workers)
+
+    assert kept_pools.says("stop", "pods").startswith("pods: stopped; `sky start pods`")
+
+    assert namespace.pods() == []
+    assert kept_pools.says("start", "pods") == "pods: 1 node started\n"
+    assert namespace.deadline() is None
+    with sky.attach("pods") as compute:
+        assert kept_pools.pid() >> compute
+    kept_pools.says("stop", "pods")
+    kept_pools.end("pods")
 
 
 @sky.function

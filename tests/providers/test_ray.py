@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
 from skyward.providers.ray import Ray, programs, records, site
@@ -26,6 +27,7 @@ from skyward.providers.ray.link import DriverLink
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
+from . import kept_pools
 from .leftovers import PHASES, Script, press_ctrl_c, show_and_remove_after_a_kill, sky_says
 from .ray_cluster import PYTHON, RayCluster, skip_if_absent
 from .ssh_hosts import free_port
@@ -154,6 +156,29 @@ def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
     with sky.Compute(emptied.provider(address="auto"), nodes=2, options=QUIET) as compute:
         assert [node for node, _, _ in where() @ compute] == [0, 1]
         assert emptied.jobs() == []
+
+
+def test_a_pool_stays_in_the_cluster(emptied: RayCluster) -> None:
+    workers = kept_pools.start(emptied.provider(), "bundles")
+    kept_pools.use_elsewhere("bundles", workers)
+    refused = kept_pools.says("stop", "bundles", code=1)
+    assert "bundles: the provider ray cannot stop a pool and keep its machines" in refused
+    kept_pools.end("bundles")
+
+
+@only_in_all
+@pytest.mark.parametrize("address", ["auto", None])
+def test_the_machine_of_an_agent_that_was_killed_is_used_again(
+    emptied: RayCluster, address: str | None, eventually: Callable[..., None]
+) -> None:
+    given = {} if address is None else {"address": address}
+    kept_pools.start(emptied.provider(**given), "bundles", nodes=2)
+    with sky.attach("bundles") as compute:
+        before = keeping.read("bundles").nodes[1]
+        os.kill(before.pid, signal.SIGKILL)
+        eventually(lambda: keeping.read("bundles").nodes[1].pid != before.pid, 60, "another agent")
+        assert len(kept_pools.pid() @ compute) == 2
+    kept_pools.end("bundles", machines=2)
 
 
 def test_a_node_on_the_clients_own_machine_shares_memory_with_it(emptied: RayCluster) -> None:

@@ -260,10 +260,15 @@ async def take_down(machine: Machine, pool: str, seconds: float) -> None:
 
     An agent that cannot be reached is no reason to stop: most machines take all with them.
     """
+    await end_agent(machine, pool, seconds)
+    await machine.destroy()
+
+
+async def end_agent(machine: Machine, pool: str, seconds: float) -> None:
+    """Remove the agent within so many seconds, if it can be reached."""
     with contextlib.suppress(SkywardError, OSError, TimeoutError):
         async with asyncio.timeout(seconds):
             await remove(machine, pool, machine.node)
-    await machine.destroy()
 
 
 def _card(line: str) -> Card:

@@ -7,29 +7,37 @@ import click
 from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.cli.down import brought_back
+from skyward.market import money
 
 
 @click.command(cls=Command)
 @click.argument("name", shell_complete=names.kept_pools)
 @click.option("--force", is_flag=True, help="Also if the pool has clients.")
 def stop(name: str, force: bool) -> None:
-    """End the agents and workers of the pool NAME; `sky start NAME` starts them again.
+    """End the agents and workers of the pool NAME, and stop its machines.
 
-    For pools on this machine and on SSH hosts, whose machines stay.
+    `sky start NAME` starts them again. The machines of AWS and containers keep their disks, pods
+    are made anew; hosts and this machine stay as they are.
     """
     from skyward.compute.restarting import stop_pool
 
     stopped = stop_pool(name, force=force)
-    for each in stopped.unwritten:
+    cleaned = stopped.cleaned
+    for each in cleaned.unwritten:
         click.echo(f"{name}: not written back: {each}", err=True)
     if output.wants_json():
         output.as_json(
             {
                 "name": name,
                 "state": "stopped",
-                "brought_back": stopped.brought,
-                "not_written_back": stopped.unwritten,
+                "hourly_cost": stopped.hourly_cost,
+                "brought_back": cleaned.brought,
+                "not_written_back": cleaned.unwritten,
             }
         )
-    else:
-        click.echo(f"{name}: stopped{brought_back(stopped)}; `sky start {name}` starts it again")
+        return
+    cost = ""
+    if stopped.hourly_cost:
+        cost = f"; its disks cost about {money(24 * stopped.hourly_cost)} a day meanwhile"
+    came = brought_back(cleaned)
+    click.echo(f"{name}: stopped{came}{cost}; `sky start {name}` starts it again")

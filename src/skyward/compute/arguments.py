@@ -166,7 +166,7 @@ def _idle_limit(keep: bool | float, name: str | None) -> float | None:
 def _recorded(spec: PoolSpec, plugins: tuple[Plugin, ...]) -> str:
     """What the pool's record has of a specification, besides the provider."""
     parts = {each.name: getattr(spec, each.name) for each in fields(PoolSpec)}
-    del parts["provider"], parts["recorded"]
+    del parts["provider"], parts["recorded"], parts["id"]
     try:
         return keeping.pickled({**parts, "plugins": plugins})
     except Exception as problem:
@@ -180,7 +180,10 @@ def restored(record: KeptPool, provider: Provider) -> tuple[PoolSpec, tuple[Plug
     """The specification and the plugins of a pool that stays, from its record."""
     parts = keeping.unpickled(record)
     plugins: tuple[Plugin, ...] = parts.pop("plugins")
-    return PoolSpec(provider=provider, recorded=record.spec, **parts), plugins
+    spec = PoolSpec(provider=provider, recorded=record.spec, id=record.id, **parts)
+    if record.stopped and record.count and spec.nodes.floor == spec.nodes.ceiling:
+        spec = replace(spec, nodes=Nodes(record.count))
+    return spec, plugins
 
 
 def _project(given: str | Project | None) -> tuple[SentFolder, ...]:

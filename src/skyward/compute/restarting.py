@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+
+from skyward.bootstrap import preparation
 from skyward.compute import Compute
 from skyward.errors import PoolError
 from skyward.nodes import keeping
-from skyward.nodes.cleaning import Cleaned
-from skyward.nodes.journal import Journal
+from skyward.nodes.cleaning import REMOVE_SECONDS, Cleaned, halt
+from skyward.nodes.journal import Journal, PoolRecord
+from skyward.nodes.keeper import note_pool
+from skyward.nodes.keeping import KeptPool
 from skyward.nodes.occupancy import end, recorded_pools
+from skyward.nodes.reaching import provider_of
+from skyward.providers import providers_with
+from skyward.providers.staying import Stopper, stops, why_not_stop
 
-STOPPABLE = ("local", "ssh")
+OWN = ("local", "ssh")
 """The providers whose machines are the user's own: without its workers, a pool costs nothing."""
 
 
-def stop_pool(name: str, *, force: bool) -> Cleaned:
-    """End the agents and workers of a pool, and keep its record.
+@dataclass(frozen=True, slots=True)
+class StoppedPool:
+    """What became of a pool that was stopped."""
 
-    The result says what came back from the nodes, and what did not.
-    """
+    cleaned: Cleaned
+    """What came back from the nodes, and what did not."""
+    hourly_cost: float | None
+    """What it costs while it is stopped, in US dollars; None if nobody knows."""
+
+
+def stop_pool(name: str, *, force: bool) -> StoppedPool:
+    """End the agents and workers of a pool, stop its machines, and keep its record."""
     record = keeping.read(name)
-    if record.provider not in STOPPABLE:
-        raise PoolError(
-            f"{name}: the provider {record.provider} cannot stop a pool and keep its machines; "
-            f"{' and '.join(STOPPABLE)} can. `sky down {name}` ends it, `sky up {name}` makes it "
-            "anew"
-        )
     if record.stopped:
         raise PoolError(f"{name} is stopped already; `sky start {name}` starts it again")
+    if record.provider not in OWN:
+        _check(record)
     journal = Journal()
-    pool = next(each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
-    cleaned = end(journal, pool, record, force=force, stop=True)
+    note_pool(journal, record)
+    cleaned = end(journal, _journalled(journal, record), record, force=force, stop=True)
     if cleaned.failures:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
-    return cleaned
+    costs = [pool.hourly_cost for pool in journal.pools() if pool.id == record.id]
+    return StoppedPool(cleaned, costs[0] if costs else None)
+
+
+def _check(record: KeptPool) -> None:
+    """Refuse a pool whose machines cannot be stopped."""
+    provider, name = provider_of(record), record.name
+    advice = f"`sky down {name}` ends it, `sky up {name}` makes it anew"
+    if not stops(provider):
+        able = ", ".join(sorted({*OWN, *providers_with("stop")}))
+        raise PoolError(
+            f"{name}: the provider {record.provider} cannot stop a pool and keep its machines; "
+            f"those that can are {able}. {advice}"
+        )
+    if reason := asyncio.run(why_not_stop(provider, record.id)):
+        raise PoolError(f"{name}: {reason}; {advice}")
 
 
 def start_pool(name: str) -> int:
@@ -40,11 +67,30 @@ def start_pool(name: str) -> int:
     record = keeping.read(name)
     if not record.stopped:
         raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")
+    provider = provider_of(record)
     compute = Compute._again(record)
     try:
         with compute:
-            return len(compute.nodes)
+            nodes = [view.node for view in compute.nodes]
     except BaseException:
+        if stops(provider):
+            journal = Journal()
+            halt(journal, _journalled(journal, record), provider)
         if name not in keeping.names():
             keeping.write(record)
         raise
+    if stops(provider):
+        asyncio.run(_remove_others(provider, record.id, nodes))
+    return len(nodes)
+
+
+async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:
+    """Remove machines that are stopped, and whose numbers no node has any more."""
+    for machine in await provider.find(pool):
+        if machine.node not in nodes:
+            await preparation.take_down(machine, pool, REMOVE_SECONDS)
+            Journal().gone(pool, machine.node)
+
+
+def _journalled(journal: Journal, record: KeptPool) -> PoolRecord:
+    return next(each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)

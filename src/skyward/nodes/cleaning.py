@@ -24,10 +24,11 @@ from skyward.providers import (
     owner,
     sweeps,
 )
+from skyward.providers.staying import Stopper, has_ended, stopped_price
 
 _APPEARING_SECONDS = 10.0
 """How long after the request for a machine the provider may take to find it."""
-_REMOVE_SECONDS = 30.0
+REMOVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,33 @@ def clean(journal: Journal, pool: PoolRecord) -> Cleaned:
     """Remove everything of a pool in the journal, also what the client did not finish making."""
     provider: Provider = find_provider(pool.provider)(**pool.arguments)
     return asyncio.run(_clean(journal, pool, provider))
+
+
+def halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
+    """End the agents of a pool, and stop its machines.
+
+    They stay in the journal, at the price of stopped ones.
+    """
+    return asyncio.run(_halt(journal, pool, provider))
+
+
+async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
+    try:
+        found = await _found(provider, pool)
+        there = [machine for machine in found if not has_ended(machine)]
+        await asyncio.gather(
+            *(preparation.end_agent(each, pool.id, REMOVE_SECONDS) for each in there)
+        )
+        await provider.stop(pool.id)
+    except Exception as problem:
+        return Cleaned(pool.id, pool.name, (), (_said(problem),))
+    price = await stopped_price(provider, pool.id)
+    for machine in found:
+        each = price / len(found) if price is not None else None
+        journal.gone(pool.id, machine.node)
+        journal.intend(pool.id, machine.node)
+        journal.made(pool.id, machine.node, machine.id, machine.address, each)
+    return Cleaned(pool.id, pool.name, tuple(machine.id for machine in found), ())
 
 
 def clean_remains(journal: Journal, provider: Collector, remains: Remains) -> Cleaned:
@@ -151,7 +179,7 @@ async def _destroyed(machine: Machine, pool: str) -> str | None:
         if equipment_of(machine) is not None:
             await machine.destroy()
         else:
-            await preparation.take_down(machine, pool, _REMOVE_SECONDS)
+            await preparation.take_down(machine, pool, REMOVE_SECONDS)
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"
     return None

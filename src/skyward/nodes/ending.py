@@ -22,11 +22,17 @@ class Ending:
     def __init__(self, loop: Loop, dispatcher: Dispatcher, keeper: PoolKeeper) -> None:
         self._loop, self._dispatcher, self._keeper = loop, dispatcher, keeper
 
-    def end(self, nodes: Sequence[Node], seconds: float) -> None:
-        """End nodes in parallel, also if they would stay; agents have so many seconds to end."""
+    def end(self, nodes: Sequence[Node], seconds: float, *, spare: bool = False) -> None:
+        """End nodes in parallel, also if they would stay; agents have so many seconds to end.
+
+        With `spare`, the machines are not removed.
+        """
         self._keeper.remove(nodes)
         for node in nodes:
-            node.host.condemn()
+            if spare:
+                node.host.keep()
+            else:
+                node.host.condemn()
         ends = []
         for node in nodes:
             node.stop()

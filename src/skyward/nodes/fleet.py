@@ -45,6 +45,7 @@ from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.nodes.view import NodeView, view_of
 from skyward.providers import encrypted, is_here
+from skyward.providers.staying import stops
 from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.frames import Frame
@@ -345,7 +346,11 @@ class Fleet:
         """End every node, in parallel."""
         self._roster.close()
         self.devices.desk.close("its pool was closed")
-        self._ending.end(self.nodes, seconds)
+        # A stopped pool that could not be started is stopped again, with all that it has.
+        spare = bool(self._spec.id) and not self.stays and stops(self._spec.provider)
+        self._ending.end(self.nodes, seconds, spare=spare)
+        if spare:
+            return
         self._keeper.forget()
         provider, note = self._spec.provider, self._console.note
         if not self._opened or swept(provider, self._id, self._journal, note):

@@ -34,6 +34,7 @@ from skyward.providers import (
     notice_of,
     offer_of,
     sells,
+    staying,
 )
 from skyward.worker.config import AgentConfig
 
@@ -200,6 +201,7 @@ class Host:
         if equipment is not None:
             self._child = DetachedAgent(machine, equipment)
         else:
+            await staying.reach(machine)
             await asyncio.to_thread(routes.try_direct, kept.endpoint)
         self.endpoint, self.agent_pid = kept.endpoint, kept.pid
 
@@ -388,6 +390,12 @@ class Host:
         if isinstance(self._child, DetachedAgent):
             return not self._child.pid
         return self.looks_dead()
+
+    async def is_gone(self) -> bool:
+        """Whether the provider knows now that the machine is gone for good."""
+        if self._machine is not None:
+            await self._look(self._machine)
+        return self._known_gone
 
     async def _look(self, machine: Machine) -> None:
         # If the question fails, that says nothing about the machine.

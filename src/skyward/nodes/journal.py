@@ -176,12 +176,13 @@ class Journal:
             )
 
     def intend(self, pool: str, node: int) -> None:
-        """Note that the client is about to make a machine for a node."""
+        """Note that the client is about to make a machine for a node, in place of one it had."""
         self._write(
+            self._spent(pool, node),
             (
                 "insert or replace into machines values (?, ?, null, null, ?, null, 0)",
                 (pool, node, time.time()),
-            )
+            ),
         )
 
     def made(
@@ -218,17 +219,22 @@ class Journal:
     def gone(self, pool: str, node: int) -> None:
         """Note that nothing of a node's machine is left; the pool keeps what it has cost."""
         self._write(
-            (
-                "update pools set spent = spent + coalesce(("
-                "select (:now - created) / 3600 * coalesce(machines.price, pools.price) "
-                "from machines where pool = :pool and node = :node and machines.id is not null "
-                "and not machines.unpriced), 0), "
-                "unpriced = unpriced + coalesce(("
-                "select machines.unpriced from machines where pool = :pool and node = :node), 0) "
-                "where id = :pool",
-                {"now": time.time(), "pool": pool, "node": node},
-            ),
+            self._spent(pool, node),
             ("delete from machines where pool = ? and node = ?", (pool, node)),
+        )
+
+    @staticmethod
+    def _spent(pool: str, node: int) -> tuple[str, Values]:
+        """The statement that adds what a node's machine has cost to what the pool has spent."""
+        return (
+            "update pools set spent = spent + coalesce(("
+            "select (:now - created) / 3600 * coalesce(machines.price, pools.price) "
+            "from machines where pool = :pool and node = :node and machines.id is not null "
+            "and not machines.unpriced), 0), "
+            "unpriced = unpriced + coalesce(("
+            "select machines.unpriced from machines where pool = :pool and node = :node), 0) "
+            "where id = :pool",
+            {"now": time.time(), "pool": pool, "node": node},
         )
 
     def close_pool(self, pool: str) -> None:

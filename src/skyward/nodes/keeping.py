@@ -65,6 +65,8 @@ class KeptPool(msgspec.Struct):
     stopped: bool = False
     """Whether `sky stop` has ended its agents, for `sky start` to start them again."""
     format: int = FORMAT
+    count: int = 0
+    """How many nodes it had when it was stopped."""
     inside: bool = False
     """Whether the record is for processes on the pool's own nodes."""
 

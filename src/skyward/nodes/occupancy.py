@@ -12,11 +12,12 @@ import msgspec
 from skyward.console.measures import duration
 from skyward.errors import PoolError, SkywardError
 from skyward.nodes import keeping
-from skyward.nodes.cleaning import Cleaned, clean
+from skyward.nodes.cleaning import Cleaned, clean, halt
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import MachinesGone, ReachedPool, check_here, provider_of
+from skyward.providers.staying import stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def end(
     """End a pool that stays; without `force`, only if nobody uses it.
 
     Its nodes write their volumes back first, and folders of this machine that they have come back.
-    If no agent answers, its machines are removed all the same. With `stop`, the record stays.
+    If no agent answers, its machines are removed all the same. With `stop`, the record stays, and
+    so do the machines if the provider can stop them.
     """
     unwritten: list[str] = []
     brought = 0
@@ -109,9 +111,14 @@ def end(
                 reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
         # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
-        keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True))
+        count = len(record.nodes) or record.count
+        keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True, count=count))
         try:
-            cleaned = clean(journal, pool)
+            provider = provider_of(record)
+            if stop and stops(provider):
+                cleaned = halt(journal, pool, provider)
+            else:
+                cleaned = clean(journal, pool)
         except BaseException:
             keeping.write(record)
             raise

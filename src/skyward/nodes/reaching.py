@@ -20,7 +20,15 @@ from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.node import Node
 from skyward.nodes.roster import Roster
 from skyward.nodes.services import ServiceDesk
-from skyward.providers import Machine, Order, Provider, Request, find_provider, is_here
+from skyward.providers import (
+    Machine,
+    Order,
+    Provider,
+    Request,
+    find_provider,
+    is_here,
+)
+from skyward.providers.staying import has_ended
 from skyward.spec import Image
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.identity import Credentials
@@ -56,13 +64,14 @@ def found_machines(record: KeptPool, provider: Provider) -> dict[int, tuple[Kept
         return {node.index: (node, at.machine_at(node.machine)) for node in record.nodes}
     finding = provider_loop.submit(_find(provider, record.id))
     try:
-        machines = {machine.node: machine for machine in finding.result(FIND_SECONDS)}
+        found = [each for each in finding.result(FIND_SECONDS) if not has_ended(each)]
     except concurrent.futures.TimeoutError:
         finding.cancel()
         raise PoolError(
             f"{record.name}: the provider {record.provider} did not find its machines within "
             f"{FIND_SECONDS:.0f} s; see whether it can be reached, and try again"
         ) from None
+    machines = {machine.node: machine for machine in found}
     return {
         node.index: (node, machines[node.index]) for node in record.nodes if node.index in machines
     }

@@ -27,6 +27,8 @@ class PoolSpec:
     """After how many seconds without a client a pool that stays ends; 0 if it does not, None if the
     pool ends with its client."""
     recorded: str = field(default="", repr=False, compare=False)
+    id: str = ""
+    """The id of a pool that exists, or was stopped; empty for a new one."""
     """What another client of a pool that stays needs of this, for the pool's record."""
     folders: tuple[SentFolder, ...] = ()
     """Folders of the client that nodes have, too; the first may be the project."""

@@ -14,7 +14,12 @@ from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.console import Console
-from skyward.errors import NodeLostError, PoolStartError, SkywardError, UnavailableError
+from skyward.errors import (
+    NodeLostError,
+    PoolStartError,
+    SkywardError,
+    UnavailableError,
+)
 from skyward.events import EventStream, NodeStarting
 from skyward.nodes import provider_loop
 from skyward.nodes.briefing import Briefing
@@ -182,7 +187,9 @@ class Startup:
             self._keeper.check_expected(node.index)
         try:
             await self._adopt(node, host, *found)
-        except (ConnectionRefusedError, FileNotFoundError) as problem:
+        except (OSError, EOFError, PoolStartError) as problem:
+            if not await _is_over(host, problem):
+                raise
             if first is not None:
                 raise PoolStartError(f"node {node.index}: its agent is gone ({problem})") from None
             return False
@@ -203,7 +210,9 @@ class Startup:
             return False
         try:
             await self._adopt(node, host, *found)
-        except (ConnectionRefusedError, FileNotFoundError):
+        except (OSError, EOFError, PoolStartError) as problem:
+            if not await _is_over(host, problem):
+                raise
             return False
         return True
 
@@ -358,6 +367,13 @@ class Startup:
             f"node {node.index} could not be started: {node.failure}; it is tried again, "
             "less and less often"
         )
+
+
+async def _is_over(host: Host, problem: Exception) -> bool:
+    """Whether a failure to connect says that the agent has ended, or its machine has."""
+    if isinstance(problem, (ConnectionRefusedError, FileNotFoundError)):
+        return True
+    return await host.is_gone()
 
 
 def _show_failure(starting: Future[None]) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
-from skyward.errors import ConfigurationError, UnavailableError
+from skyward.errors import ConfigurationError, PoolStartError, UnavailableError
 from skyward.market import Offer
 from skyward.providers import Order, Remains, Request
 from skyward.providers.aws.failures import NO_CREDENTIALS, RequestError
 
 if TYPE_CHECKING:
     from skyward.providers.aws.account import Account
-    from skyward.providers.aws.instances import Instances
+    from skyward.providers.aws.instances import Instance, Instances
     from skyward.providers.aws.launches import Launches
     from skyward.providers.aws.machine import AWSMachine
     from skyward.providers.aws.site import Settings
@@ -244,6 +244,8 @@ class AWS:
         from skyward.providers.aws.user_data import watch
 
         known = await self._pool(order.pool)
+        if order.request.keep and (former := await self._former(known, order)) is not None:
+            return former
         for start in range(1, _STARTS + 1):
             bought = await known.launches.get(order)
             machine: AWSMachine | None = None
@@ -273,27 +275,94 @@ class AWS:
                 known.launches.exclude(bought)
         raise AssertionError
 
+    async def _former(self, known: _PoolOnAWS, order: Order) -> AWSMachine | None:
+        """The machine that a node of a pool that stays has, if it can be used again.
+
+        One that is stopped is started; one that runs and does not answer is ended.
+        """
+        from skyward.providers.aws import stopping
+        from skyward.providers.aws.instances import state_of
+        from skyward.providers.aws.machine import ANSWER_SECONDS, BOOT_SECONDS
+        from skyward.providers.aws.user_data import watch
+
+        instance = await stopping.former(known.instances, order.node)
+        if instance is None:
+            return None
+        is_stopped = state_of(instance) in stopping.STOPPED
+        if is_stopped:
+            order.tell("starting the machine again")
+            instance = await stopping.start(known.instances, instance)
+        offer = await asyncio.to_thread(known.launches.offer_of, instance, order.request)
+        machine = self._found(known.instances, instance, offer)
+        order.bought(machine.id, offer)
+        request = order.request
+        try:
+            await machine.make(
+                order,
+                watch(idle=request.idle_timeout, ttl=request.ttl),
+                BOOT_SECONDS if is_stopped else ANSWER_SECONDS,
+            )
+        except PoolStartError:
+            if is_stopped:
+                raise
+            await asyncio.shield(machine.destroy())
+            return None
+        return machine
+
     async def find(self, pool: str) -> list[AWSMachine]:
         """The instances with the pool's tag that have not ended."""
-        from skyward.providers.aws.instances import ENDED, node_of, state_of
-        from skyward.providers.aws.keys import keys_of
-        from skyward.providers.aws.machine import AWSMachine
+        from skyward.providers.aws.instances import ENDED, state_of
 
         known = await self._pool(pool)
         found = await known.instances.all()
-        keys = keys_of(pool, self.key)
         return [
-            AWSMachine(
-                known.instances,
-                each,
-                node_of(each) or 0,
-                keys,
-                through=self.access,
-                python=self._python,
-            )
+            self._found(known.instances, each)
             for each in found.values()
             if state_of(each) not in ENDED
         ]
+
+    def _found(
+        self, instances: Instances, instance: Instance, offer: Offer | None = None
+    ) -> AWSMachine:
+        from skyward.providers.aws.instances import node_of
+        from skyward.providers.aws.keys import keys_of
+        from skyward.providers.aws.machine import AWSMachine
+        from skyward.providers.aws.network import admit_again
+
+        return AWSMachine(
+            instances,
+            instance,
+            node_of(instance) or 0,
+            keys_of(instances.pool, self.key),
+            through=self.access,
+            python=self._python,
+            offer=offer,
+            admit=lambda: admit_again(
+                instances.account, instances.pool, str(instance["SubnetId"]), self.admit
+            ),
+        )
+
+    async def why_not_stop(self, pool: str) -> str:
+        """That AWS does not stop spot instances, if a pool has one."""
+        from skyward.providers.aws import stopping
+
+        return stopping.why_not((await (await self._pool(pool)).instances.all()).values())
+
+    async def stop(self, pool: str) -> None:
+        """Stop the pool's instances; their disks stay."""
+        from skyward.providers.aws import stopping
+
+        await stopping.stop((await self._pool(pool)).instances)
+
+    async def stopped_price(self, pool: str) -> float | None:
+        """What the disks of the pool's instances cost in an hour, about; None if unknown."""
+        from skyward.providers.aws import stopping
+
+        account = await asyncio.to_thread(self._own_account)
+        try:
+            return await asyncio.to_thread(stopping.disks_price, account, pool)
+        except RequestError:
+            return None
 
     async def sweep(self, pool: str) -> None:
         """Remove the pool's security group, key pair, placement group and keys."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from skyward.errors import SkywardError, UnavailableError
 from skyward.market import Offer, money
@@ -12,7 +13,7 @@ from skyward.providers import Order, Request
 from skyward.providers.aws import failures, network
 from skyward.providers.aws.assortment import DEARER, Assortment
 from skyward.providers.aws.failures import RequestError
-from skyward.providers.aws.instances import TOGETHER_SECONDS, Instances
+from skyward.providers.aws.instances import TOGETHER_SECONDS, Instance, Instances
 from skyward.providers.aws.network import Subnet
 from skyward.providers.aws.purchases import Bought, Purchase
 from skyward.providers.aws.site import Settings, Site, make_site
@@ -65,6 +66,16 @@ class Launches:
         """Do not buy an offer again whose instance did not start."""
         offer = bought.offer
         self._failed.add((offer.instance_type, offer.zone or "", offer.allocation))
+
+    def offer_of(self, instance: Instance, request: Request) -> Offer | None:
+        """The offer by which an instance of the pool would be bought now; None if there is none."""
+        allocation = "spot" if instance.get("InstanceLifecycle") == "spot" else "on-demand"
+        bought = instance["InstanceType"], allocation
+        with contextlib.suppress(SkywardError):
+            for offer in self._assortment.offers(request):
+                if (offer.instance_type, offer.allocation) == bought:
+                    return replace(offer, zone=instance["Placement"]["AvailabilityZone"])
+        return None
 
     async def _launch_soon(self) -> None:
         while self._orders:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyward.errors import HostKeyError, LoginError, PoolStartError, UnreachableError
+from skyward.errors import (
+    HostKeyError,
+    LoginError,
+    PoolStartError,
+    SkywardError,
+    UnreachableError,
+)
 from skyward.market import Offer
 from skyward.providers import Order
 from skyward.providers.aws import interruption, session, tags
@@ -53,7 +59,10 @@ class AWSMachine:
         through: str,
         python: str | None,
         offer: Offer | None = None,
+        admit: Callable[[], None] | None = None,
     ) -> None:
+        """`admit` has the instance let this client in, which may have another address by now."""
+        self._admit = admit
         self._instances, self._keys, self._through = instances, keys, through
         self._user = tags.tags_of(instance).get(tags.USER) or "ec2-user"
         self._public = str(instance.get("PublicIpAddress") or "")
@@ -61,6 +70,8 @@ class AWSMachine:
         self._reaching = asyncio.Lock()
         self._gone = False
         self.id = str(instance["InstanceId"])
+        self.ended = state_of(instance) in _ENDS
+        """Whether it did not run when it was found."""
         self.node = node
         self.address = str(instance.get("PrivateIpAddress") or "")
         self.listens = self.address
@@ -77,20 +88,24 @@ class AWSMachine:
         """The address at which the client reached the instance."""
         return self._ssh.direct if self._ssh is not None else None
 
-    async def make(self, order: Order, watch: str) -> None:
+    async def make(self, order: Order, watch: str, seconds: float = BOOT_SECONDS) -> None:
         """Wait until the instance has booted, and make the machine's folder on it.
 
         `watch` starts the script that ends the instance: an AMI without cloud-init did not.
         """
         order.tell("waiting for the machine to boot")
         async with self._reaching:
-            self._ssh = await self._reach(BOOT_SECONDS, new=True)
+            self._ssh = await self._reach(seconds, new=True)
         command = ["sh", "-c", '[ "$(id -u)" = 0 ] || s="sudo -n"; $s sh -c "$1"', "sh", watch]
         if await self._ssh.run(command):
             order.note(
                 f"node {self.node}: the instance {self.id} cannot end itself if this process is "
                 f"gone: its user {self._user!r} may not use sudo without a password"
             )
+
+    async def reach(self) -> None:
+        """Log in, so that `direct` is known."""
+        await self._reached()
 
     async def run(
         self,
@@ -134,8 +149,9 @@ class AWSMachine:
     # How the instance is reached.
 
     async def _reached(self) -> SSHMachine:
-        if self._gone:
-            raise UnreachableError(f"AWS: the instance {self.id} has ended")
+        if self._gone or self.ended:
+            state = "has ended" if self._gone else "is stopped"
+            raise UnreachableError(f"AWS: the instance {self.id} {state}")
         async with self._reaching:
             if self._ssh is None:
                 self._ssh = await self._reach(ANSWER_SECONDS, new=False)
@@ -192,6 +208,11 @@ class AWSMachine:
                 except PoolStartError as failure:
                     problem = failure
                     await machine.leave()
+            if problem is None and self._admit is not None and self._through == "ssh":
+                admit, self._admit = self._admit, None
+                with contextlib.suppress(SkywardError):
+                    await asyncio.to_thread(admit)
+                deadline = max(deadline, time.monotonic() + PROBE_SECONDS)
             if time.monotonic() > deadline:
                 break
             if time.monotonic() - looked > LOOK_SECONDS:

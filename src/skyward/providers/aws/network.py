@@ -188,6 +188,12 @@ def admit(account: Account, subnet: Subnet, group: str, chosen: Sequence[str]) -
         _authorize(account, "authorize_security_group_ingress", group, rules)
 
 
+def admit_again(account: Account, pool: str, subnet: str, chosen: Sequence[str]) -> None:
+    """Let the client's networks of now in to a pool that stays."""
+    for group in security_groups(account, pool):
+        admit(account, subnets(account, subnet, None)[0], group, chosen)
+
+
 def _client_rules(networks: Sequence[str]) -> list[dict[str, Any]]:
     ranges = [{"CidrIp": each, "Description": "the client"} for each in networks]
     return [

@@ -7,11 +7,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolStartError
+from skyward.errors import ConfigurationError, PoolError, PoolStartError
 from skyward.providers import Order, Request
 from skyward.providers.container import gpus
 from skyward.providers.container.machine import ContainerMachine
@@ -34,6 +34,7 @@ IMAGE, MOUNTS = "SKYWARD_CONTAINER_IMAGE", "SKYWARD_CONTAINER_MOUNTS"
 BOOTSTRAP_SECONDS = 1800
 AGENTLESS_SECONDS = 30
 """A container ends itself after so long without an agent."""
+_STOP_SECONDS = 5
 _CACHE_FOLDER = "/var/cache/skyward"
 
 _MAIN = f"""\
@@ -72,8 +73,10 @@ class Container:
             value = getattr(self, what)
             if value is not None:
                 checks.text(self, what, value)
-        mounts = self.mounts if isinstance(self.mounts, Sequence) else None
-        if mounts is None or not all(isinstance(each, Volume) for each in mounts):
+        given = self.mounts if isinstance(self.mounts, Sequence) else [None]
+        # As `describe` writes them down, they are mappings.
+        mounts = [Volume(**each) if isinstance(each, Mapping) else each for each in given]
+        if not all(isinstance(each, Volume) for each in mounts):
             raise checks.refused(self, {"mounts": self.mounts}, "give a list of sky.Volume(...)")
         checks.store(self, mounts=tuple(mounts))
 
@@ -83,8 +86,13 @@ class Container:
             gpus.check(request.accelerator)
 
     def describe(self) -> Mapping[str, Any]:
-        """The address of the service: enough to find and remove containers."""
-        return {"host": self.host or os.environ.get("DOCKER_HOST")}
+        """The arguments, with the address and the image that variables name."""
+        return {
+            "image": self.image or os.environ.get(IMAGE) or None,
+            "mounts": [asdict(each) for each in self.mounts],
+            "python": self.python,
+            "host": self.host or os.environ.get("DOCKER_HOST"),
+        }
 
     async def ping(self) -> str:
         """The service that answers."""
@@ -110,9 +118,25 @@ class Container:
         """The containers with the pool's label; without any, the pool's network is removed."""
         return await asyncio.to_thread(self._find, pool)
 
+    async def stop(self, pool: str) -> None:
+        """Stop the pool's containers; their files stay, and `create` starts them again."""
+        await asyncio.to_thread(self._stop, pool)
+
+    def _stop(self, pool: str) -> None:
+        with answering(self.host).connected() as docker:
+            for container in docker.containers.list(filters={"label": f"{POOL}={pool}"}):
+                try:
+                    container.stop(timeout=_STOP_SECONDS)
+                except Exception as problem:
+                    raise PoolError(
+                        f"the container {container.name} could not be stopped: {said(problem)}"
+                    ) from problem
+
     def _create(self, order: Order) -> ContainerMachine:
         service = answering(self.host)
         with service.connected() as docker:
+            if order.request.keep and (there := _former(docker, order)) is not None:
+                return ContainerMachine(service, there, self.python)
             try:
                 return ContainerMachine(service, self._run(docker, order), self.python)
             except Exception as problem:
@@ -155,7 +179,8 @@ class Container:
             network=network,
             mounts=mounts,
             init=True,
-            auto_remove=True,
+            # One that can be stopped must not be gone then.
+            auto_remove=not request.keep,
             detach=True,
             **options,
         )
@@ -167,6 +192,28 @@ class Container:
             if not found:
                 remove_unused_network(docker, pool)
             return [ContainerMachine(service, container, self.python) for container in found]
+
+
+def _former(docker: Any, order: Order) -> Any:
+    """The container that a node of a pool that stays has already, started if it is stopped."""
+    import docker.errors as errors
+
+    try:
+        there = docker.containers.get(_name(order.pool, order.node))
+    except errors.NotFound:
+        return None
+    if there.labels.get(POOL) != order.pool:
+        return None
+    if there.status != "running":
+        order.tell("starting the container again")
+        try:
+            there.start()
+        except errors.APIError as problem:
+            raise PoolStartError(
+                f"node {order.node}: the container {there.name} could not be started again: "
+                f"{said(problem)}; `sky down` removes it"
+            ) from problem
+    return there
 
 
 def _usual_mounts() -> list[Volume]:

@@ -64,6 +64,8 @@ class ContainerMachine:
         self._copying: list[threading.Thread] = []
         """One thread for each connection; it ends with the connection or with the container."""
         container.reload()
+        self.ended = str(container.status) not in ("running", "paused")
+        """Whether it did not run when it was found."""
         networks = container.attrs["NetworkSettings"]["Networks"].values()
         self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from skyward import checks
@@ -129,12 +129,17 @@ class Kubernetes:
         return f"namespace {self.namespace} at {server}"
 
     def describe(self) -> Mapping[str, Any]:
-        """Where the pool is: enough to find and remove its objects."""
-        return {
-            "kubeconfig": self.kubeconfig,
-            "context": self.context,
-            "namespace": self.namespace,
+        """The arguments, with what variables name: another process makes the same pods."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        template = manifests.template(os.environ.get(TEMPLATE), self.pod_template)
+        more = {
+            "image": self.image or os.environ.get(IMAGE) or None,
+            "node_selector": None if self.node_selector is None else dict(self.node_selector),
+            "tolerations": [dict(each) for each in self.tolerations or ()],
+            "pod_template": template if template.get("spec") or len(template) > 1 else None,
+            "command": list(self.command),
         }
+        return told | more
 
     def price(self, request: Request) -> float | None:
         """None: what a cluster's nodes cost is unknown."""
@@ -174,6 +179,25 @@ class Kubernetes:
     async def find(self, pool: str) -> Sequence[PodMachine]:
         """The nodes that the pool's Job was asked for, with their pods."""
         return await asyncio.to_thread(self._find, pool, asyncio.get_running_loop())
+
+    async def stop(self, pool: str) -> None:
+        """Remove the pool's pods; the Job stays, with the claims that go with it."""
+        await asyncio.to_thread(self._stop, pool)
+
+    def _stop(self, pool: str) -> None:
+        access = Access(self._place)
+        try:
+            job = jobs.find(access, pool)
+            if job is None:
+                return
+            name = job["metadata"]["name"]
+            for (loop, place, there), shared in list(_jobs.items()):
+                # This process may have made it, and would take its pods for those of now.
+                if (place, there) == (self._place, name) and loop.is_running():
+                    asyncio.run_coroutine_threadsafe(shared.leave(), loop).result()
+            jobs.empty(access, name)
+        finally:
+            access.close()
 
     def _find(self, pool: str, loop: asyncio.AbstractEventLoop) -> list[PodMachine]:
         access = Access(self._place)

@@ -25,6 +25,7 @@ from skyward.providers.kubernetes.access import (
     Object,
 )
 from skyward.providers.kubernetes.manifests import (
+    AGENTLESS_SECONDS,
     JOB,
     LEASE_SECONDS,
     NODE,
@@ -63,7 +64,7 @@ def make(
     except ConflictError:
         made, is_new = _used(access, name, manifest, claims)
     try:
-        _complete(access, made, pod, request, claims)
+        _complete(access, made, pod, request, claims, is_new=is_new)
     except BaseException:
         if is_new:
             with contextlib.suppress(PoolError):
@@ -73,7 +74,13 @@ def make(
 
 
 def _complete(
-    access: Access, made: Object, pod: Pod, request: Request, claims: Sequence[Claim]
+    access: Access,
+    made: Object,
+    pod: Pod,
+    request: Request,
+    claims: Sequence[Claim],
+    *,
+    is_new: bool,
 ) -> None:
     """Make what a Job needs, and see that it can be kept."""
     name = made["metadata"]["name"]
@@ -83,7 +90,8 @@ def _complete(
             "came with Kubernetes 1.21; leave queue= out"
         )
     # Now, and not at the deadline, it must show that the right to extend it is missing.
-    extend(access, name, int(age(access, made)) + LEASE_SECONDS)
+    if is_new or not request.keep:
+        extend(access, name, int(age(access, made)) + LEASE_SECONDS)
     # Made after the Job that owns it, a claim is never left over; its pods wait for it.
     for claim in claims:
         owner = _owner(made) if claim.remove else None
@@ -198,6 +206,20 @@ def extend(access: Access, name: str, seconds: int) -> Object:
     return access.patch("jobs", name, {"spec": {"activeDeadlineSeconds": seconds}})
 
 
+def stay(access: Access, name: str, seconds: float | None) -> None:
+    """Have the Job live for so long from now, or until its pods have ended, whoever is there."""
+    until = None
+    if seconds is not None:
+        until = int(age(access, access.get("jobs", name)) + seconds) + AGENTLESS_SECONDS
+    access.patch("jobs", name, {"spec": {"activeDeadlineSeconds": until}})
+
+
+def empty(access: Access, name: str) -> None:
+    """Have the Job keep no pods, and wait until they have ended; its nodes stay on it."""
+    access.patch("jobs", name, {"spec": {"parallelism": 0}})
+    end_pods(access, name)
+
+
 def add_pod(access: Access, name: str) -> None:
     """Make a pod that the Job takes for one of its own; raises `NotFoundError` without a Job.
 
@@ -231,6 +253,11 @@ def find(access: Access, pool: str) -> Object | None:
 def remove(access: Access, name: str) -> None:
     """Remove a Job and all that it owns, and wait until its pods have ended."""
     access.delete("jobs", name)
+    end_pods(access, name)
+
+
+def end_pods(access: Access, name: str) -> None:
+    """Remove the pods of a Job, and wait until they have ended."""
     selector = {"labelSelector": f"{JOB}={name}"}
     # The cluster would do that as well, but may take a minute to begin.
     access.delete_all("pods", **selector)

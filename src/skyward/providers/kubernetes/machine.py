@@ -41,6 +41,8 @@ class PodMachine:
         self._uid = pod["metadata"]["uid"] if pod else ""
         self.address = str((pod or {}).get("status", {}).get("podIP", ""))
         self.direct = self.address if direct and self.address else None
+        self.ended = pod is None or not is_usable(pod)
+        """Whether its pod did not run when it was found."""
         self._destroyed = False
 
     # Commands.

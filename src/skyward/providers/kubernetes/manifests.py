@@ -64,6 +64,9 @@ exit 1
 Job. Commands of the client's leave marks with the numbers of their processes. As process 1 it also
 takes up processes whose parents have ended. Its arguments are a command that runs beside the
 agent."""
+_KEPT_MAIN = _MAIN.removesuffix("exit 1\n") + "exit 0\n"
+"""The same in a pool that stays. Nobody may be there who would start an agent in another pod: when
+the agents have ended by themselves, the Job is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,7 @@ def _pod_spec(pod: Pod, request: Request) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": pod.image,
-        "command": ["sh", "-c", _MAIN, "sh", *pod.command],
+        "command": ["sh", "-c", _KEPT_MAIN if request.keep else _MAIN, "sh", *pod.command],
         "readinessProbe": {"exec": {"command": ["test", "-e", _READY]}, "periodSeconds": 5},
         "env": [{"name": "SKYWARD_CACHE", "value": CACHE_FOLDER}],
         "resources": _resources(request),

@@ -95,6 +95,8 @@ class Pods:
         """Whether the pods and the lease are looked after."""
         self.is_own = False
         """Whether the Job was made here, and not found."""
+        self._stays = False
+        """Whether the Job outlives this process, since its pool stays."""
         self.closed = False
 
     # Nodes.
@@ -116,6 +118,11 @@ class Pods:
     async def get(self, pool: str, node: int, tell: Told, seconds: float) -> Object:
         """A running pod for a node, made if necessary; raises with the reason if there is none."""
         self._pool = pool
+        if (former := self._wanted.get(node)) is not None and former.running.done():
+            pod = self._pods.get(former.pod)
+            if pod is None or not is_usable(pod):
+                # In a pool that stays, a node is not released when its pod is lost.
+                del self._wanted[node]
         wanted = self._wanted.setdefault(node, _Wanted(tell))
         wanted.tell = tell
         self._apply_soon()
@@ -126,7 +133,10 @@ class Pods:
             self._explaining = self._start(self._explain())
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.shield(wanted.running)
+                found = await asyncio.shield(wanted.running)
+            if self._request.keep and not self._stays:
+                await self._stay()
+            return found
         except TimeoutError:
             await self._give_up(node)
             raise PoolStartError(
@@ -139,6 +149,12 @@ class Pods:
         except Exception:
             await self._give_up(node)
             raise
+
+    async def _stay(self) -> None:
+        """Take the deadline from the Job: its pods end by themselves, and not with this process."""
+        if all(each.running.done() for each in self._wanted.values()):
+            self._stays = True
+            await asyncio.to_thread(jobs.stay, self.access, self.job, self._request.ttl)
 
     async def _settle(self, node: int) -> None:
         """After a cancelled `get`, have the Job ask for the node's pod, or nobody."""
@@ -290,6 +306,8 @@ class Pods:
         job, self.is_own = jobs.make(
             self.access, self.job, self._pool, self._pod, self._request, nodes
         )
+        # One that was found stays already.
+        self._stays = self._request.keep and not self.is_own
         self._started_at = time.monotonic() - jobs.age(self.access, job)
         if not self._follows:
             self._follows = True
@@ -309,7 +327,7 @@ class Pods:
         """Extend the Job's deadline for as long as this process lives."""
         while not self.closed:
             await asyncio.sleep(LEASE_SECONDS / 5)
-            if self._started_at is None:
+            if self._started_at is None or self._stays:
                 continue
             until = int(time.monotonic() - self._started_at) + LEASE_SECONDS
             try:

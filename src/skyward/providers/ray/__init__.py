@@ -158,10 +158,14 @@ class Ray:
         """Where the cluster is; `headers` may hold secrets, and `sky down` reads the variables."""
         return {
             "address": self.address,
+            "spread": self.spread,
+            "resources": None if self.resources is None else dict(self.resources),
             "namespace": self.namespace,
             "python": self.python,
             "port": self.port,
             "direct": self.direct,
+            "autoscales": self.autoscales,
+            "timeout": self.timeout,
         }
 
     def price(self, request: Request) -> float | None:
@@ -182,14 +186,19 @@ class Ray:
                 pool,
                 self._cluster,
                 functools.partial(self._program, pool),
-                settings={
-                    "namespace": self.namespace,
-                    "port": self.port or 0,
-                    "autoscales": self.autoscales,
-                },
+                settings=self._settings,
                 forget=lambda closed: _forget(key, closed),
             )
         return link
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a new driver has to know of these."""
+        return {
+            "namespace": self.namespace,
+            "port": self.port or 0,
+            "autoscales": self.autoscales,
+        }
 
     def _program(self, pool: str, id: str = "") -> DriverProgram:
         if "://" in self._cluster:
@@ -235,7 +244,7 @@ class Ray:
             pool,
             self._cluster,
             functools.partial(self._program, pool),
-            settings={},
+            settings=self._settings,
             record=record,
             forget=lambda closed: _forget(key, closed),
         )

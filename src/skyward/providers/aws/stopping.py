@@ -1,0 +1,96 @@
+"""Stopping: the instances of a pool that stays are stopped with their disks, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from skyward.errors import PoolError, UnavailableError
+from skyward.providers.aws import failures, tags
+from skyward.providers.aws.account import Account
+from skyward.providers.aws.failures import RequestError
+from skyward.providers.aws.instances import ENDED, PAUSES, Instance, Instances, node_of, state_of
+
+STOP_SECONDS = 600.0
+"""How long instances may take to stop; large ones take minutes."""
+STOPPED = frozenset({"stopping", "stopped"})
+GB_MONTH = 0.08
+"""What a gigabyte of a disk costs in a month, in US dollars, in most regions."""
+MONTH_HOURS = 730
+
+
+def why_not(instances: Iterable[Instance]) -> str:
+    """Why instances cannot be stopped; empty if they can."""
+    spot = [each["InstanceId"] for each in _there(instances) if _is_spot(each)]
+    if spot:
+        return f"AWS does not stop spot instances of this kind ({', '.join(sorted(spot))})"
+    return ""
+
+
+async def stop(instances: Instances) -> None:
+    """Stop all instances of a pool, and wait until they have stopped."""
+    account = instances.account
+    running = [each["InstanceId"] for each in _there((await instances.all()).values())]
+    if running:
+        await asyncio.to_thread(account.call, "ec2", "stop_instances", InstanceIds=running)
+    deadline = time.monotonic() + STOP_SECONDS
+    pause, longest = PAUSES
+    while True:
+        found = (await instances.look(fresh=True)).values()
+        late = [each["InstanceId"] for each in found if state_of(each) not in ENDED | {"stopped"}]
+        if not late:
+            return
+        if time.monotonic() > deadline:
+            raise PoolError(
+                f"AWS: the instances {', '.join(late)} have not stopped after {STOP_SECONDS:.0f} s"
+            )
+        await asyncio.sleep(pause)
+        pause = min(1.5 * pause, longest)
+
+
+async def former(instances: Instances, node: int) -> Instance | None:
+    """The instance that a node has, running or not; None if it has none."""
+    found = await instances.all()
+    return next(
+        (each for each in found.values() if node_of(each) == node and state_of(each) not in ENDED),
+        None,
+    )
+
+
+async def start(instances: Instances, instance: Instance) -> Instance:
+    """Start an instance that is stopped, or about to be, and wait until it runs."""
+    id = str(instance["InstanceId"])
+    deadline = time.monotonic() + STOP_SECONDS
+    while state_of(instance) == "stopping" and time.monotonic() < deadline:
+        await asyncio.sleep(PAUSES[0])
+        instance = (await instances.look(fresh=True)).get(id, instance)
+    try:
+        await asyncio.to_thread(instances.account.call, "ec2", "start_instances", InstanceIds=[id])
+    except RequestError as problem:
+        if problem.code not in failures.CAPACITY:
+            raise
+        raise UnavailableError(
+            f"AWS has no room now to start the instance {id} again, and it stays stopped: "
+            f"{problem}; try later"
+        ) from problem
+    while True:
+        found = (await instances.look(fresh=True)).get(id)
+        if found is None or state_of(found) != "stopped":
+            return await instances.running(id)
+        await asyncio.sleep(PAUSES[0])
+
+
+def disks_price(account: Account, pool: str) -> float:
+    """What the disks of a pool cost in an hour, about, in US dollars."""
+    disks = account.pages("ec2", "describe_volumes", "Volumes", Filters=[tags.of_pool(pool)])
+    there = [each for each in disks if each.get("State") not in ("deleting", "deleted")]
+    return sum(float(each["Size"]) for each in there) * GB_MONTH / MONTH_HOURS
+
+
+def _there(instances: Iterable[Instance]) -> list[Instance]:
+    return [each for each in instances if state_of(each) not in ENDED | STOPPED]
+
+
+def _is_spot(instance: Instance) -> bool:
+    return instance.get("InstanceLifecycle") == "spot"

@@ -1,0 +1,59 @@
+"""Staying: what providers and machines of pools that stay may offer besides."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeGuard
+
+from skyward.providers import Machine, Provider
+
+
+class Stopper(Provider, Protocol):
+    """A provider that can stop machines and keep them, for `sky stop` and `sky start`.
+
+    If there is a stopped machine of the pool for the node, `create` starts that one.
+    """
+
+    async def stop(self, pool: str) -> None:
+        """Stop the machines of a pool, whose agents have ended, and wait for that.
+
+        What they have on their disks stays. Raises a `PoolError` if one cannot be stopped.
+        """
+        ...
+
+
+def stops(provider: Provider) -> TypeGuard[Stopper]:
+    """Whether a provider can stop machines and keep them."""
+    return hasattr(provider, "stop")
+
+
+async def why_not_stop(provider: Stopper, pool: str) -> str:
+    """Why a pool's machines cannot be stopped, by a method `why_not_stop`; empty if they can."""
+    explain = getattr(provider, "why_not_stop", None)
+    return "" if explain is None else str(await explain(pool))
+
+
+async def stopped_price(provider: Stopper, pool: str) -> float | None:
+    """What a pool's stopped machines cost in an hour, by a method `stopped_price`; None if unknown.
+
+    In US dollars, all machines together.
+    """
+    ask = getattr(provider, "stopped_price", None)
+    return None if ask is None else await ask(pool)
+
+
+def has_ended(machine: Machine) -> bool:
+    """Whether a machine that was found does not run, by its attribute `ended`.
+
+    Such a machine can be removed, or started again by `create`; there is no agent on it.
+    """
+    return bool(getattr(machine, "ended", False))
+
+
+async def reach(machine: Machine) -> None:
+    """Find out how a machine that was found is reached, if it has a method `reach` for that.
+
+    After that, its `direct` is known.
+    """
+    find_out = getattr(machine, "reach", None)
+    if find_out is not None:
+        await find_out()

@@ -1,0 +1,148 @@
+"""Pools that stay on AWS: used by another process, stopped with their disks, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.nodes import keeping
+from skyward.providers import Order
+from skyward.providers.aws import machine, network
+
+from ..conftest import only_in_all
+from . import kept_pools
+from .aws_gateway import Gateway
+from .aws_orders import a_request, left
+
+
+@pytest.fixture
+def ec2(ec2: Gateway) -> Iterator[Gateway]:
+    """An account in which nothing may be left."""
+    yield ec2
+    assert left(ec2) == []
+
+
+def provider(**arguments: Any) -> sky.AWS:
+    """Instances that have this very environment."""
+    return sky.AWS(python=sys.executable, **arguments)
+
+
+@only_in_all
+def test_a_pool_stays_on_aws_is_stopped_and_starts_again_with_its_disk(ec2: Gateway) -> None:
+    workers = kept_pools.start(provider(), "cloud")
+    kept_pools.use_elsewhere("cloud", workers)
+    with sky.attach("cloud") as compute:
+        assert kept_pools.marked("/var/tmp/mark", "mine") >> compute == "mine"
+    running = kept_pools.shown("cloud")
+    assert running["hourly_cost"] > 0
+    (instance,) = ec2.account.instances("running")
+
+    said = kept_pools.says("stop", "cloud")
+
+    assert said.startswith("cloud: stopped; its disks cost about $0.")
+    assert [each["InstanceId"] for each in ec2.account.instances("stopped")] == [
+        instance["InstanceId"]
+    ]
+    stopped = kept_pools.shown("cloud")
+    assert stopped["state"] == "stopped"
+    assert 0 < stopped["hourly_cost"] < running["hourly_cost"]
+    assert stopped["cost"] > running["cost"]
+
+    assert "cloud: 1 node started\n" in kept_pools.says("start", "cloud")
+
+    assert [each["InstanceId"] for each in ec2.account.instances("running")] == [
+        instance["InstanceId"]
+    ]
+    assert kept_pools.shown("cloud")["hourly_cost"] == running["hourly_cost"]
+    with sky.attach("cloud") as compute:
+        assert kept_pools.marked("/var/tmp/mark") >> compute == "mine"
+    kept_pools.end("cloud")
+
+
+@only_in_all
+def test_a_client_that_attached_replaces_an_instance_that_was_taken_away(
+    ec2: Gateway, eventually: Callable[..., None]
+) -> None:
+    kept_pools.start(provider(), "cloud")
+    with sky.attach("cloud") as compute:
+        before = keeping.read("cloud").nodes[0].machine
+        ec2.account.terminate(before)
+        eventually(lambda: keeping.read("cloud").nodes[0].machine != before, 90, "another")
+        assert kept_pools.pid() >> compute
+    kept_pools.end("cloud")
+
+
+def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
+    async def attempt() -> str:
+        seller = sky.AWS()
+        await seller.create(Order("p1", 0, a_request(allocation="spot", keep=True)))
+        try:
+            return await seller.why_not_stop("p1")
+        finally:
+            for each in await seller.find("p1"):
+                await each.destroy()
+            await seller.sweep("p1")
+
+    assert "AWS does not stop spot instances of this kind (i-" in asyncio.run(attempt())
+
+
+def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
+    async def attempt() -> str:
+        seller = sky.AWS()
+        order = Order("p1", 0, a_request(keep=True))
+        bought = await seller.create(order)
+        try:
+            await seller.stop("p1")
+            full = aws.fail("StartInstances", "InsufficientInstanceCapacity")
+            with pytest.raises(sky.UnavailableError) as caught:
+                await seller.create(order)
+            aws.remove(full)
+            (found,) = await seller.find("p1")
+            assert (found.id, found.ended) == (bought.id, True)
+            with pytest.raises(sky.UnreachableError, match=f"{bought.id} is stopped"):
+                await found.run(["true"])
+            again = await seller.create(order)
+            assert (again.id, again.offer) == (bought.id, bought.offer)
+            return str(caught.value)
+        finally:
+            for each in await seller.find("p1"):
+                await each.destroy()
+            await seller.sweep("p1")
+
+    assert "no room now to start the instance i-" in asyncio.run(attempt())
+    assert len(aws.made("RunInstances")) == 1
+
+
+async def nobody_answers(_: str) -> bool:
+    return False
+
+
+def test_a_client_with_another_address_is_let_in(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a laptop has moved since the pool was made."""
+
+    async def attempt() -> None:
+        seller = sky.AWS()
+        await seller.create(Order("p1", 0, a_request(keep=True)))
+        try:
+            monkeypatch.setattr(network, "client_networks", lambda *_: ["203.0.113.7/32"])
+            monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.1)
+            monkeypatch.setattr(machine, "PROBE_SECONDS", 0.1)
+            monkeypatch.setattr(machine, "_answers", nobody_answers)
+            (found,) = await seller.find("p1")
+            with pytest.raises(sky.UnreachableError, match="was not reached"):
+                await found.reach()
+        finally:
+            for each in await seller.find("p1"):
+                await each.destroy()
+            await seller.sweep("p1")
+
+    asyncio.run(attempt())
+    admitted = [call.parameters for call in aws.made("AuthorizeSecurityGroupIngress")]
+    assert any("203.0.113.7/32" in str(each) for each in admitted)

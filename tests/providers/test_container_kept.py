@@ -1,0 +1,64 @@
+"""Pools that stay in containers: used by another process, stopped, started, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import skyward as sky
+from skyward.nodes import keeping
+
+from . import kept_pools, podman
+from .leftovers import podman_says
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No container and no network may be left."""
+    yield
+    assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
+    assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
+
+
+def test_a_pool_stays_in_containers_is_stopped_and_starts_again_with_its_files() -> None:
+    workers = kept_pools.start(podman.provider(), "boxes", nodes=2)
+    kept_pools.use_elsewhere("boxes", workers)
+    with sky.attach("boxes") as compute:
+        assert kept_pools.marked("/var/tmp/mark", "mine") @ compute == ["mine", "mine"]
+    assert kept_pools.shown("boxes")["state"].startswith("stays, idle for")
+
+    assert kept_pools.says("stop", "boxes").startswith("boxes: stopped; `sky start boxes`")
+
+    assert podman_says("ps", "--format", "{{.Names}}") == ""
+    assert kept_pools.shown("boxes")["state"] == "stopped"
+    with pytest.raises(sky.PoolError, match="boxes is stopped; `sky start boxes`"):
+        sky.attach("boxes")
+
+    assert kept_pools.says("start", "boxes") == "boxes: 2 nodes started\n"
+
+    with sky.attach("boxes") as compute:
+        assert kept_pools.marked("/var/tmp/mark") @ compute == ["mine", "mine"]
+    kept_pools.says("stop", "boxes")
+    kept_pools.end("boxes", machines=2)
+
+
+def test_a_client_that_attached_replaces_a_container_that_was_killed(
+    eventually: Callable[..., None],
+) -> None:
+    kept_pools.start(podman.provider(), "box")
+    with sky.attach("box") as compute:
+        (name,) = podman_says("ps", "--format", "{{.Names}}").split()
+        podman_says("kill", name)
+        eventually(lambda: compute.stats().nodes_lost, 60, "the loss")
+        eventually(lambda: compute.nodes[0].state == "ready", 60, "the same container again")
+        assert podman_says("ps", "--format", "{{.Names}}") == name
+        assert kept_pools.pid() >> compute
+    podman_says("kill", name)
+    assert kept_pools.shown("box")["state"] == "gone"
+    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+        sky.attach("box")
+    assert keeping.names() == []
+    assert "box" in kept_pools.says("down", "box", "--yes")
