@@ -23,6 +23,7 @@ from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
 from skyward.providers.ray import Ray, programs, records, site
+from skyward.providers.ray.door import DriverDoor
 from skyward.providers.ray.link import DriverLink
 from skyward.testing import ProviderSuite, plain_request
 
@@ -246,7 +247,7 @@ def test_a_driver_out_of_reach_is_said_with_the_next_step(
     async def refuse(*_: Any) -> Any:
         raise ConnectionRefusedError("no route")
 
-    monkeypatch.setattr(DriverLink, "_open", refuse)
+    monkeypatch.setattr(DriverDoor, "open", refuse)
     with pytest.raises(sky.UnreachableError) as caught:
         sky.Compute(emptied.provider(), options=QUIET).__enter__()
     assert "the driver runs in the cluster, but this machine cannot connect to it" in str(

@@ -5,35 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from skyward.errors import PoolError, PoolStartError, UnreachableError
-from skyward.providers.ray import programs, records
-from skyward.providers.ray.driver import ANNOUNCED, FAILED
+from skyward.providers.ray import records
+from skyward.providers.ray.door import DriverDoor, announcement
 from skyward.providers.ray.programs import DriverProgram
-from skyward.providers.ray.records import DriverAddress, Record
+from skyward.providers.ray.records import Record
 from skyward.wire.identity import CLIENT, Authority
 
 GATHER_SECONDS = 0.05
 """How long the client waits for the orders of other nodes: they become one placement group."""
-LOOK_SECONDS = 0.15
-"""How often the client asks for the driver's log until the driver listens."""
-STATE_SECONDS = 1.0
-"""How often it asks meanwhile whether the driver still runs."""
 PING_SECONDS = 5.0
-CONNECT_SECONDS = 3.0
 AGAIN_SECONDS = 1.0
 """How long after a failed connection the next one is tried."""
 END_SECONDS = 15.0
 """How long the driver may take to end in order."""
-LONGEST_LINE = 1 << 20
 
 Told = Callable[[str], None]
 
@@ -114,9 +106,8 @@ class DriverLink:
         self._ended = ""
         """Why the driver does not run any more."""
         self._removing: asyncio.Task[None] | None = None
-        self._tls: ssl.SSLContext | None = None
-        self._address = ""
-        """The address at which the driver was reached."""
+        self._door: DriverDoor | None = None
+        """How the driver, and keepers, are reached."""
         self._ask: Ask | None = None
         self.closed = False
 
@@ -303,7 +294,7 @@ class DriverLink:
         with contextlib.suppress(PoolError):
             await asyncio.to_thread(self._program.forget)
         self._program = self._new_program("")
-        self._record, self._tls, self._ended = None, None, ""
+        self._record, self._door, self._ended = None, None, ""
         self._listed.clear()
 
     async def _start(self) -> None:
@@ -322,85 +313,36 @@ class DriverLink:
         self._record.program = self._program.id
         self._write_record()
 
-    async def _announced(self) -> DriverAddress:
-        """Where the driver listens: from the record, or from the driver's log."""
-        assert self._record is not None
-        asked = 0.0
-        while self._record.driver is None:
-            log = await asyncio.to_thread(self._program.log)
-            for line in log.splitlines():
-                if line.startswith(FAILED):
-                    raise programs.failure(json.loads(line[len(FAILED) :]), self._cluster)
-                if line.startswith(ANNOUNCED):
-                    self._record.driver = msgspec.json.decode(
-                        line[len(ANNOUNCED) :], type=DriverAddress
-                    )
-                    self._write_record()
-                    return self._record.driver
-            if self.loop.time() > asked + STATE_SECONDS:
-                asked = self.loop.time()
-                if why := await asyncio.to_thread(self._program.why_over):
-                    last = log.strip().splitlines()[-3:]
-                    said = f"; it said:\n{chr(10).join(last)}" if last else ""
-                    raise PoolStartError(f"Ray({self._cluster!r}): {why}{said}")
-            await asyncio.sleep(LOOK_SECONDS)
-        return self._record.driver
-
     async def _connect(self) -> asyncio.StreamReader:
         """A connection to the driver, tried at all its addresses until the driver ends."""
-        driver = await self._announced()
-        last: Exception | None = None
+        assert self._record is not None
+        if self._record.driver is None:
+            self._record.driver = await announcement(self._program, self._cluster)
+            self._write_record()
+        door = self._known_door()
         told = False
         while True:
-            for address in self._candidates(driver):
-                try:
-                    reader, writer = await self._open(address, driver.port)
-                except (OSError, TimeoutError) as problem:
-                    last = problem
-                    continue
-                self._address, self._writer = address, writer
+            try:
+                reader, self._writer = await door.connect()
                 return reader
+            except (OSError, TimeoutError) as problem:
+                last = problem
             if why := await self._why_over_now():
                 self._ended = why
                 raise UnreachableError(f"Ray({self._cluster!r}): {why}")
             if not self._listed.is_set():
-                raise self._unreachable(driver, last)
+                raise door.unreachable(last)
             if not told:
                 told = True
                 self._tell("the driver in the Ray cluster is out of reach; trying again")
             await asyncio.sleep(AGAIN_SECONDS)
 
-    def _candidates(self, driver: DriverAddress) -> list[str]:
-        """The host of the dashboard comes first: its ports may be forwarded."""
-        named = urlsplit(self._cluster).hostname if "://" in self._cluster else "127.0.0.1"
-        return list(dict.fromkeys([each for each in (named, *driver.addresses) if each]))
-
-    def _unreachable(self, driver: DriverAddress, last: Exception | None) -> UnreachableError:
-        where = " and ".join(f"{each}:{driver.port}" for each in self._candidates(driver))
-        return UnreachableError(
-            f"Ray({self._cluster!r}): the driver runs in the cluster, but this machine cannot "
-            f"connect to it at {where} ({last}); open the ports of the head node to this machine, "
-            f"or have one forwarded beside the dashboard's: sky.Ray(..., port=8266), with "
-            f"`ssh -L 8265:localhost:8265 -L 8266:localhost:8266 head`"
-        )
-
-    async def _open(
-        self, address: str, port: int
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            return await asyncio.open_connection(
-                address, port, ssl=self._context(), server_hostname="skyward", limit=LONGEST_LINE
-            )
-
-    def _context(self) -> ssl.SSLContext:
-        """TLS with the driver that announced itself in the cluster, and with nobody else."""
-        if self._tls is None:
+    def _known_door(self) -> DriverDoor:
+        """How a driver is reached that has said where it listens."""
+        if self._door is None:
             assert self._record is not None
-            assert self._record.driver is not None
-            self._tls = self._record.credentials.context(server=False)
-            self._tls.check_hostname = False
-            self._tls.load_verify_locations(cadata=self._record.driver.certificate)
-        return self._tls
+            self._door = DriverDoor(self._cluster, self._record)
+        return self._door
 
     async def _talk(self, reader: asyncio.StreamReader) -> None:
         """Ask for nodes, and take what the driver tells, until the connection ends."""
@@ -491,12 +433,11 @@ class DriverLink:
         self, node: int, place: NodeReport, asked: dict[str, Any], *, relayed: bool
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to the keeper of a node, which begins with what is asked of it."""
-        assert self._record is not None
+        door = self._known_door()
         if relayed:
-            assert self._record.driver is not None
-            reader, writer = await self._open(self._address, self._record.driver.port)
+            reader, writer = await door.again()
             writer.write(json.dumps({"do": "relay", "node": node}).encode() + b"\n")
         else:
-            reader, writer = await self._open(place.address, place.port)
+            reader, writer = await door.open(place.address, place.port)
         writer.write(json.dumps(asked).encode() + b"\n")
         return reader, writer

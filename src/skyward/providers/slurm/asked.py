@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 from skyward.providers import Order
-from skyward.providers.slurm.commands import SlurmJob
 from skyward.providers.slurm.machine import SlurmMachine
 
 
@@ -56,13 +55,3 @@ class AskedJob:
             if not future.done():
                 future.set_exception(problem)
                 future.exception()  # Nobody may be waiting for it any more.
-
-
-def how_it_ended(id: str, job: SlurmJob | None) -> str:
-    """How a job has ended, for people."""
-    if job is None:
-        return f"job {id} is gone; see `sacct --jobs={id}`"
-    said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
-    # What it has come to is known only when all its processes have ended.
-    state = "" if job.state == "COMPLETING" else f": {job.state}"
-    return f"job {id} has ended{state}{said}; see `sacct --jobs={id}`"

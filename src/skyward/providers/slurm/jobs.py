@@ -13,11 +13,12 @@ from typing import Any
 from skyward.errors import PoolError, PoolStartError, UnavailableError, UnreachableError
 from skyward.providers import Order
 from skyward.providers.slurm import pending, steps
-from skyward.providers.slurm.asked import AskedJob, how_it_ended
+from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.commands import SlurmCluster, SlurmJob, shortened
 from skyward.providers.slurm.login import Login
 from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
 from skyward.providers.slurm.spares import Spares
+from skyward.providers.slurm.states import JobStates, how_it_ended
 from skyward.providers.slurm.steps import Greeting
 from skyward.providers.slurm.submission import Submission
 
@@ -31,12 +32,6 @@ GREETING_SECONDS = 60.0
 """How long a job that runs may take to start its keepers."""
 REORDER_SECONDS = 10.0
 """How long a job that Slurm has put back into the queue waits for its nodes to be ordered again."""
-GONE_SECONDS = 20.0
-"""How long the client waits for the end of a job that it cancelled; an epilog may take more."""
-ENDING_SECONDS = 45.0
-"""How long a job may be ending: by default, Slurm kills its processes after 30 s."""
-STATE_SECONDS = 0.5
-"""For how long an answer about a job's state is used again."""
 
 _stopped: dict[str, str] = {}
 """The jobs that somebody else cancelled, by pool: such a pool asks for no new ones."""
@@ -53,7 +48,8 @@ class Jobs:
         self.cluster = SlurmCluster(login)
         self._submission, self._forget = submission, forget
         self._asked: list[AskedJob] = []
-        self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
+        self.states = JobStates(self.cluster, self._start)
+        """What Slurm says of the jobs."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spares = Spares(self._pipe)
         self._finding: asyncio.Task[list[SlurmMachine]] | None = None
@@ -96,7 +92,7 @@ class Jobs:
             if not asked.is_closed:
                 return asked
             if node in asked.nodes and asked.id:
-                job = await self._settled(asked.id)
+                job = await self.states.settled(asked.id)
                 is_followed = asked.following is not None and not asked.following.done()
                 if job is not None and (job.is_waiting or (job.is_running and is_followed)):
                     return asked
@@ -118,18 +114,6 @@ class Jobs:
         was_cancelled = job is not None and job.state.startswith("CANCELLED")
         if was_cancelled and asked.has_run and not asked.is_cancelled:
             _stopped[self.pool] = asked.id
-
-    async def _settled(self, id: str) -> SlurmJob | None:
-        """A job that is not ending: what it was for Slurm while its processes ended says little.
-
-        A preempted job goes back into the queue, and one that has failed is over.
-        """
-        deadline = time.monotonic() + ENDING_SECONDS
-        while True:
-            job = await self._state(id, fresh=True)
-            if job is None or job.state != "COMPLETING" or time.monotonic() > deadline:
-                return job
-            await asyncio.sleep(POLL_SECONDS)
 
     async def _settle(self, asked: AskedJob, node: int) -> None:
         """After a cancelled `get`, have the job include the node, or know nothing of it."""
@@ -214,7 +198,7 @@ class Jobs:
         told, place, placed = "", None, 0.0
         while True:
             try:
-                job = await self._state(asked.id, fresh=True)
+                job = await self.states.get(asked.id, fresh=True)
             except UnreachableError as problem:
                 # The job keeps its place in the queue: a controller that restarts knows it again.
                 if told != (told := str(problem)):
@@ -261,7 +245,7 @@ class Jobs:
                 if len(greetings) == len(hosts):
                     break
                 self._spares.close(job.id)
-                found = await self._state(job.id, fresh=True)
+                found = await self.states.get(job.id, fresh=True)
             except UnreachableError as problem:
                 self._spares.close(job.id)
                 if told != (told := str(problem)):
@@ -372,36 +356,6 @@ class Jobs:
         """Connect to a port of a node from the login node."""
         return await self.login.connect(address, port)
 
-    async def has(self, job: str, host: str, token: str) -> bool:
-        """Whether a job has a node, and the keeper there is the one with this token."""
-        found = await self._state(job)
-        if found is None or found.is_waiting or found.has_ended:
-            return False
-        if host not in await self.cluster.hostnames(found.hosts):
-            return False
-        if await self.cluster.is_down(host):
-            return False
-        keeper = await steps.greet_one(self.cluster, job, host)
-        return keeper is not None and token in ("", keeper.token)
-
-    async def how_it_is(self, job: str, host: str) -> str:
-        """What Slurm says of a job and a node of it."""
-        found = await self._state(job, fresh=True)
-        if found is None or found.is_waiting or found.has_ended:
-            waits = found is not None and found.is_waiting
-            return "Slurm has put it back into the queue" if waits else how_it_ended(job, found)
-        return f"Slurm has given {host} up" if await self.cluster.is_down(host) else "it still runs"
-
-    async def _state(self, id: str, *, fresh: bool = False) -> SlurmJob | None:
-        """A job's state; nodes that ask at the same time share the answer."""
-        asked = self._states.get(id)
-        usable = asked is not None and (
-            not asked[1].done() if fresh else time.monotonic() - asked[0] < STATE_SECONDS
-        )
-        if asked is None or not usable:
-            asked = self._states[id] = time.monotonic(), self._start(self.cluster.job(id))
-        return await asyncio.shield(asked[1])
-
     # The end of nodes and jobs.
 
     async def release(self, job: str, node: int, host: str) -> None:
@@ -421,7 +375,7 @@ class Jobs:
     async def _give_back(self, asked: AskedJob) -> None:
         await asyncio.sleep(GATHER_SECONDS)
         asked.settling = None
-        job = await self._settled(asked.id)
+        job = await self.states.settled(asked.id)
         kept = [node for node in asked.nodes if node not in asked.released]
         was_requeued = job is not None and job.is_waiting and asked.has_run
         if was_requeued and not asked.is_given_up:
@@ -469,24 +423,11 @@ class Jobs:
         released = set(asked.released)
         asked.released.update(asked.nodes)
         try:
-            await self._until_cancelled(asked, job)
+            await self.states.cancel(asked.id, job)
         except PoolError:
             asked.released = released
             raise
         self._remove(asked)
-
-    async def _until_cancelled(self, asked: AskedJob, job: SlurmJob | None) -> None:
-        deadline = time.monotonic() + GONE_SECONDS
-        if job is None or not job.has_ended:
-            await self.cluster.cancel(asked.id)
-        pause = 0.05
-        while (job := await self._state(asked.id, fresh=True)) is not None:
-            if job.has_ended and (job.state != "COMPLETING" or time.monotonic() > deadline):
-                break
-            if time.monotonic() > deadline:
-                raise PoolError(f"job {asked.id} does not end: it is {job.state}; see `squeue`")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 1.0)
 
     def _remove(self, asked: AskedJob) -> None:
         self._spares.close(asked.id)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skyward.errors import UnreachableError
+from skyward.providers.slurm.states import JobStates
 from skyward.wire.connecting import host_and_port
 
 CHUNK = 256 << 10
@@ -21,17 +22,13 @@ NOTICE = "skyward.providers.slurm.notice"
 class JobNodes(Protocol):
     """The nodes of a pool's jobs, for the machines that they are."""
 
+    states: JobStates
+
     async def pipe(self, job: str, host: str, target: str) -> socket.socket:
         """A socket whose other end is one on a node."""
 
     async def connect(self, address: str, port: int) -> socket.socket:
         """Connect to a port of a node from the login node."""
-
-    async def has(self, job: str, host: str, token: str) -> bool:
-        """Whether a job has a node, and the keeper there is the one with this token."""
-
-    async def how_it_is(self, job: str, host: str) -> str:
-        """What Slurm says of a job and a node of it."""
 
     async def release(self, job: str, node: int, host: str) -> None:
         """Give a node back, and with the last one the job."""
@@ -92,7 +89,7 @@ class SlurmMachine:
         if status is None:
             raise UnreachableError(
                 f"job {self.job}: a command on {self.host} ended with its connection; "
-                f"{await self._jobs.how_it_is(self.job, self.host)}"
+                f"{await self._jobs.states.how_it_is(self.job, self.host)}"
             )
         return status
 
@@ -105,7 +102,7 @@ class SlurmMachine:
         """Whether the job has this node, and its keeper runs."""
         if self._destroyed or not self.host:
             return False
-        return await self._jobs.has(self.job, self.host, self.token)
+        return await self._jobs.states.has(self.job, self.host, self.token)
 
     async def destroy(self) -> None:
         """Give the node back, and with the last node of the job the job."""
