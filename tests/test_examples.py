@@ -193,11 +193,13 @@ NEEDS_COMPILER = {
 
 LONG = {
     "compile_gpt",
+    "device_function",
     "grid_search",
     "grpo_sync",
     "hf_trainer",
     "jax_psum",
     "keras_digits",
+    "model_store",
     "profile_training",
     "skytorch_cluster",
 }
