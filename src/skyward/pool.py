@@ -370,6 +370,10 @@ class Pool:
         """The node and the kind of a sky device of this pool; None if it has no such device."""
         return self._fleet.devices.home(index)
 
+    def device_process(self, index: int) -> int:
+        """The number of an open device's process on its node."""
+        return self._fleet.devices.desk.process_of(index)
+
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
         return self._fleet.capacity.workers()

@@ -22,6 +22,7 @@ from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.output import PIPE_SIZE
 from skyward.worker.process import ending
+from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
 QUIET = sky.Options(console=False)
@@ -95,7 +96,7 @@ def test_an_agent_ends_when_its_time_to_live_is_over(config: AgentConfig) -> Non
 def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> None:
     """Asked of the agent's part alone: the client often notices the broken connection first."""
     told: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    devices = DeviceProcesses(config, told.put)
+    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), Residents())
     devices.open(OpenDevice(1, "cpu"))
     up = told.get(timeout=120)
     assert isinstance(up, DeviceUp)

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
+from skyward.compute import residents
 from skyward.compute.running import Running
-from skyward.errors import ConfigurationError, NodeLostError
+from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLostError
 from skyward.functions import Function, remote
+from skyward.wire.asking import ServiceConnection
 from skyward.worker import values
 
 _fill = Function(values.fill, name="keep")
+_store = Function(values.store, name="keep")
 _read = Function(values.read, name="kept")
+_loaded = Function(values.loaded, name="kept")
+_opened = Function(values.opened, name="kept")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptValue:
+    """A value that a pool keeps."""
+
+    name: str
+    node: int
+    """The node that has it."""
+    device: str
+    """The device that has its tensors, such as "cuda:0"; empty if it is in the node's memory."""
+    bytes: int
+    since: float
+    """When it was kept, in seconds since 1970."""
+    lost: str = ""
+    """How its device's process ended, if that is gone; the value is gone with it."""
 
 
 class Keeping(Running):
@@ -23,23 +45,37 @@ class Keeping(Running):
     def keep(self, name: str, value: object) -> None:
         """Keep a value on the pool by name, in place of an earlier one, until `forget`.
 
-        If it has tensors of a sky device, such as a model or a state dict, it is kept in the memory
-        of the node that has them: no byte of them comes here. All else is kept on the head node.
+        Tensors of a sky device, such as those of a model or a state dict, stay on the device as
+        they are: nothing is copied, and what is written to them later is kept as well. All else is
+        kept in the memory of the node: the device's, or the head node.
 
         >>> compute.keep("model", model)
         """
         _check(name)
-        node, kind = self._home(name, value)
+        devices = _devices(value)
+        node, kind = self._home(name, devices)
         with self._open_pool.service(node, "values") as service:
             number, path = service.ask("begin")
-            self.run(_fill(path, value), on=node)
-            service.ask("finish", number=number, name=name, kind=kind)
+            resident = residents.encode(value, devices[0]) if devices else None
+            if resident is None:
+                pid, numbers, size = 0, [], 0
+                self.run(_fill(path, value), on=node)
+            else:
+                pid = self._open_pool.device_process(devices[0])
+                numbers, size = resident.numbers, resident.bytes
+                self.run(_store(path, resident.encoded), on=node)
+            service.ask(
+                "finish", number=number, name=name, kind=kind, pid=pid, numbers=numbers, bytes=size
+            )
         for other in self._serving():
             if other != node:
                 self._ask(other, "forget", name=name)
 
     def kept(self, name: str) -> Any:
         """The value that was kept by that name; tensors of a device are on the device again.
+
+        They are the tensors that were kept, not copies, unless another client that is attached now
+        has them on its device.
 
         >>> model = sky.attach("train").kept("model")
         """
@@ -52,20 +88,40 @@ class Keeping(Running):
             # The value stays as it is as long as the connection is open.
             with service:
                 found = service.ask("find", name=name)
-                if found is not None:
-                    call = _read if not found["kind"] else remote(_read, device=found["kind"])
-                    return self.run(call(found["path"], found["size"]), on=node)
+                if found is None:
+                    continue
+                if found["resident"]:
+                    return self._take_up(name, node, found, service)
+                call = _read if not found["device"] else remote(_read, device=found["device"])
+                return self.run(call(found["path"], found["size"]), on=node)
         there = ", ".join(self.kept_names()) or "nothing"
         raise ConfigurationError(
             f"kept({name!r}): the pool keeps no value of that name; it keeps {there}"
         )
 
     def kept_names(self) -> list[str]:
-        """The names of the values that the pool keeps."""
-        return sorted({name for node in self._serving() for name in self._ask(node, "names") or ()})
+        """The names of the values that the pool keeps; `kept_values` says more of them."""
+        return [each.name for each in self.kept_values()]
+
+    def kept_values(self) -> list[KeptValue]:
+        """The values that the pool keeps: where each is, and how large.
+
+        >>> sum(each.bytes for each in compute.kept_values() if each.device == "cuda:0")
+        """
+        found: dict[str, KeptValue] = {}
+        for node in self._serving():
+            for told in self._ask(node, "list") or ():
+                device = told["device"] if told["resident"] else ""
+                found[told["name"]] = KeptValue(
+                    told["name"], node, device, told["bytes"], told["since"], told["lost"]
+                )
+        return [found[name] for name in sorted(found)]
 
     def forget(self, name: str) -> None:
-        """Discard a value that was kept; nothing happens if there is none of that name."""
+        """Discard a value that was kept; nothing happens if there is none of that name.
+
+        The memory of its tensors is free when no client uses them any more.
+        """
         _check(name)
         for node in self._serving():
             self._ask(node, "forget", name=name)
@@ -81,9 +137,8 @@ class Keeping(Running):
             # Its values are lost with it.
             return None
 
-    def _home(self, name: str, value: object) -> tuple[int, str]:
-        """The node that keeps a value, and the device of its tensors."""
-        devices = _devices(value)
+    def _home(self, name: str, devices: list[int]) -> tuple[int, str]:
+        """The node that keeps a value with tensors on these devices, and the kind of the device."""
         homes = {each: self._open_pool.device_home(each) for each in devices}
         there = {home for home in homes.values() if home is not None}
         if None in homes.values() or len(there) > 1:
@@ -95,6 +150,50 @@ class Keeping(Running):
         if there:
             return there.pop()
         return min(self._serving(), default=0), ""
+
+    def _take_up(
+        self, name: str, node: int, found: dict[str, Any], service: ServiceConnection
+    ) -> Any:
+        """A value whose tensors are in a device's process."""
+        _check_there(name, node, found)
+        encoded = self.run(_loaded(found["path"], found["size"]), on=node)
+        try:
+            index = self._open_pool.device(node, found["device"])
+            if self._open_pool.device_process(index) == found["pid"]:
+                return residents.decode(encoded, index, residents.adopted(encoded, index))
+            return residents.decode(encoded, index, self._copied(name, node, encoded, index))
+        except Exception:
+            # Its process may have ended meanwhile: then the agent knows how.
+            again = service.ask("find", name=name)
+            if again is not None and again["pid"] == found["pid"]:
+                _check_there(name, node, again)
+            raise
+
+    def _copied(self, name: str, node: int, encoded: values.EncodedValue, index: int) -> list[Any]:
+        """Copies of tensors that are in the process of another client's device."""
+        import torch
+
+        filled = [each for each in encoded.residents if each[1]]
+        descriptions = [description for _, _, description in filled]
+        if not all(descriptions):
+            raise PoolError(
+                f"kept({name!r}): another client has its tensors on node {node} now, and that "
+                "device cannot share its memory; ask again when that client has left, or have it "
+                "keep a copy in the node's memory, such as the state dict moved to the CPU"
+            )
+        call = remote(_opened, device=torch.device("sky", index))
+        copies = iter(self.run(call(descriptions), on=node) if descriptions else ())
+        return [
+            next(copies).untyped_storage() if size else None for _, size, _ in encoded.residents
+        ]
+
+
+def _check_there(name: str, node: int, found: dict[str, Any]) -> None:
+    if found["lost"]:
+        raise StateLostError(
+            f"kept({name!r}): its tensors were in the process of {found['device']} on node {node}, "
+            f"which has ended: {found['lost']}; load the value again, and keep it by this name"
+        )
 
 
 class _DeviceFinder(cloudpickle.Pickler):  # type: ignore[misc]

@@ -34,9 +34,12 @@ class Device:
         properties: Mapping[str, Any],
         whereabouts: Whereabouts,
         *,
+        pid: int,
         lost: Callable[[str], None],
         again: int | None = None,
     ) -> None:
+        self.pid = pid
+        """The number of its process on the node."""
         self._where = f"{kind} of node {node}"
         self._ends: list[socket.socket] = []
         pumps: list[Pump] = []

@@ -132,6 +132,23 @@ class DeviceStats:
     to them, but for the signs of life; 0 on one host."""
 
 
+class _Reader:
+    """Reads an answer of the core."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = content, 0
+
+    def _take(self, size: int) -> bytes:
+        self._at += size
+        return self._content[self._at - size : self._at]
+
+    def number(self) -> int:
+        return int.from_bytes(self._take(8), "little")
+
+    def text(self) -> bytes:
+        return self._take(int.from_bytes(self._take(4), "little"))
+
+
 class Core:
     """The loaded library; there is one per process."""
 
@@ -284,6 +301,18 @@ class Core:
 
         Storages are named by their data pointers. Waits for all earlier operations of the device.
         """
+        reader = _Reader(self._exported(index, storages, stay=False))
+        return [reader.text() for _ in storages]
+
+    def residents(self, index: int, storages: list[int]) -> list[tuple[int, bytes]]:
+        """As `export`, each with the number of its memory in the device's process, or 0.
+
+        The process is told by its agent which of them stay when the client leaves.
+        """
+        reader = _Reader(self._exported(index, storages, stay=True))
+        return [(reader.number(), reader.text()) for _ in storages]
+
+    def _exported(self, index: int, storages: list[int], *, stay: bool) -> bytes:
         import torch
 
         # Raises an earlier error with its own class; the call below has only its text.
@@ -293,16 +322,27 @@ class Core:
             "sky_export",
             (ctypes.c_uint64 * len(storages))(*storages),
             ctypes.c_uint64(len(storages)),
+            int(stay),
             ctypes.byref(answer),
             ctypes.byref(size),
         )
-        content = ctypes.string_at(answer, size.value)
-        descriptions, at = [], 0
-        for _ in storages:
-            length = int.from_bytes(content[at : at + 4], "little")
-            descriptions.append(content[at + 4 : at + 4 + length])
-            at += 4 + length
-        return descriptions
+        return ctypes.string_at(answer, size.value)
+
+    def adopt(self, index: int, places: Sequence[tuple[int, int]]) -> list[torch.UntypedStorage]:
+        """Storages over memory that is in the device's process, by its (number, bytes)."""
+        import torch
+
+        count, weak = ctypes.c_uint64(len(places)), (ctypes.c_void_p * len(places))()
+        numbers = (ctypes.c_uint64 * len(places))(*(number for number, _ in places))
+        sizes = (ctypes.c_uint64 * len(places))(*(size for _, size in places))
+        try:
+            self._call("sky_adopt", index, numbers, sizes, count, weak)
+            found = [torch.UntypedStorage._new_with_weak_ptr(each) for each in weak]
+        finally:
+            for each in filter(None, weak):
+                torch.UntypedStorage._free_weak_ref(each)  # type: ignore[no-untyped-call]
+            self._call("sky_adopt", index, None, None, ctypes.c_uint64(), None)
+        return [storage for storage in found if storage is not None]
 
     # For checkpoints.
 

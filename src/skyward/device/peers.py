@@ -199,6 +199,17 @@ class Peers:
             target=self._close, args=(link,), name="skyward-peer-gone", daemon=True
         ).start()
 
+    def close(self) -> None:
+        """Close the connections of all links: the client has left, and the core has ended them."""
+        with self._lock:
+            links, arriving = list(self._held), list(self._arriving.values())
+            self._arriving = {}
+        for link in links:
+            self._close(link)
+        for channels in arriving:
+            for channel in channels.values():
+                channel.close()
+
     def _close(self, link: int) -> None:
         with self._lock:
             held = self._held.pop(link, [])

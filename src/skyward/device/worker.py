@@ -1,13 +1,14 @@
-"""The device process: serves one torch device to one client, until the client leaves."""
+"""The device process: serves one torch device to one client, until the client leaves.
+
+If the client has kept tensors there, the process stays, and serves the next client.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import os
-import queue
 import sys
-import threading
 from typing import NoReturn
 
 import msgspec
@@ -15,11 +16,9 @@ import msgspec
 from skyward.device import properties
 from skyward.device.graphs import running as graphs
 from skyward.device.peers import Peers
-from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
-from skyward.wire.channel import Channel
+from skyward.device.residence import Residence
+from skyward.device.visit import NobodyCameError, Visit
 from skyward.wire.identity import Credentials
-from skyward.wire.listener import Listener
-from skyward.wire.messages import Hello
 from skyward.worker import lifeline, limits
 from skyward.worker.config import DeviceConfig
 from skyward.worker.inspection import Inspection
@@ -53,7 +52,7 @@ def choose(kind: str) -> str:
 
 
 def main() -> None:
-    """Announce the endpoint, wait for both connections, serve."""
+    """Announce the endpoint, and serve one client after the other."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceConfig)
     lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
     limits.raise_descriptors()
@@ -69,62 +68,58 @@ def main() -> None:
     except Exception as problem:
         os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
         return
-    arrived: dict[str, queue.SimpleQueue[Channel]] = {
-        role: queue.SimpleQueue() for role in BACKLOGS
-    }
-    free, lock = set(BACKLOGS), threading.Lock()
     credentials = Credentials(*config.credentials) if config.credentials else None
     peers = Peers(library, credentials)
+    residence = Residence(config.residence, library, kind)
 
-    def accept(channel: Channel, hello: Hello) -> None:
-        if peers.is_peer(hello):
-            peers.accept(channel, hello)
-            return
-        # One client, ever: a link of another session is closed.
-        with lock:
-            is_first = hello.role in free
-            free.discard(hello.role)
-        if is_first:
-            arrived[hello.role].put(channel)
-        else:
-            channel.close()
+    def visited_at(where: str) -> Visit:
+        visit = Visit(where, config.pool, credentials, peers, config.orphan_timeout)
+        residence.visited_by(visit)
+        return visit
 
-    # It stays open: a client that lost its connection comes again, and other devices' processes do.
-    listener = Listener(config.where, config.pool, credentials, accept)
-    announcement = {"endpoint": listener.endpoint, "kind": kind, "properties": described}
+    visit = visited_at(config.where)
+    announcement = {"endpoint": visit.endpoint, "kind": kind, "properties": described}
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
     os.close(config.status)
-    on_one_host = credentials is None
+    programs = graphs.install(kind)
+    while True:
+        why = _serve(visit, library, kind, peers, residence)
+        if not residence.holds:
+            _end(why)
+        visit.close()
+        peers.close()
+        programs.forget()
+        visit = visited_at(residence.next_place())
+        residence.listens(visit.endpoint)
+
+
+def _serve(
+    visit: Visit, library: ctypes.CDLL, kind: str, peers: Peers, residence: Residence
+) -> str:
+    """Serve one client until it leaves; returns what went wrong, if anything."""
+
+    def lost(why: str) -> None:
+        if not residence.holds:
+            _end(why)
+        visit.leave()
+
     try:
-        patience = None if on_one_host else config.orphan_timeout
-        roles = ON_ONE_HOST if on_one_host else tuple(BACKLOGS)
-        channels = {role: arrived[role].get(timeout=patience) for role in roles}
-    except queue.Empty:
-        _end(f"the client did not connect within {config.orphan_timeout:g} s")
-    if on_one_host:
-        ends = [channel.detach()[0] for channel in channels.values()]
-    else:
-        pumps = [
-            Pump(channel, BACKLOGS[role], _end, patience=config.orphan_timeout)
-            for role, channel in channels.items()
-        ]
-        ends = [pump.near for pump in pumps]
-    ops, *bulk = (end.fileno() for end in ends)
-    sockets = (ctypes.c_int * len(bulk))(*bulk)
-    graphs.install(kind)
+        ops, bulk = visit.begin(lost)
+    except NobodyCameError as problem:
+        return str(problem)
     message = ctypes.create_string_buffer(4096)
     failed = library.sky_worker_serve(
         ops,
-        sockets,
+        (ctypes.c_int * len(bulk))(*bulk),
         len(bulk),
-        int(on_one_host),
+        int(visit.on_one_host),
         kind.encode(),
         peers.make_link,
         peers.end_link,
         message,
         ctypes.c_size_t(len(message)),
     )
-    _end(f"device process: {message.value.decode(errors='replace')}" if failed else "")
+    return f"device process: {message.value.decode(errors='replace')}" if failed else ""
 
 
 def _end(why: str) -> NoReturn:

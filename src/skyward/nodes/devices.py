@@ -108,6 +108,11 @@ class DeviceDesk:
                 return node, kinds
         return None
 
+    def process_of(self, index: int) -> int:
+        """The number of an open device's process on its node; 0 if there is no such device."""
+        devices = [device for _, _, device in list(self._open.values())]
+        return next((device.pid for device in devices if device.index == index), 0)
+
     def open_on(self, node: int) -> list[int]:
         """The indices of the open devices of that node."""
         return [device.index for at, _, device in list(self._open.values()) if at == node]
@@ -165,6 +170,7 @@ class DeviceDesk:
                 node,
                 answer.properties,
                 self._locate(node, endpoint),
+                pid=answer.pid,
                 lost=lambda why: self._given_up(node, number, why),
                 again=None if before is None else before[2],
             )

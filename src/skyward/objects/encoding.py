@@ -13,7 +13,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
-from skyward.objects import modules, staying, tensors
+from skyward.objects import modules, tensors
 from skyward.objects.staying import Stayed, StayingBook, StayingShelf
 from skyward.objects.tensors import Openings, Shelf, StorageBook, StorageRef
 
@@ -117,7 +117,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return obj.__reduce__()
         if kind.__name__ == "device" and tensors.is_device(obj):
             if self._stays is not None:
-                return staying.reduce_device(obj)
+                return self._stays.reduce_device(obj)
             if obj.type == "sky":
                 return tensors.reduce_device(obj, self.openings)
         if self._stays is not None and hasattr(obj, "param_groups"):
@@ -168,7 +168,8 @@ def encode(
     `Arguments` are encoded as their values. `refer` gets the storages on sky devices, if there are
     any. It returns how the receiver opens each of them, and the storage that is opened, which may
     be a copy; or None if their bytes have to be sent.
-    With `stays`, the storages are those of a result that stays on its node's device.
+    With `stays`, the storages are those of a result that stays on its node's device, or of a value
+    that is kept there.
     Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
     `what`.
     """

@@ -7,6 +7,7 @@ ran the function to memory of the device's process, which the client has made fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.errors import SerializationError
@@ -69,6 +70,10 @@ class StayingBook(StorageBook):
                 if isinstance(part, torch.Tensor) and part.is_cpu and not part.dim():
                     self._on_host.add(part.untyped_storage()._cdata)
 
+    def reduce_device(self, device: torch.device) -> Any:
+        """How a device in a result is rebuilt: as the device that the result's tensors stay on."""
+        return NotImplemented if device.type == "meta" else (_device, ())
+
     @property
     def spans(self) -> list[Span]:
         """The part of each staying storage that the result's tensors cover."""
@@ -119,12 +124,31 @@ class HostRef(StorageRef):
         return _on_host, (self.index,)
 
 
-def reduce_device(device: torch.device) -> Any:
-    """How a device in a result is rebuilt: as the device that the result's tensors stay on."""
-    return NotImplemented if device.type == "meta" else (_device, ())
-
-
 # In the client.
+
+
+class ResidentBook(StayingBook):
+    """The storages of a value that is kept: those of a sky device stay there, others travel."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
+        """The reference to a storage that the value has not named before."""
+        if storage.device.type == "sky":
+            staying = StayingRef(len(self.staying), storage)
+            self.staying.append(staying)
+            return staying
+        ref = HostRef(len(self.refs), storage)
+        self.refs.append(ref)
+        return ref
+
+    def note(self, value: object) -> None:
+        """Do nothing: tensors of the host stay tensors of the host."""
+
+    def reduce_device(self, device: torch.device) -> Any:
+        """How a device in the value is rebuilt: a sky device as the one that the tensors are on."""
+        return (_device, ()) if device.type == "sky" else NotImplemented
 
 
 class Stayed(Protocol):
@@ -139,6 +163,22 @@ class Stayed(Protocol):
 
     def argument(self, description: bytes) -> torch.UntypedStorage:
         """The client's own storage, which the function was given and has returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTensors:
+    """The tensors of a value that was kept."""
+
+    device: torch.device
+    storages: Sequence[torch.UntypedStorage]
+
+    def storage(self, index: int) -> tuple[torch.UntypedStorage, int]:
+        """A storage, all of which is there."""
+        return self.storages[index], 0
+
+    def argument(self, description: bytes) -> torch.UntypedStorage:
+        """Refuse: a value that is kept is no result of a function."""
+        raise SerializationError("a kept value refers to a tensor that a function was given")
 
 
 class StayingShelf(Shelf):

@@ -69,7 +69,7 @@ class Agent:
         self._entered: bytes | None = None
         """The plugins' hooks that were entered for the node."""
         self._gauge = Gauge()
-        self._values = NamedValues(config.folder)
+        self._values = NamedValues(config.folder, self._tenants.residents)
         self._notices = Notices(config.notice, self._tenants.tell)
         self._jobs = KeptJobs(Path(config.folder, "jobs"))
         self._services = Services(

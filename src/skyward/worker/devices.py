@@ -2,51 +2,92 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import queue
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
 from skyward.worker.config import AgentConfig, DeviceConfig
 from skyward.worker.process import ChildProcess, ending
+from skyward.worker.residents import DeviceChild, DeviceLine, Owner, Residents
 from skyward.worker.stacks import StackSource
 
 
-@dataclass(slots=True)
-class DeviceChild:
-    """The process of one torch device."""
-
-    kind: str
-    """The device that the client asked for, such as "cuda:1" or "auto"."""
-    process: ChildProcess
-    stacks: StackSource
-    announced: bool = False
-
-
 class DeviceProcesses:
-    """Owns the processes that serve torch devices to the agent's client."""
+    """Owns the processes that serve torch devices to one client."""
 
-    def __init__(self, config: AgentConfig, tell: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        tell: Callable[[Message], None],
+        starts: queue.SimpleQueue[Callable[[], None] | None],
+        residents: Residents,
+    ) -> None:
+        """`starts` has the functions that the agent's main thread is to call.
+
+        `residents` has the processes that hold values: they stay when the client leaves, and the
+        next client gets them.
+        """
         self._config = config
-        self._tell = tell
-        self._processes: dict[int, DeviceChild] = {}
+        self._tell, self._starts, self._residents = tell, starts, residents
+        self._processes: dict[int, tuple[DeviceChild, Owner]] = {}
         self._lock = threading.Lock()
 
     def open(self, wanted: OpenDevice) -> None:
-        """Start a process for one device; only on the agent's main thread."""
+        """Get a process for one device, or start one; only on the agent's main thread."""
+        owner = self._owner(wanted.number, up=False)
+        child = self._residents.take(wanted.kind, owner)
+        if child is None:
+            self._start(wanted)
+            return
+        with self._lock:
+            self._processes[wanted.number] = child, owner
+        threading.Thread(
+            target=self._take_over,
+            args=(wanted, child, owner),
+            name="skyward-device-taken",
+            daemon=True,
+        ).start()
+
+    def _owner(self, number: int, *, up: bool) -> Owner:
+        return Owner(number, self._tell, self._gone, up)
+
+    def _gone(self, number: int) -> None:
+        with self._lock:
+            self._processes.pop(number, None)
+
+    def _place(self, number: int) -> str:
+        """Where a process listens for a client: nobody else has had this place."""
+        return self._config.place(f"d{number}.{time.monotonic_ns() % 10**9}", for_peers=True)
+
+    def _take_over(self, wanted: OpenDevice, child: DeviceChild, owner: Owner) -> None:
+        """Have a process that another client has left serve this one."""
+        number = wanted.number
+        endpoint = child.line.serve(self._place(number))
+        if endpoint is not None:
+            owner.up = True
+            self._tell(DeviceUp(number, child.process.pid, endpoint, child.real, child.properties))
+            return
+        # It has ended, or is busy with what its last client had begun.
+        with self._lock:
+            closed = self._processes.pop(number, None) is None
+        self._residents.give_back(child, owner)
+        if not closed:
+            self._starts.put(functools.partial(self._start, wanted))
+
+    def _start(self, wanted: OpenDevice) -> None:
         config = self._config
-        stacks = StackSource()
+        stacks, line = StackSource(), DeviceLine()
         try:
             process = ChildProcess(
                 "skyward.device.worker",
                 lambda status, lifeline: DeviceConfig(
                     pool=config.pool,
-                    where=config.place(
-                        f"d{wanted.number}.{time.monotonic_ns() % 10**9}", for_peers=True
-                    ),
+                    where=self._place(wanted.number),
                     kind=wanted.kind,
                     credentials=config.credentials,
                     search_path=config.search_path,
@@ -54,56 +95,60 @@ class DeviceProcesses:
                     status=status,
                     lifeline=lifeline,
                     stacks=stacks.pipe,
+                    residence=line.inherited,
                 ),
                 working_directory=config.working_directory,
                 environment=os.environ,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                inherited=stacks.inherited,
+                inherited=(*stacks.inherited, line.inherited),
             )
         finally:
             stacks.handed_over()
-        device = DeviceChild(wanted.kind, process, stacks)
+            line.handed_over()
+        owner = self._owner(wanted.number, up=True)
+        child = DeviceChild(wanted.kind, process, stacks, line, owner)
         with self._lock:
-            self._processes[wanted.number] = device
+            self._processes[wanted.number] = child, owner
+        self._residents.add(child)
         threading.Thread(
-            target=self._follow, args=(wanted.number, device), name="skyward-device", daemon=True
+            target=self._follow, args=(child,), name="skyward-device", daemon=True
         ).start()
 
-    def _follow(self, number: int, device: DeviceChild) -> None:
+    def _follow(self, child: DeviceChild) -> None:
         """Announce a device's process when it is ready, and report it when it ends."""
-        process = device.process
+        process, first = child.process, child.owner
         said = process.announcement() or {}
         if "endpoint" in said:
-            device.announced = True
-            self._tell(
-                DeviceUp(number, process.pid, said["endpoint"], said["kind"], said["properties"])
-            )
+            child.real, child.properties = said["kind"], said["properties"]
+            child.announced = True
+            if first is not None:
+                up = DeviceUp(
+                    first.number, process.pid, said["endpoint"], child.real, child.properties
+                )
+                self._tell(up)
         with process.stderr as lines:
             words = lines.read().decode(errors="replace").strip()
         code = process.follow()
-        device.stacks.close()
-        with self._lock:
-            self._processes.pop(number, None)
+        child.stacks.close()
         reason = said.get("problem") or words[-2000:] or (ending(code) if code else "")
-        self._tell(DeviceDown(number, reason or "its process ended"))
+        reason = reason or "its process ended"
+        owner = self._residents.ended(child, reason)
+        if owner is not None:
+            owner.gone(owner.number)
+            owner.tell(DeviceDown(owner.number, reason))
 
     def close(self, number: int) -> None:
-        """End one device's process."""
+        """End one device for the client: its process ends too, unless it holds values."""
         with self._lock:
-            device = self._processes.get(number)
-        if device is not None:
-            device.process.end()
-
-    def all(self) -> list[DeviceChild]:
-        """The device processes as they are now."""
-        with self._lock:
-            return list(self._processes.values())
+            found = self._processes.pop(number, None)
+        if found is not None:
+            self._residents.give_back(*found)
 
     def close_all(self) -> None:
-        """End all device processes, and wait until they have ended."""
-        devices = self.all()
-        for device in devices:
-            device.process.end()
-        for device in devices:
-            device.process.wait()
+        """End all devices of the client, and wait until the processes that end have ended."""
+        with self._lock:
+            devices, self._processes = list(self._processes.values()), {}
+        ending_now = [child for child, owner in devices if self._residents.give_back(child, owner)]
+        for child in ending_now:
+            child.process.wait()

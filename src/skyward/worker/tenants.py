@@ -2,7 +2,8 @@
 
 A tenant has a control connection, executors and device processes. The node of an ordinary pool has
 one tenant, and ends with it. The node of a pool that stays keeps the tenant of a client that
-leaves, for the next client: its executors are warm, and have entered the plugins' hooks.
+leaves, for the next client: its executors are warm, and have entered the plugins' hooks. Device
+processes end with their client, unless they hold values: those stay for any client of the node.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Message
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
+from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 from skyward.worker.task_history import PastTasks, Visits
 
@@ -33,7 +35,14 @@ Starts = queue.SimpleQueue[Callable[[], None] | None]
 class Tenant:
     """What the agent has for one client."""
 
-    def __init__(self, name: str, config: AgentConfig, starts: Starts, past: PastTasks) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: AgentConfig,
+        starts: Starts,
+        past: PastTasks,
+        residents: Residents,
+    ) -> None:
         self.name = name
         self.identity: dict[str, str] = {}
         """Who the client is, if the agent was told."""
@@ -50,7 +59,7 @@ class Tenant:
         self.executors = ExecutorProcesses(
             config, self.tell, starts, lambda executor: past.add(executor, self.visits)
         )
-        self.devices = DeviceProcesses(config, self.tell)
+        self.devices = DeviceProcesses(config, self.tell, starts, residents)
         self._starts = starts
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -149,6 +158,8 @@ class Tenants:
 
     def __init__(self, config: AgentConfig, starts: Starts) -> None:
         self._config, self._starts = config, starts
+        self.residents = Residents()
+        """The device processes of all tenants, and those that stay for the values they hold."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self.past = PastTasks()
@@ -167,7 +178,7 @@ class Tenants:
         self.compute_pool = list(config.compute_pool)
 
     def _new(self, name: str) -> Tenant:
-        return Tenant(name, self._config, self._starts, self.past)
+        return Tenant(name, self._config, self._starts, self.past, self.residents)
 
     def keep(self, idle: float) -> None:
         """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
@@ -337,6 +348,7 @@ class Tenants:
             thread.start()
         for thread in [*threads, *self._closing]:
             thread.join()
+        self.residents.close()
 
     def tell(self, message: Message, *, but: Tenant | None = None) -> None:
         """Send to all clients, but one."""

@@ -1,7 +1,8 @@
 """Values by name: objects that an agent keeps in the memory of its node, whoever made them.
 
 The agent makes a file in memory for a value, an executor fills it, and any executor of the node
-reads it later. The agent itself never decodes a value.
+reads it later. The agent itself never decodes a value. The tensors of a device stay where they are,
+in the device's process; the file has the rest.
 """
 
 from __future__ import annotations
@@ -13,15 +14,27 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import Any
 
 import msgspec
 
 from skyward import kernel
-from skyward.objects import encoding
+from skyward.errors import PoolError
+from skyward.objects import encoding, references
+from skyward.worker.residents import DeviceChild, Residents
 
 _LENGTH = 8
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensors:
+    """The tensors of a value that are in the memory of a device's process."""
+
+    process: DeviceChild
+    numbers: list[int]
+    bytes: int
 
 
 @dataclass(slots=True)
@@ -37,13 +50,26 @@ class ValueFile:
     since: float = field(default_factory=time.time)
     users: int = 1
     """How many hold it: its name, and the clients that read it."""
+    tensors: HeldTensors | None = None
+    """None if all of the value is in the file."""
+
+    def described(self, name: str) -> dict[str, Any]:
+        """The value as others see it."""
+        return {
+            "name": name,
+            "device": self.kind,
+            "resident": self.tensors is not None,
+            "bytes": self.size + (self.tensors.bytes if self.tensors else 0),
+            "since": self.since,
+            "lost": self.tensors.process.lost if self.tensors else "",
+        }
 
 
 class NamedValues:
     """The values of one node; the agent has them."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str, residents: Residents) -> None:
+        self._folder, self._residents = Path(folder), residents
         self._numbers = itertools.count(1)
         self._begun: dict[int, ValueFile] = {}
         self._named: dict[str, ValueFile] = {}
@@ -62,11 +88,25 @@ class NamedValues:
             self._begun[number] = ValueFile(descriptor, path)
         return number, path
 
-    def finish(self, number: int, name: str, kind: str) -> int:
-        """Give a filled file its name, in place of an earlier value; returns its size."""
+    def finish(
+        self, number: int, name: str, kind: str, pid: int, numbers: list[int], size: int
+    ) -> int:
+        """Give a filled file its name, in place of an earlier value; returns its size.
+
+        If the value has tensors in a device's process, that process is `pid`, and they are
+        `numbers`, of `size` bytes together.
+        """
         with self._lock:
             value = self._begun.pop(number)
-            value.size, value.kind = os.fstat(value.descriptor).st_size, kind
+        value.size, value.kind = os.fstat(value.descriptor).st_size, kind
+        if pid:
+            try:
+                process = self._residents.hold(pid, numbers)
+            except PoolError:
+                self._discard(value)
+                raise
+            value.tensors = HeldTensors(process, numbers, size)
+        with self._lock:
             before, self._named[name] = self._named.get(name), value
         if before is not None:
             self.release(before)
@@ -77,7 +117,7 @@ class NamedValues:
         with self._lock:
             value = self._begun.pop(number, None)
         if value is not None:
-            _discard(value)
+            self._discard(value)
 
     def hold(self, name: str) -> ValueFile | None:
         """The value of that name, which is there until `release`."""
@@ -93,7 +133,12 @@ class NamedValues:
             value.users -= 1
             unused = value.users == 0
         if unused:
-            _discard(value)
+            self._discard(value)
+
+    def want(self, value: ValueFile) -> None:
+        """Note that a client is about to use a value: its device should be that of the value."""
+        if value.tensors is not None:
+            self._residents.want(value.tensors.process)
 
     def all(self) -> dict[str, ValueFile]:
         """The values by name."""
@@ -116,31 +161,51 @@ class NamedValues:
         for value in values:
             self.release(value)
 
+    def _discard(self, value: ValueFile) -> None:
+        os.close(value.descriptor)
+        if not value.path.startswith("/proc/"):
+            Path(value.path).unlink(missing_ok=True)
+        if value.tensors is not None:
+            self._residents.drop(value.tensors.process, value.tensors.numbers)
 
-def _discard(value: ValueFile) -> None:
-    os.close(value.descriptor)
-    if not value.path.startswith("/proc/"):
-        Path(value.path).unlink(missing_ok=True)
+
+Storages = list[tuple[int, int]]
+Resident = tuple[int, int, bytes]
+"""A storage in a device's process: its number, its bytes, and how others open it (or nothing)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedValue:
+    """What is in a value's file."""
+
+    pickle: Any
+    """Any bytes, as all buffers are."""
+    buffers: list[Any]
+    storages: Storages
+    residents: list[Resident] = field(default_factory=list)
 
 
 def fill(path: str, value: Any) -> None:
     """Write a value into the file that an agent has made; in an executor of the node."""
     encoded = encoding.encode(value, own_modules=True, what="the value to keep")
-    head = msgspec.msgpack.encode(
-        (encoded.pickle_length, [len(each) for each in encoded.buffers], encoded.storages)
-    )
+    store(path, EncodedValue(b"".join(encoded.pieces), list(encoded.buffers), encoded.storages))
+
+
+def store(path: str, value: EncodedValue) -> None:
+    """Write a value that is encoded already."""
+    lengths = [len(each) for each in value.buffers]
+    head = msgspec.msgpack.encode((len(value.pickle), lengths, value.storages, value.residents))
     with open(path, "r+b") as file:
         file.write(len(head).to_bytes(_LENGTH, "little") + head)
-        for piece in encoded.pieces:
-            file.write(piece)
-        for buffer in encoded.buffers:
+        file.write(value.pickle)
+        for buffer in value.buffers:
             file.seek(_aligned(file.tell()))
             file.write(buffer)
         file.truncate(_aligned(file.tell()))
 
 
-def read(path: str, size: int) -> Any:
-    """The value in a file; its arrays and tensors are copies that this process may change."""
+def load(path: str, size: int) -> EncodedValue:
+    """What is in a value's file; its buffers are copies that this process may change."""
     with open(path, "rb") as file:
         block = memoryview(
             mmap.mmap(
@@ -148,8 +213,8 @@ def read(path: str, size: int) -> Any:
             )
         )
     at = _LENGTH + int.from_bytes(block[:_LENGTH], "little")
-    length, lengths, storages = msgspec.msgpack.decode(
-        block[_LENGTH:at], type=tuple[int, list[int], list[tuple[int, int]]]
+    length, lengths, storages, residents = msgspec.msgpack.decode(
+        block[_LENGTH:at], type=tuple[int, list[int], Storages, list[Resident]]
     )
     pickle = block[at : at + length]
     at += length
@@ -158,7 +223,28 @@ def read(path: str, size: int) -> Any:
         at = _aligned(at)
         buffers.append(block[at : at + each])
         at += each
-    return encoding.decode(pickle, buffers, storages)
+    return EncodedValue(pickle, buffers, storages, residents)
+
+
+def read(path: str, size: int) -> Any:
+    """The value in a file; its arrays and tensors are copies that this process may change."""
+    found = load(path, size)
+    return encoding.decode(found.pickle, found.buffers, found.storages)
+
+
+def loaded(path: str, size: int) -> EncodedValue:
+    """What is in a value's file, for the client, which decodes it."""
+    found = load(path, size)
+    buffers = [PickleBuffer(each) for each in found.buffers]
+    return EncodedValue(bytes(found.pickle), buffers, found.storages, found.residents)
+
+
+def opened(descriptions: list[bytes]) -> list[Any]:
+    """The memory of another process's tensors, as flat tensors; in an executor of the node."""
+    try:
+        return [references.flat(each) for each in descriptions]
+    except references.CannotOpenError as problem:
+        raise PoolError(f"the memory of a kept tensor cannot be opened: {problem}") from problem
 
 
 def _aligned(at: int) -> int:

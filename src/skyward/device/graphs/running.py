@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,6 +65,15 @@ class Programs:
     ) -> list[Any]:
         """Run a graph."""
         return self._programs[number](generation, [*read, *written, *numbers])
+
+    def forget(self) -> None:
+        """Forget all graphs: the client has left, and the next one has its own."""
+        self._programs.clear()
+        self._pairs.clear()
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is not None:
+            # What a GPU has recorded holds memory of its own.
+            trees.reset_cudagraph_trees()
 
     def drop(self, token: Any, number: int) -> None:
         """Forget a graph, and what it shared with its counterpart if that is gone as well."""

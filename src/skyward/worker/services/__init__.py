@@ -19,9 +19,9 @@ from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER
 from skyward.wire.messages import Reply
 from skyward.worker.config import AgentConfig
-from skyward.worker.devices import DeviceChild
 from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
+from skyward.worker.residents import DeviceChild
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.tenants import Tenants
 from skyward.worker.values import NamedValues
@@ -73,8 +73,8 @@ class ServedNode:
 
     @property
     def devices(self) -> list[DeviceChild]:
-        """The device processes of all clients, as they are now."""
-        return [each for tenant in self.tenants.there for each in tenant.devices.all()]
+        """The device processes, as they are now, also those without a client."""
+        return self.tenants.residents.all()
 
 
 class ServiceModule(Protocol):

@@ -26,14 +26,24 @@ def serve(node: ServedNode, channel: Channel) -> None:
 
     def finish(asked: dict[str, Any]) -> int:
         begun.discard(asked["number"])
-        return values.finish(asked["number"], asked["name"], asked["kind"])
+        return values.finish(
+            asked["number"],
+            asked["name"],
+            asked["kind"],
+            asked["pid"],
+            asked["numbers"],
+            asked["bytes"],
+        )
 
     def find(asked: dict[str, Any]) -> dict[str, Any] | None:
         value = values.hold(asked["name"])
         if value is None:
             return None
         found.append(value)
-        return {"path": value.path, "size": value.size, "kind": value.kind}
+        values.want(value)
+        pid = value.tensors.process.process.pid if value.tensors is not None else 0
+        described = value.described(asked["name"])
+        return described | {"path": value.path, "size": value.size, "pid": pid}
 
     try:
         answer(
@@ -42,7 +52,7 @@ def serve(node: ServedNode, channel: Channel) -> None:
                 "begin": begin,
                 "finish": finish,
                 "find": find,
-                "names": lambda _: sorted(values.all()),
+                "list": lambda _: [each.described(name) for name, each in values.all().items()],
                 "forget": lambda asked: values.forget(asked["name"]),
             },
         )

@@ -116,9 +116,9 @@ void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(),
 
 int sky_in_bad_fork() { return sky::in_bad_fork(); }
 
-// How others on their node open these storages of one device, each named by its data pointer. The answer
-// stays until this thread's next call.
-int sky_export(const uint64_t* storages, uint64_t count, const char** answer, uint64_t* size) {
+// How others on their node open these storages of one device, each named by its data pointer. With `stay`, before each
+// comes the number of its memory, which may stay when the client leaves. The answer stays until this thread's next call.
+int sky_export(const uint64_t* storages, uint64_t count, int stay, const char** answer, uint64_t* size) {
   return sky::guarded([&] {
     sky::Session* session = nullptr;
     std::vector<uint32_t> slots;
@@ -130,9 +130,23 @@ int sky_export(const uint64_t* storages, uint64_t count, const char** answer, ui
       slots.push_back(place.offset ? 0 : place.slot);
     }
     SKY_CHECK(session, "no storage to export");
-    sky::last_export = session->exported(slots);
+    sky::last_export = stay ? session->reside(slots) : session->exported(slots);
     *answer = sky::last_export.data();
     *size = sky::last_export.size();
+  });
+}
+
+// Storages over memory that has stayed in the worker's process, by its numbers: weak pointers, alive until this
+// thread's next call. With a count of 0, those of the last call are let go.
+int sky_adopt(int index, const uint64_t* numbers, const uint64_t* sizes, uint64_t count, void** weak) {
+  static thread_local std::vector<c10::Storage> made;
+  return sky::guarded([&] {
+    made.clear();
+    if (!count) return;
+    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
+    made = session.adopt({numbers, numbers + count}, {sizes, sizes + count});
+    for (uint64_t i = 0; i < count; i++)
+      weak[i] = c10::raw::intrusive_ptr::make_weak(made[i].unsafeGetStorageImpl());
   });
 }
 

@@ -1,9 +1,13 @@
 // The worker core's C interface: one call is one client's session, without Python and without the GIL.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "exports.h"
 #include "peers.h"
+#include "residents.h"
 #include "session.h"
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
@@ -45,3 +49,33 @@ extern "C" void sky_worker_lose_link(uint64_t link, const char* why) { sky::Peer
 
 // The link's connections are closed. Returns when no thread of the core uses them.
 extern "C" void sky_worker_free_link(uint64_t link) { sky::Peers::all().free(link); }
+
+// Storages that stay when the client leaves, by their numbers. Returns 0, or 1 if one of them is not there: then none
+// is held. Each is held until it is dropped as often.
+extern "C" int sky_worker_hold(const uint64_t* numbers, uint64_t count) {
+  return !sky::Residents::all().hold({numbers, numbers + count});
+}
+
+extern "C" void sky_worker_drop(const uint64_t* numbers, uint64_t count) {
+  sky::Residents::all().drop({numbers, numbers + count});
+}
+
+extern "C" uint64_t sky_worker_held() { return sky::Residents::all().count(); }
+
+// After a session: waits for the device, and gives back all memory but what is held. Returns 0, or 1 with a message if
+// the device cannot be used any more.
+extern "C" int sky_worker_rest(const char* device, char* message, size_t size) {
+  try {
+    c10::Device real{std::string(device)};
+    sky::Residents::all().sweep();
+    if (real.is_cuda()) {
+      c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(real.has_index() ? real.index() : 0);
+      sky::collect_exports();
+      c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
+    }
+    return 0;
+  } catch (const std::exception& e) {
+    snprintf(message, size, "%s", e.what());
+    return 1;
+  }
+}

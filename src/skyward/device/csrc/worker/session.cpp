@@ -4,6 +4,7 @@
 #include "exports.h"
 #include "pages.h"
 #include "peers.h"
+#include "residents.h"
 #include "settings.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -154,6 +155,8 @@ size_t Session::step(const char* data, size_t size) {
     case kLink: return sized(data, size, [&](Reader& r) { link(r); });
     case kUnlink: return sized(data, size, [&](Reader& r) { unlink(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
+    case kReside: return sized(data, size, [&](Reader& r) { reside(r); });
+    case kAdopt: return sized(data, size, [&](Reader& r) { adopt(r); });
     default: throw Malformed("a record of unknown kind");
   }
 }
@@ -351,6 +354,46 @@ void Session::export_slots(Reader& r) {
   }
   if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
   else reply(kOk, w.bytes());
+}
+
+// As for others, with numbers by which a later session of this process finds the same memory.
+void Session::reside(Reader& r) {
+  attempt("waiting for the device", [&] { streams_.synchronize(kAllStreams); });
+  collect_exports();
+  Writer w;
+  Reason poison;
+  while (r.left()) {
+    auto& held = slots_[r.u32()];
+    settle(held, true);
+    // The next run of the graph would write to its memory.
+    if (!held.poison && held.is_of_graph)
+      held.poison = attempt("keeping a tensor", [&] {
+        auto bytes = held.memory().nbytes();
+        auto own = new_storage(bytes);
+        if (bytes) byte_view(own, 0, bytes).copy_(byte_view(held.memory(), 0, bytes));
+        slots_.clear(held);
+        slots_.hold(held, own);
+      });
+    if (held.poison) poison = held.poison;
+    w.u64(held.has_memory() ? Residents::all().number_of(held.memory()) : 0);
+    w.text(held.has_memory() ? exported(held.memory()) : "");
+  }
+  if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
+  else reply(kOk, w.bytes());
+}
+
+void Session::adopt(Reader& r) {
+  reply_with([&](Writer&) {
+    while (r.left()) {
+      auto& held = slots_[r.u32()];
+      auto number = r.u64(), bytes = r.u64();
+      auto storage = Residents::all().find(number);
+      TORCH_CHECK(storage && storage.nbytes() >= bytes, "the memory of a kept tensor of ", bytes,
+                  " bytes is not there any more");
+      slots_.clear(held);
+      slots_.hold(held, std::move(storage));
+    }
+  });
 }
 
 }  // namespace sky
