@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from measure import interleave, timed
 from report import Row, absolute, compared, run_suite
 
+import kept
 import skyward as sky
 
 QUIET = sky.Options(console=False)
@@ -65,5 +66,11 @@ def attaching(scale: Scale) -> list[Row]:
     ]
 
 
+def kept_models(scale: Scale) -> list[Row]:
+    """A model that was kept, against one in a file."""
+    return kept.kept_models(kept.QUICK if scale is QUICK else kept.FULL)
+
+
 if __name__ == "__main__":
-    run_suite("what attaching to a pool that stays costs", [attaching], full=FULL, quick=QUICK)
+    measurements = [attaching, kept_models]
+    run_suite("what attaching to a pool that stays costs", measurements, full=FULL, quick=QUICK)

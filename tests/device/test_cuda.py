@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -283,3 +284,83 @@ def test_a_compiled_model_with_an_odd_vocabulary_learns_as_it_does_uncompiled(
         return found
 
     assert losses(compiled=True) == pytest.approx(losses(compiled=False), abs=0.01)
+
+
+@sky.function
+def memory_in_use() -> int:
+    """The bytes of the GPU that are in use, by whomever."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def used_by(pid: int) -> str:
+    """How a process came to its memory: the number changes when another process has its place."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_kept_tensors_do_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 512 MiB: the GPU has it once while it is kept, waits, and is used again."""
+    from skyward.device.core import core
+
+    def places(tensors: list[torch.Tensor]) -> list[bytes]:
+        """Process, allocation and offset of each: the same only if nothing has moved."""
+        pointers = [each.untyped_storage().data_ptr() for each in tensors]
+        return core().export(tensors[0].device.index, pointers)
+
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path))
+    options = sky.Options(console=False)
+    whole, slack = 512 << 20, 128 << 20
+    try:
+        with sky.Compute(name="kept-on-the-gpu", keep=120, options=options) as compute:
+            device = compute.device("cuda")
+            model = torch.nn.Sequential(
+                *(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))
+            ).to(device)
+            model.tied = model[0].weight
+            expected = model[0].weight.sum().item()
+            before = memory_in_use() >> compute
+            compute.keep("model", model)
+            assert abs((memory_in_use() >> compute) - before) < slack
+            (kept,) = compute.kept_values()
+            assert (kept.device, kept.bytes // whole) == ("cuda:0", 1)
+            process = compute._open_pool.device_process(device.index)
+            there, began = places(list(model.parameters())), used_by(process)
+            del model
+        with sky.attach("kept-on-the-gpu") as compute:
+            assert abs((memory_in_use() >> compute) - before) < slack
+            again = compute.kept("model")
+            device = again[0].weight.device
+            assert compute._open_pool.device_process(device.index) == process
+            assert places(list(again.parameters())) == there
+            assert used_by(process) == began
+            assert again.tied is again[0].weight
+            assert again[0].weight.sum().item() == expected
+            assert abs((memory_in_use() >> compute) - before) < slack
+            assert torch.sky.memory_allocated(device) < whole + slack
+            del again
+            compute.forget("model")
+            torch.sky.synchronize(device)
+            torch.sky.empty_cache()
+            assert (memory_in_use() >> compute) < before - whole // 2
+    finally:
+        sky.attach("kept-on-the-gpu").down(force=True)
+
+
+def test_a_second_client_gets_a_copy_of_kept_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From process to process on the GPU, while the first client goes on with the original."""
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path))
+    options = sky.Options(console=False)
+    try:
+        with sky.Compute(name="kept-for-two", keep=120, options=options) as first:
+            tensor = torch.full((1 << 20,), 3.0, device=first.device("cuda"))
+            first.keep("tensor", {"whole": tensor, "part": tensor[7:9]})
+            with sky.attach("kept-for-two") as second:
+                copy = second.kept("tensor")
+                assert copy["whole"].mean().item() == 3
+                copy["whole"].zero_()
+                assert copy["part"].tolist() == [0, 0]
+            assert tensor.mean().item() == 3
+    finally:
+        sky.attach("kept-for-two").down(force=True)

@@ -5,34 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import skyward as sky
 
-from .conftest import QUIET, said
+from ..conftest import ALL, Eventually
+from .conftest import QUIET, Script, said
 
 torch = pytest.importorskip("torch")
 
-Script = Callable[[str], "subprocess.Popen[str]"]
 
-
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", "tcp"] if ALL else ["unix"])
 def bench(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
+    """A pool whose device process stays from test to test: it takes seconds to start."""
     name = f"residents-{request.param}"
     local = sky.Local(transport=request.param)
-    with sky.Compute(local, name=name, keep=True, options=QUIET):
-        pass
+    with sky.Compute(local, name=name, keep=True, options=QUIET) as compute:
+        compute.keep("anchor", torch.zeros(1, device=compute.device("cpu")))
     yield name
     sky.attach(name).down(force=True)
-
-
-@sky.function
-def memory_of(pid: int, number: int) -> str:
-    """What stands behind a descriptor of another process of the node."""
-    return os.readlink(f"/proc/{pid}/fd/{number}")
 
 
 def process_of(compute: sky.Compute, tensor: torch.Tensor) -> int:
@@ -156,31 +150,12 @@ def said_by_killed(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def test_the_process_ends_with_its_last_value(
-    bench: str, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
-    with sky.attach(bench) as compute:
-        tensor = torch.ones(4, device=compute.device("cpu"))
-        compute.keep("one", tensor)
-        compute.keep("two", tensor)
-        process = process_of(compute, tensor)
-    with sky.attach(bench) as compute:
-        compute.forget("one")
-        assert os.path.exists(f"/proc/{process}")
-        compute.forget("two")
-        eventually(lambda: not os.path.exists(f"/proc/{process}"))
-
-
 def test_values_are_listed_with_their_place_and_size(bench: str) -> None:
     with sky.attach(bench) as compute:
         compute.keep("there", torch.ones(1 << 18, device=compute.device("cpu")))
         compute.keep("plain", 1)
-        there, plain = (
-            each
-            for name in ("there", "plain")
-            for each in compute.kept_values()
-            if each.name == name
-        )
+        found = {each.name: each for each in compute.kept_values()}
+        there, plain = found["there"], found["plain"]
         assert (there.node, there.device) == (0, "cpu")
         assert there.bytes >= 1 << 20
         assert (plain.node, plain.device) == (0, "")
@@ -198,6 +173,17 @@ def test_a_value_is_replaced_by_another(bench: str) -> None:
         compute.forget("again")
 
 
+def test_a_slice_of_a_storage_is_kept_in_the_nodes_memory(bench: str) -> None:
+    with sky.attach(bench) as compute:
+        whole = torch.arange(8.0, device=compute.device("cpu"))
+        part = whole.untyped_storage()[8:24]
+        tensor = torch.empty(0, device=whole.device).set_(part)
+        compute.keep("part", tensor)
+        tensor.zero_()
+        assert compute.kept("part").tolist() == [2, 3, 4, 5]
+        compute.forget("part")
+
+
 def test_a_value_is_lost_with_its_process(bench: str) -> None:
     with sky.attach(bench) as compute:
         tensor = torch.ones(2, device=compute.device("cpu"))
@@ -209,17 +195,19 @@ def test_a_value_is_lost_with_its_process(bench: str) -> None:
             compute.kept("doomed")
         (lost,) = (each for each in compute.kept_values() if each.name == "doomed")
         assert "SIGKILL" in lost.lost
-        compute.keep("doomed", torch.zeros(2, device=compute.device("cpu")))
+        for name in ("doomed", "anchor"):
+            compute.keep(name, torch.zeros(2, device=compute.device("cpu")))
         assert compute.kept("doomed").tolist() == [0, 0]
         compute.forget("doomed")
 
 
-def test_a_slice_of_a_storage_is_kept_in_the_nodes_memory(bench: str) -> None:
+def test_the_process_ends_with_its_last_value(bench: str, eventually: Eventually) -> None:
     with sky.attach(bench) as compute:
-        whole = torch.arange(8.0, device=compute.device("cpu"))
-        part = whole.untyped_storage()[8:24]
-        tensor = torch.empty(0, device=whole.device).set_(part)
-        compute.keep("part", tensor)
-        tensor.zero_()
-        assert compute.kept("part").tolist() == [2, 3, 4, 5]
-        compute.forget("part")
+        tensor = compute.kept("anchor")
+        compute.keep("other", tensor)
+        process = process_of(compute, tensor)
+    with sky.attach(bench) as compute:
+        compute.forget("other")
+        assert os.path.exists(f"/proc/{process}")
+        compute.forget("anchor")
+        eventually(lambda: not os.path.exists(f"/proc/{process}"))
