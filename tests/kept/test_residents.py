@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.nodes import keeping
+from skyward.nodes.occupancy import occupancy
 
 from ..conftest import ALL, Eventually
 from .conftest import QUIET, Script, said
@@ -159,6 +162,9 @@ def test_values_are_listed_with_their_place_and_size(bench: str) -> None:
         assert (there.node, there.device) == (0, "cpu")
         assert there.bytes >= 1 << 20
         assert (plain.node, plain.device) == (0, "")
+        found = occupancy(keeping.read(bench))
+        assert [each["name"] for each in found.values] == ["anchor", "plain", "there"]
+        assert re.search(r"1 client, keeps 3 values \(1\.\d+ M", found.state)
         for name in ("there", "plain"):
             compute.forget(name)
 

@@ -26,8 +26,8 @@ def ps() -> None:
 
     A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
     ended themselves, so its cost is what it is at most. A pool that stays is listed with the number
-    of its clients, or how long it has been idle. Other pools of plain workers on this machine end
-    with their process and are not listed.
+    of its clients, or how long it has been idle, and with the size of the values that it keeps.
+    Other pools of plain workers on this machine end with their process and are not listed.
     """
     from skyward.nodes.journal import Journal
     from skyward.nodes.occupancy import occupancy, recorded_pools
@@ -65,6 +65,7 @@ def _document(pool: PoolRecord, kept: Occupancy | None) -> dict[str, object]:
         "kept": kept is not None,
         "clients": [] if kept is None else list(kept.clients),
         "idle": None if kept is None else kept.idle,
+        "values": [] if kept is None else list(kept.values),
         "host": pool.host,
         "pid": pool.pid,
         "created": datetime.fromtimestamp(pool.created, UTC),

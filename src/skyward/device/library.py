@@ -132,7 +132,7 @@ class DeviceStats:
     to them, but for the signs of life; 0 on one host."""
 
 
-class _Reader:
+class _Answer:
     """Reads an answer of the core."""
 
     def __init__(self, content: bytes) -> None:
@@ -301,7 +301,7 @@ class Core:
 
         Storages are named by their data pointers. Waits for all earlier operations of the device.
         """
-        reader = _Reader(self._exported(index, storages, stay=False))
+        reader = _Answer(self._exported(index, storages, stay=False))
         return [reader.text() for _ in storages]
 
     def residents(self, index: int, storages: list[int]) -> list[tuple[int, bytes]]:
@@ -309,7 +309,7 @@ class Core:
 
         The process is told by its agent which of them stay when the client leaves.
         """
-        reader = _Reader(self._exported(index, storages, stay=True))
+        reader = _Answer(self._exported(index, storages, stay=True))
         return [(reader.number(), reader.text()) for _ in storages]
 
     def _exported(self, index: int, storages: list[int], *, stay: bool) -> bytes:

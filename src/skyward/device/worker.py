@@ -14,9 +14,9 @@ from typing import NoReturn
 import msgspec
 
 from skyward.device import properties
+from skyward.device.agent_line import AgentLine
 from skyward.device.graphs import running as graphs
 from skyward.device.peers import Peers
-from skyward.device.residence import Residence
 from skyward.device.visit import NobodyCameError, Visit
 from skyward.wire.identity import Credentials
 from skyward.worker import lifeline, limits
@@ -70,11 +70,11 @@ def main() -> None:
         return
     credentials = Credentials(*config.credentials) if config.credentials else None
     peers = Peers(library, credentials)
-    residence = Residence(config.residence, library, kind)
+    line = AgentLine(config.line, library, kind)
 
     def visited_at(where: str) -> Visit:
         visit = Visit(where, config.pool, credentials, peers, config.orphan_timeout)
-        residence.visited_by(visit)
+        line.visited_by(visit)
         return visit
 
     visit = visited_at(config.where)
@@ -83,23 +83,21 @@ def main() -> None:
     os.close(config.status)
     programs = graphs.install(kind)
     while True:
-        why = _serve(visit, library, kind, peers, residence)
-        if not residence.holds:
+        why = _serve(visit, library, kind, peers, line)
+        if not line.holds:
             _end(why)
         visit.close()
         peers.close()
         programs.forget()
-        visit = visited_at(residence.next_place())
-        residence.listens(visit.endpoint)
+        visit = visited_at(line.next_place())
+        line.listens(visit.endpoint)
 
 
-def _serve(
-    visit: Visit, library: ctypes.CDLL, kind: str, peers: Peers, residence: Residence
-) -> str:
+def _serve(visit: Visit, library: ctypes.CDLL, kind: str, peers: Peers, line: AgentLine) -> str:
     """Serve one client until it leaves; returns what went wrong, if anything."""
 
     def lost(why: str) -> None:
-        if not residence.holds:
+        if not line.holds:
             _end(why)
         visit.leave()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from skyward.console.measures import duration
+from skyward.console.measures import duration, size
 from skyward.errors import PoolError, SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.cleaning import Cleaned, clean, halt
@@ -29,6 +29,8 @@ class Occupancy:
     clients: tuple[dict[str, Any], ...] = ()
     idle: float | None = None
     """For how many seconds nobody has used it; None if it is not known, or in use."""
+    values: tuple[dict[str, Any], ...] = ()
+    """What it keeps by name: name, node, device, bytes and more of each."""
 
 
 def occupancy(record: KeptPool) -> Occupancy:
@@ -38,15 +40,35 @@ def occupancy(record: KeptPool) -> Occupancy:
     try:
         with ReachedPool(record) as pool, pool.head() as head:
             told = head.ask("who")
+            values = _values(pool)
     except MachinesGone:
         return Occupancy("gone")
     except (SkywardError, OSError, EOFError):
         return Occupancy("stays, out of reach")
     clients = tuple(told["clients"])
+    keeps = _in_words(values)
     if clients:
-        return Occupancy(f"stays, {len(clients)} client{'s' * (len(clients) > 1)}", clients)
+        state = f"stays, {len(clients)} client{'s' * (len(clients) > 1)}{keeps}"
+        return Occupancy(state, clients, values=values)
     idle = float(told["idle"])
-    return Occupancy(f"stays, idle for {duration(idle)}", idle=idle)
+    return Occupancy(f"stays, idle for {duration(idle)}{keeps}", idle=idle, values=values)
+
+
+def _values(pool: ReachedPool) -> tuple[dict[str, Any], ...]:
+    """What the nodes keep by name; those that do not answer are left out."""
+    found = []
+    for node in pool.nodes:
+        with contextlib.suppress(SkywardError, OSError, EOFError):
+            with pool.service(node, "values") as connection:
+                found += [{**each, "node": node} for each in connection.ask("list")]
+    return tuple(sorted(found, key=lambda each: str(each["name"])))
+
+
+def _in_words(values: tuple[dict[str, Any], ...]) -> str:
+    if not values:
+        return ""
+    whole = size(sum(each["bytes"] for each in values))
+    return f", keeps {len(values)} value{'s' * (len(values) > 1)} ({whole})"
 
 
 def journalled(record: KeptPool) -> PoolRecord:

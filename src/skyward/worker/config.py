@@ -84,7 +84,7 @@ class DeviceConfig(msgspec.Struct):
     """Descriptor that reaches its end when the agent is gone."""
     stacks: int
     """Descriptor to tell the agent on where the threads of this process are."""
-    residence: int
+    line: int
     """Descriptor of the socket on which the agent says what stays when the client leaves."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
 from skyward.worker.config import AgentConfig, DeviceConfig
 from skyward.worker.process import ChildProcess, ending
-from skyward.worker.residents import DeviceChild, DeviceLine, Owner, Residents
+from skyward.worker.residents import DeviceChild, DeviceClient, DeviceLine, Residents
 from skyward.worker.stacks import StackSource
 
 
@@ -34,7 +34,7 @@ class DeviceProcesses:
         """
         self._config = config
         self._tell, self._starts, self._residents = tell, starts, residents
-        self._processes: dict[int, tuple[DeviceChild, Owner]] = {}
+        self._processes: dict[int, tuple[DeviceChild, DeviceClient]] = {}
         self._lock = threading.Lock()
 
     def open(self, wanted: OpenDevice) -> None:
@@ -53,8 +53,8 @@ class DeviceProcesses:
             daemon=True,
         ).start()
 
-    def _owner(self, number: int, *, up: bool) -> Owner:
-        return Owner(number, self._tell, self._gone, up)
+    def _owner(self, number: int, *, up: bool) -> DeviceClient:
+        return DeviceClient(number, self._tell, self._gone, up)
 
     def _gone(self, number: int) -> None:
         with self._lock:
@@ -64,7 +64,7 @@ class DeviceProcesses:
         """Where a process listens for a client: nobody else has had this place."""
         return self._config.place(f"d{number}.{time.monotonic_ns() % 10**9}", for_peers=True)
 
-    def _take_over(self, wanted: OpenDevice, child: DeviceChild, owner: Owner) -> None:
+    def _take_over(self, wanted: OpenDevice, child: DeviceChild, owner: DeviceClient) -> None:
         """Have a process that another client has left serve this one."""
         number = wanted.number
         endpoint = child.line.serve(self._place(number))
@@ -95,7 +95,7 @@ class DeviceProcesses:
                     status=status,
                     lifeline=lifeline,
                     stacks=stacks.pipe,
-                    residence=line.inherited,
+                    line=line.inherited,
                 ),
                 working_directory=config.working_directory,
                 environment=os.environ,

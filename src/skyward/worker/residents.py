@@ -24,7 +24,7 @@ FREE_SECONDS = 20.0
 
 
 class DeviceLine:
-    """The agent's end of the socket to a device process (`device/residence.py`)."""
+    """The agent's end of the socket to a device process (`device/agent_line.py`)."""
 
     def __init__(self) -> None:
         self._socket, self._other = socket.socketpair()
@@ -93,7 +93,7 @@ class DeviceLine:
 
 
 @dataclass(slots=True)
-class Owner:
+class DeviceClient:
     """The client that a device process serves."""
 
     number: int
@@ -114,7 +114,7 @@ class DeviceChild:
     process: ChildProcess
     stacks: StackSource
     line: DeviceLine
-    owner: Owner | None
+    owner: DeviceClient | None
     announced: bool = False
     real: str = ""
     """The device that it is, never "auto"."""
@@ -159,7 +159,7 @@ class Residents:
             daemon=True,
         ).start()
 
-    def ended(self, child: DeviceChild, reason: str) -> Owner | None:
+    def ended(self, child: DeviceChild, reason: str) -> DeviceClient | None:
         """Note that a process has ended, and with it its values; returns whom to tell."""
         with self._lock:
             self._children.pop(child.process.pid, None)
@@ -210,7 +210,7 @@ class Residents:
 
     # Clients.
 
-    def take(self, kind: str, owner: Owner) -> DeviceChild | None:
+    def take(self, kind: str, owner: DeviceClient) -> DeviceChild | None:
         """A process of that kind that holds values and has no client, for a new one."""
         with self._lock:
             waiting = [
@@ -223,7 +223,7 @@ class Residents:
                 found.owner = owner
         return found
 
-    def give_back(self, child: DeviceChild, owner: Owner) -> bool:
+    def give_back(self, child: DeviceChild, owner: DeviceClient) -> bool:
         """End what a process does for a client; whether the process ends: it holds no value."""
         with self._lock:
             if child.owner is not owner:

@@ -1,4 +1,4 @@
-"""A residence: what of a device process outlives its client, as its agent wants it.
+"""The line to the agent: it says what of a device process is to outlive its client.
 
 The agent and the process have a socket between them, with lines of JSON. The agent says which
 storages stay (`hold`, `drop`), that a client is over (`leave`) and where the process is to listen
@@ -20,7 +20,7 @@ import msgspec
 from skyward.device.visit import Visit
 
 
-class Residence:
+class AgentLine:
     """The process's end of the socket; a thread listens to the agent."""
 
     def __init__(self, descriptor: int, library: ctypes.CDLL, kind: str) -> None:
@@ -36,7 +36,7 @@ class Residence:
         self._is_free = False
         self._is_over = False
         """Whether the client that the process was to serve has left before it came."""
-        threading.Thread(target=self._listen, name="skyward-residence", daemon=True).start()
+        threading.Thread(target=self._listen, name="skyward-agent-line", daemon=True).start()
 
     @property
     def holds(self) -> bool:
