@@ -117,7 +117,8 @@ void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(),
 int sky_in_bad_fork() { return sky::in_bad_fork(); }
 
 // How others on their node open these storages of one device, each named by its data pointer. With `stay`, before each
-// comes the number of its memory, which may stay when the client leaves. The answer stays until this thread's next call.
+// comes the number of its memory, which may stay when the client leaves. The answer stays until this thread's next
+// call.
 int sky_export(const uint64_t* storages, uint64_t count, int stay, const char** answer, uint64_t* size) {
   return sky::guarded([&] {
     sky::Session* session = nullptr;
@@ -145,8 +146,7 @@ int sky_adopt(int index, const uint64_t* numbers, const uint64_t* sizes, uint64_
     if (!count) return;
     auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
     made = session.adopt({numbers, numbers + count}, {sizes, sizes + count});
-    for (uint64_t i = 0; i < count; i++)
-      weak[i] = c10::raw::intrusive_ptr::make_weak(made[i].unsafeGetStorageImpl());
+    for (uint64_t i = 0; i < count; i++) weak[i] = c10::raw::intrusive_ptr::make_weak(made[i].unsafeGetStorageImpl());
   });
 }
 

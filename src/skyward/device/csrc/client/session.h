@@ -252,7 +252,7 @@ class Session {
   Slots slots_;
   std::vector<Life> lives_;  // by slot
   std::unordered_map<uint32_t, Hold> held_;
-  std::unordered_map<uint64_t, Life> residents_;  // by their numbers, as they were when this session met them
+  std::unordered_map<uint64_t, Life> residents_;        // by their numbers, as they were when this session met them
   Session* successor_ = nullptr;                        // has the storages of this one, whose worker is gone
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;

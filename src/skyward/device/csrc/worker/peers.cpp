@@ -438,6 +438,11 @@ void Peers::end_all() noexcept {
   // All before the first one's threads are awaited: one may wait for what comes over another.
   for (auto& [link, peer] : ended) peer->close("the client has left", false);
   ended.clear();
+  // The next client does not know these links.
+  std::lock_guard lock(mutex_);
+  lost_.clear();
+  untold_.clear();
+  has_untold_ = false;
 }
 
 }  // namespace sky

@@ -61,6 +61,7 @@ Session::~Session() {
 
 void Session::serve() {
   c10::WarningUtils::WarningHandlerGuard guard(&warnings_);
+  streams_.use(0);  // the client before may have ended on another one
   std::vector<char> coded(decoder_ ? 64 << 10 : 0);
   // The client may wait for a copy to be done: while there are some, they are looked after.
   constexpr timespec kMoment{0, 100'000};
