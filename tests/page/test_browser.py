@@ -144,6 +144,54 @@ def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) 
         server.close()
 
 
+class Shared(Thousand):
+    """A source with a pool that stays, which two clients use at once."""
+
+    def join(self) -> Viewer:
+        viewer, now = Viewer(), time.time()
+        who = {"user": "ann", "host": "<i>desk</i>", "pid": "11", "command": "python /a/train.py"}
+        clients = {"a1": {**who, "since": now}, "b2": {**who, "pid": "12", "since": now}}
+        job = {"id": "sweep-1", "state": "failed", "code": 3, "began": now, "took": 2.0}
+        job |= {"by": "ann@desk", "command": ["/usr/bin/python3", "/j/sweep.py", "--fast"]}
+        ended = [["0:1", "embed", 0, 0, now - 5, now - 4, "ok", "a1"]]
+        running = [["0:2", "embed", 0, 0, now - 2, None, None, "b2"]]
+        pool = {"type": "pool", "pool": "p-kept", "name": "shared", "provider": "local"}
+        pool |= {"nodes": [[0, "ready", "", None, 0, ""]], "workers": [[0, 0], [1, 0]]}
+        pool |= {"running": running, "ended": ended, "lines": [], "notes": []}
+        pool |= {"clients": clients, "jobs": [job]}
+        lines = [[now, 0, None, "stdout", "trial 1", "", "ann@desk", "sweep-1"]]
+        changes = {"type": "changes", "pool": "p-kept", "started": [], "skipped": 0, "nodes": []}
+        changes |= {"ended": [], "lines": lines, "notes": []}
+        early = {**pool, "pool": "p-1"}
+        hello = {"type": "hello", "time": now, "pid": 1}
+        replaced = {"type": "replaced", "pool": "p-1"}
+        viewer.put(json.dumps([hello, early, replaced, pool, changes]))
+        return viewer
+
+
+def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromium) -> None:
+    server = PageServer(Shared())
+    try:
+        chromium.open(server.url)
+        chromium.until("document.querySelectorAll('#clients tr').length === 2")
+        assert chromium.value("document.querySelectorAll('#pools button').length") == 1
+        first, second = chromium.value(shown("#clients")).splitlines()
+        assert first.split("\t")[:2] == ["ann@<i>desk</i> 11", "python train.py"]
+        assert (first.split("\t")[3], second.split("\t")[3]) == ("0", "1")
+        assert chromium.value(shown("#jobs")).split("\t") == [
+            "sweep-1",
+            "failed 3",
+            "ann@desk",
+            "2.0 s",
+            "sweep.py --fast",
+        ]
+        assert chromium.value(shown("#output")).split() == ["sweep-1", "trial", "1"]
+        # A lane for each client of a worker, and one for the worker that nobody uses.
+        chromium.until("new Set(hits.map(h => h[1])).size === 2")
+    finally:
+        server.close()
+
+
 def test_a_page_whose_server_comes_back_goes_on_by_itself(chromium: Chromium) -> None:
     first = PageServer(Thousand())
     port, token = first._server.server_port, first.token

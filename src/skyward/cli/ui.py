@@ -16,8 +16,11 @@ from types import FrameType
 
 import click
 
-from skyward.cli import output
+from skyward.cli import output, ui_on_head
 from skyward.cli.commands import Command
+from skyward.cli.names import kept_pools
+
+LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
@@ -47,20 +50,52 @@ def _tell_missing(names: Iterable[str]) -> None:
         )
 
 
+def _unopened(url: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _check_for_head(names: tuple[str, ...], host: str) -> None:
+    if len(names) != 1:
+        given = ", ".join(names) or "none"
+        raise click.UsageError(f"--on-head needs the name of one pool that stays; given: {given}")
+    if host != LOOPBACK:
+        raise click.UsageError(
+            f"--host {host}: the page of a head comes to this machine's loopback alone; leave it "
+            "out, and let others run `sky ui NAME --on-head` themselves"
+        )
+
+
 @click.command(cls=Command)
-@click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=kept_pools)
+@click.option("--host", default=LOOPBACK, show_default=True, help="The address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="The port.  [default: a free one]"
 )
 @click.option("--open", "shows", is_flag=True, help="Open the page in the browser.")
-def ui(names: tuple[str, ...], host: str, port: int, shows: bool) -> None:
+@click.option("--on-head", is_flag=True, help="The head node of the pool NAME serves the page.")
+@click.option("--stop", "stops", is_flag=True, help="With --on-head: end the page of the head.")
+def ui(
+    names: tuple[str, ...], host: str, port: int, shows: bool, on_head: bool, stops: bool
+) -> None:
     """Serve a page that shows pools live, until interrupted.
 
     The page has the pools of all your processes on this machine, or those called NAME. Pools that
     are entered later appear by themselves. Whoever has the printed address sees them; /metrics is
     there for Prometheus.
+
+    With --on-head, the head node of the pool NAME, which stays, serves the page; it goes on when
+    this command ends, and the same command finds it again, also elsewhere. The page comes to this
+    machine's loopback through the pool's own connections.
     """
+    if on_head:
+        _check_for_head(names, host)
+        if stops:
+            ui_on_head.stop(names[0])
+        else:
+            ui_on_head.show_page(names[0], port, opened if shows else _unopened)
+        return
+    if stops:
+        raise click.UsageError("--stop ends the page of a pool's head: give --on-head, too")
     gathering = importlib.import_module("skyward.page.gathering").Gathering(names)
     server = importlib.import_module("skyward.page.server").PageServer(gathering, host, port)
     ended = threading.Event()

@@ -32,6 +32,7 @@ RETRY_MS = 1000
 """After so many milliseconds, a browser that has lost the stream asks for it again."""
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Source(Protocol):
@@ -50,8 +51,11 @@ class Source(Protocol):
 class PageServer:
     """Serves the page on a thread of its own, until it is closed."""
 
-    def __init__(self, source: Source, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._source = source
+    def __init__(
+        self, source: Source, host: str = "127.0.0.1", port: int = 0, *, forwarded: bool = False
+    ) -> None:
+        """`forwarded` says that others reach the server through a port of their own loopback."""
+        self._source, self._forwarded = source, forwarded
         self._token = secrets.token_urlsafe(24)
         self._viewers: set[Viewer] = set()
         self._lock = threading.Lock()
@@ -82,6 +86,11 @@ class PageServer:
         return f"{self.address}/?token={self._token}"
 
     @property
+    def port(self) -> int:
+        """The port on which the server listens."""
+        return int(self._server.server_port)
+
+    @property
     def token(self) -> str:
         """The secret that every request must bring."""
         return self._token
@@ -107,6 +116,8 @@ class PageServer:
 
     def serves(self, host: str) -> bool:
         """Whether a request may name this host: a foreign name may have been made to lead here."""
+        if self._forwarded:
+            return (urlsplit(f"//{host}").hostname or "") in _LOOPBACK
         return host.lower() in self._hosts if self._hosts else _is_own(host)
 
     def join(self) -> Viewer | None:
