@@ -173,12 +173,17 @@ def _tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, t
 
 
 def _note(core: Core, index: int, found: dict[int, str], tensor: torch.Tensor, name: str) -> None:
+    import torch
+
     if tensor.device.type != "sky" or tensor.device.index != index:
+        return
+    # A compiler has traced with it: it has a shape and no memory, and some warn who asks for that.
+    if isinstance(tensor, torch._subclasses.FakeTensor):
         return
     try:
         address = tensor.untyped_storage().data_ptr()
     except RuntimeError:
-        return  # it has a shape and no memory: a compiler has traced with it
+        return
     slot = core.slot(index, address)
     if slot is not None and slot not in found:
         dtype = str(tensor.dtype).removeprefix("torch.")
