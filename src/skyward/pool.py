@@ -31,6 +31,7 @@ from skyward.events import EventStream
 from skyward.files.transfer import Synced
 from skyward.functions import Function, Pending
 from skyward.nodes.fleet import Fleet
+from skyward.nodes.keeping import KeptPool
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import Node
 from skyward.nodes.reaching import Adoption
@@ -130,6 +131,21 @@ class Pool:
     def keep(self) -> None:
         """Let the pool stay when this client leaves."""
         self._fleet.keep()
+
+    @property
+    def record(self) -> KeptPool | None:
+        """The record of a pool that stays; None if the pool does not stay."""
+        return self._fleet.record
+
+    @property
+    def head(self) -> int:
+        """The first node."""
+        return min((node.index for node in self.nodes), default=0)
+
+    @property
+    def client(self) -> str:
+        """Which client of a pool that stays this is."""
+        return self._fleet.client
 
     @property
     def stays(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from skyward.calls.scheduler import Load
@@ -37,6 +38,16 @@ class Value(Answer):
         self._pieces, self._name, self._load = pieces, name, load
         self._stayed = stayed
 
+    @property
+    def pieces(self) -> Pieces:
+        """The value as it came."""
+        return self._pieces
+
+    @property
+    def place(self) -> str:
+        """The function and where it ran, in words."""
+        return f"{self._name} on {self._load.where}"
+
     def get(self) -> Any:
         """Decode the value; once, if its tensors stay on a device."""
         # Whoever still has the task must not keep tensors that the caller has dropped.
@@ -46,17 +57,21 @@ class Value(Answer):
         except SkywardError:
             raise
         except Exception as problem:
-            raise RemoteError(
-                f"the result of {self._name} on {self._load.where} arrived but cannot be rebuilt "
-                f"here ({type(problem).__name__}: {problem}); return plain data, or install here "
-                "what it is made of",
-                type_name=type(problem).__qualname__,
-            ) from problem
+            raise cannot_rebuild(self.place, problem) from problem
 
     def discard(self) -> None:
         """Free what the value holds on a device: the caller does not want the value any more."""
         if self._stayed is not None:
             self._stayed.discard()
+
+
+def cannot_rebuild(place: str, problem: Exception) -> RemoteError:
+    """The error for a result that has arrived and cannot be decoded; `place` is its call."""
+    return RemoteError(
+        f"the result of {place} arrived but cannot be rebuilt here ({type(problem).__name__}: "
+        f"{problem}); return plain data, or install here what it is made of",
+        type_name=type(problem).__qualname__,
+    )
 
 
 class Streaming(Answer):
@@ -72,13 +87,30 @@ class Streaming(Answer):
         return self._open()
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception of a function, as its worker told it."""
+
+    failure: Failure
+    pieces: Pieces | None
+    name: str
+    where: str
+
+
 class Failed(Answer):
     """The task failed."""
 
-    __slots__ = ("_make", "_summary")
+    __slots__ = ("_make", "_summary", "raised")
 
-    def __init__(self, make: Callable[[], BaseException], summary: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], BaseException],
+        summary: Callable[[], str],
+        raised: Raised | None = None,
+    ) -> None:
         self._make, self._summary = make, summary
+        self.raised = raised
+        """The exception as a worker has told it; None if the client made it."""
 
     @classmethod
     def because(cls, problem: BaseException) -> Failed:
@@ -122,7 +154,8 @@ def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: st
             )
         return problem
 
-    return Failed(make, lambda: f"{failure.type_name}: {failure.text}")
+    summary = f"{failure.type_name}: {failure.text}"
+    return Failed(make, lambda: summary, Raised(failure, pieces, name, where))
 
 
 def remote_traceback(failure: Failure) -> str:

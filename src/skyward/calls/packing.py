@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.calls.freeing import free
+from skyward.calls.packed import PackedCall
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
@@ -97,6 +98,8 @@ class Packer:
         that several workers get the same arguments. `refer` decides which tensors stay on their
         device.
         """
+        if isinstance(pending, PackedCall):
+            return self.parcel(pending.arguments, keep=keep, for_many=for_many), []
         function = pending.function
         args, kwargs = pending.args, pending.kwargs
         inputs: list[Iterator[Any]] = []

@@ -75,20 +75,27 @@ class RemoteIterator(Closing, Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._done:
+        item = self.next_item()
+        if isinstance(item, tuple):
+            pieces, stayed = item
+            return encoding.decode(*pieces, stayed)
+        if item is None:
             raise StopIteration
+        return item.get()
+
+    def next_item(self) -> StreamItem | Answer | None:
+        """The next item as it came, or the end of the stream: its exception, or None."""
+        if self._done:
+            return None
         item = self._items.get()
         if isinstance(item, tuple):
             self._owed -= 1
             if self._owed <= WINDOW // 2:
                 self._grant(WINDOW - self._owed)
-            pieces, stayed = item
-            return encoding.decode(*pieces, stayed)
-        self._done = True
-        self._flush_output()
-        if item is None:
-            raise StopIteration
-        return item.get()
+        else:
+            self._done = True
+            self._flush_output()
+        return item
 
     def close(self) -> None:
         """Stop the remote generator; iterating further ends at once."""

@@ -17,7 +17,8 @@ from skyward.cli.reached import chosen_node, reached
 def cancel(name: str, job: str) -> None:
     """End the job JOB of the pool NAME: its id or its name, as `sky jobs` lists them.
 
-    The job is interrupted as by Ctrl-C; what is left of it 10 s later is killed.
+    A script is interrupted as by Ctrl-C; what is left of it 10 s later is killed. A call that was
+    submitted with a name is cancelled.
     """
     from skyward.compute.workbench.jobs import cancel as cancel_job
 
@@ -25,7 +26,7 @@ def cancel(name: str, job: str) -> None:
         found = cancel_job(pool, chosen_node(pool, None), job)
     if output.wants_json():
         output.as_json(job_document(found))
-    elif found.state == "running":
+    elif found.state in ("queued", "running"):
         click.echo(f"{found.id}: interrupted")
     else:
         click.echo(f"{found.id}: has ended already ({found.state})")

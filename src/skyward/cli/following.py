@@ -68,6 +68,7 @@ def job_document(job: JobView) -> dict[str, object]:
     """A job, for programs."""
     return {
         "id": job.id,
+        "kind": job.kind,
         "state": job.state,
         "code": job.code,
         "began": datetime.fromtimestamp(job.began, UTC),
@@ -82,17 +83,19 @@ def job_document(job: JobView) -> dict[str, object]:
 def exit_code(job: JobView) -> int:
     """The exit code of a job that has ended, as a shell tells it."""
     if job.code is None:
-        return FAILED
+        return 0 if job.state == "done" else FAILED
     return job.code if job.code >= 0 else 128 - job.code
 
 
 def ending(job: JobView) -> str:
     """How a job has ended, in words."""
+    failure = job.problem if job.kind == "call" else f"exit code {exit_code(job)}"
     reason = {
-        "failed": f"failed with exit code {exit_code(job)}",
+        "failed": f"failed with {failure}",
         "cancelled": "was cancelled",
         "lost": f"is lost: {job.problem}",
         "done": "is done",
         "running": "runs",
+        "queued": "waits",
     }[job.state]
     return f"{job.id} {reason}, after {duration(job.took)}"

@@ -77,7 +77,8 @@ def _run_there(
     exclude: tuple[str, ...],
     detach: bool,
 ) -> int:
-    from skyward.compute.workbench.jobs import look_at, start_script, way_back
+    from skyward.compute.workbench.jobs import look_at, start_script
+    from skyward.nodes.inside import way_back
 
     with reached(name) as pool:
         head = chosen_node(pool, None)

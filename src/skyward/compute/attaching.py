@@ -9,10 +9,8 @@ from skyward.compute.listening import OnEvent, check_callback
 from skyward.errors import ConfigurationError, PoolError
 from skyward.nodes import keeping
 from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.inside import VARIABLE
 from skyward.nodes.reaching import ReachedPool
-
-VARIABLE = "SKYWARD_POOL"
-"""Names the pool that a process runs on, in the environment of scripts on its nodes."""
 
 
 def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compute:

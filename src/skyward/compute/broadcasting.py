@@ -16,7 +16,13 @@ T = TypeVar("T")
 
 def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
     """Run a call on every worker and return the results; `BroadcastError` if any of them fails."""
-    _refuse_one_shot_streams(pending)
+    refuse_one_shot_streams(pending)
+    workers, tasks = prepared(pool, pending)
+    return outcomes_of(pool, pending.function.name, workers, tasks)
+
+
+def prepared(pool: Pool, pending: Pending[Any]) -> tuple[list[tuple[int, int]], list[Task]]:
+    """The workers of a pool, and a task of the call for each."""
     pool.wake()
     workers = pool.workers()
     tasks: list[Task] = []
@@ -28,7 +34,7 @@ def broadcast(pool: Pool, pending: Pending[T]) -> list[T]:
         if not task.parcel.encoded.referred:
             like = task
         tasks.append(task)
-    return outcomes_of(pool, pending.function.name, workers, tasks)
+    return workers, tasks
 
 
 def outcomes_of(
@@ -55,6 +61,11 @@ def outcomes_of(
         # The tasks must not keep each other, and so their results, alive.
         for task in tasks:
             task.together = ()
+    return values_of(name, outcomes)
+
+
+def values_of(name: str, outcomes: Sequence[Outcome]) -> list[Any]:
+    """The values of a broadcast's workers, or `BroadcastError` if any of them failed."""
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         places = ", ".join(f"node {o.node}" for o in failed)
@@ -67,7 +78,7 @@ def outcomes_of(
     return [outcome.value for outcome in outcomes]
 
 
-def _refuse_one_shot_streams(pending: Pending[Any]) -> None:
+def refuse_one_shot_streams(pending: Pending[Any]) -> None:
     names = pending.function.parameter_names
     given = {**dict(zip(names, pending.args, strict=False)), **pending.kwargs}
     for name in pending.function.streamed_parameters:

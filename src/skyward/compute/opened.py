@@ -6,6 +6,7 @@ import contextlib
 import time
 
 from skyward.compute.listening import Listening, OnEvent
+from skyward.compute.named.client import leave
 from skyward.compute.quoting import quoted, readiness, without_end
 from skyward.compute.running import Running
 from skyward.compute.showing import Showing
@@ -81,6 +82,7 @@ class OpenedPool:
         try:
             self._around.close()
         finally:
+            leave(pool)
             if pool.stays and not pool.closed:
                 pool.detach(seconds)
                 stays = f"it stays, until `sky down {self._spec.name}`"

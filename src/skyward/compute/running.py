@@ -12,6 +12,7 @@ from skyward.classes import InstanceGroup, Making
 from skyward.compute.awaiting import await_task, future_of, result_of
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.making import make, make_everywhere, make_later
+from skyward.compute.named.client import calls_of
 from skyward.errors import ConfigurationError
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, missing
@@ -47,34 +48,66 @@ class Running(ABC):
         return await_task(pool, pool.prepare(checked(pending), on=node, keep=False))
 
     @overload
-    def submit(self, pending: Pending[T], on: On = None) -> Future[T]: ...
+    def submit(
+        self, pending: Pending[T], on: On = None, *, name: str | None = None
+    ) -> Future[T]: ...
     @overload
     def submit(self, pending: Making[T], on: On = None) -> Future[T]: ...
-    def submit(self, pending: Pending[Any] | Making[Any], on: On = None) -> Future[Any]:
+    def submit(
+        self, pending: Pending[Any] | Making[Any], on: On = None, *, name: str | None = None
+    ) -> Future[Any]:
         """Run on one node and don't wait; the same as `pending > compute`.
 
+        With a name, the call goes on when this client leaves the pool, which must be one that
+        stays; `compute.result(name)` gets its result, from any client of the pool.
+
         >>> future = compute.submit(train(x), on=1)
+        >>> compute.submit(train(x), name="run-7")
         """
         pool = self._pool_for_calls()
+        if name is not None:
+            return self._submit_named(pool, pending, name, on=self._index(on), everywhere=False)
         if isinstance(pending, Making):
             return make_later(pool, pending, self._index(on))
         return future_of(pool, pool.prepare(checked(pending), on=self._index(on), keep=True))
 
     @overload
-    def broadcast(self, pending: Pending[T], on: None = None) -> list[T]: ...
+    def broadcast(self, pending: Pending[T], on: None = None, *, name: None = None) -> list[T]: ...
     @overload
-    def broadcast(self, pending: Making[T], on: None = None) -> InstanceGroup[T]: ...
-    def broadcast(self, pending: Pending[Any] | Making[Any], on: None = None) -> Any:
+    def broadcast(self, pending: Pending[T], on: None = None, *, name: str) -> Future[list[T]]: ...
+    @overload
+    def broadcast(
+        self, pending: Making[T], on: None = None, *, name: None = None
+    ) -> InstanceGroup[T]: ...
+    def broadcast(
+        self, pending: Pending[Any] | Making[Any], on: None = None, *, name: str | None = None
+    ) -> Any:
         """Run on every worker at once; the same as `pending @ compute`.
 
+        With a name, the broadcast is not waited for: the result is a `Future`, and the broadcast
+        goes on when this client leaves, as with `submit`.
+
         >>> results = compute.broadcast(train())
+        >>> compute.broadcast(train(), name="run-8")
         """
         pool = self._pool_for_calls()
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        if name is not None:
+            return self._submit_named(pool, pending, name, on=None, everywhere=True)
         if isinstance(pending, Making):
             return make_everywhere(pool, pending)
         return broadcast(pool, checked(pending))
+
+    def _submit_named(
+        self, pool: Pool, pending: Any, name: str, *, on: int | None, everywhere: bool
+    ) -> Future[Any]:
+        if isinstance(pending, Making):
+            raise ConfigurationError(
+                f"name={name!r}: an object of {pending.name} lives with its client; make it inside "
+                "a function, and name the call of that function"
+            )
+        return calls_of(pool).submit(checked(pending), name, on=on, everywhere=everywhere)
 
     def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
         """Run different calls in parallel and wait for all; the first failure is raised.

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from skyward.compute import residents
-from skyward.compute.running import Running
+from skyward.compute.naming import Naming
 from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLostError
 from skyward.functions import Function, remote
 from skyward.wire.asking import ServiceConnection
@@ -39,7 +39,7 @@ class KeptValue:
     """How its device's process ended, if that is gone; the value is gone with it."""
 
 
-class Keeping(Running):
+class Keeping(Naming):
     """The methods of a `Compute` that keep values by name."""
 
     def keep(self, name: str, value: object) -> None:
@@ -118,11 +118,14 @@ class Keeping(Running):
         return [found[name] for name in sorted(found)]
 
     def forget(self, name: str) -> None:
-        """Discard a value that was kept; nothing happens if there is none of that name.
+        """Discard what was kept by that name; nothing happens if there is nothing.
 
-        The memory of its tensors is free when no client uses them any more.
+        That is a value of `keep`, or the result of a named call that has ended. The memory of a
+        value's tensors is free when no client uses them any more.
         """
         _check(name)
+        if self._open_pool.stays:
+            self._calls.forget(name)
         for node in self._serving():
             self._ask(node, "forget", name=name)
 

@@ -40,7 +40,6 @@ from skyward.nodes.scaling import Scaler
 from skyward.nodes.services import ServiceDesk
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.standings import Standings
-from skyward.nodes.starts import Starts
 from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
@@ -126,8 +125,6 @@ class Fleet:
             ready=self._executor_ready,
             failed=lambda node, failure: self._losses.plugin_failed(node, failure),
         )
-        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
-        """The services of the nodes' agents."""
         self._startup = Startup(
             pool_id,
             spec,
@@ -150,9 +147,10 @@ class Fleet:
             client=self._client,
             adopting=adoption.machines if adoption else {},
             keeper=self._keeper,
-            starts=Starts(self._roster, self.services.open),
             deliver=self._deliver if spec.folders or spec.volumes else None,
         )
+        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
+        """The services of the nodes' agents."""
         self._executors = Executors(
             pool_id,
             spec.worker,
@@ -266,6 +264,16 @@ class Fleet:
     def stays(self) -> bool:
         """Whether the pool stays when this client leaves."""
         return self._keeper.begun is not None
+
+    @property
+    def record(self) -> KeptPool | None:
+        """The record of a pool that stays."""
+        return self._keeper.begun
+
+    @property
+    def client(self) -> str:
+        """Which client of a pool that stays this is."""
+        return self._client
 
     def _node_ready(self, node: Node) -> None:
         if self.stays:

@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 
 from skyward.errors import PoolStartError
-from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes.keeping import KeptNode, KeptPool, encode
 from skyward.providers import Order, Request
 from skyward.wire.connecting import direct
 
 CONNECT_SECONDS = 10.0
+VARIABLE = "SKYWARD_POOL"
+"""Names the pool that a process runs on, in the environment of scripts on its nodes."""
 
 
 def record_for_nodes(record: KeptPool) -> KeptPool | None:
@@ -25,6 +27,19 @@ def record_for_nodes(record: KeptPool) -> KeptPool | None:
     if record.credentials is None:
         return None
     return msgspec.structs.replace(record, inside=True, arguments={})
+
+
+def way_back(record: KeptPool) -> tuple[dict[str, str], dict[str, str]]:
+    """The variables and private texts with which `sky.attach()` in a job finds the job's pool.
+
+    On this machine, the job can read the record itself.
+    """
+    variables = {VARIABLE: record.name}
+    theirs = record_for_nodes(record)
+    if theirs is None:
+        return variables, {}
+    place = f"state/pools/{record.name}.json"
+    return variables | {"SKYWARD_STATE": "{folder}/state"}, {place: encode(theirs).decode()}
 
 
 class InsideProvider:

@@ -42,6 +42,7 @@ from skyward.wire.messages import (
 from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
+from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
@@ -71,7 +72,12 @@ class Agent:
         self._gauge = Gauge()
         self._values = NamedValues(config.folder, self._tenants.residents)
         self._notices = Notices(config.notice, self._tenants.tell)
-        self._jobs = KeptJobs(Path(config.folder, "jobs"))
+        calls = Path(config.folder, "calls")
+        self._jobs = KeptJobs(Path(config.folder, "jobs"), others=calls)
+        runners = KeptJobs(
+            Path(config.folder, "runners"), on_end=lambda job: self._calls.runner_ended(job)
+        )
+        self._calls = KeptCalls(calls, self._jobs, runners)
         self._services = Services(
             ServedNode(
                 config,
@@ -80,6 +86,8 @@ class Agent:
                 self._starts.put,
                 PoolLease(),
                 self._values,
+                self._calls,
+                runners,
             )
         )
         credentials = Credentials(*config.credentials) if config.credentials else None
@@ -107,9 +115,14 @@ class Agent:
             if ttl is not None and time.monotonic() - self._began > ttl:
                 # Whatever runs, and whatever the clients say.
                 self.end()
-            if self._tenants.look(working=bool(self._jobs.running) or self._services.used):
+            if self._tenants.look(working=self._working):
                 self.end()
         self._close()
+
+    @property
+    def _working(self) -> bool:
+        """Whether the node works for somebody who is no client of it."""
+        return bool(self._jobs.running) or self._calls.working or self._services.used
 
     def end(self) -> None:
         """Make `serve` kill the executors and return; safe in a signal handler."""

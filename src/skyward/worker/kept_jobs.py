@@ -15,7 +15,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Literal
 
@@ -36,7 +36,7 @@ FOLDER = "SKYWARD_JOB_FOLDER"
 JOB = "SKYWARD_JOB"
 """The environment variable with the job's name."""
 
-JobState = Literal["running", "done", "failed", "cancelled", "lost"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _ABOUT = "job.json"
 _CANCELLED = "cancelled"
@@ -64,13 +64,22 @@ class JobView(msgspec.Struct):
     code: int | None = None
     problem: str = ""
     by: str = ""
+    kind: Literal["script", "call"] = "script"
+    """Whether it is a program of its own, or a call by name."""
 
 
 class KeptJobs:
     """Owns the jobs of one node; any thread may call it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        others: Path | None = None,
+        on_end: Callable[[JobView], None] | None = None,
+    ) -> None:
+        """`others` is a folder with names that no job gets; `on_end` is told of each end."""
+        self._folder, self._others, self._on_end = folder, others, on_end
         self._running: dict[str, RunningProgram] = {}
         self._live: set[str] = set()
         """The jobs that start or run."""
@@ -147,6 +156,8 @@ class KeptJobs:
             self._folder.mkdir(exist_ok=True, mode=0o700)
             taken = [_number_of(each) for each in os.listdir(self._folder)]
             self._number = max([self._number, *taken]) + 1
+            while self._others is not None and (self._others / f"{name}-{self._number}").exists():
+                self._number += 1
             job = f"{name}-{self._number}"
             folder = self._folder / job
             folder.mkdir(mode=0o700)
@@ -188,6 +199,8 @@ class KeptJobs:
             timer = self._timers.pop(job, None)
         if timer is not None:
             timer.cancel()
+        if self._on_end is not None:
+            self._on_end(self.get(job))
         ended = [each for each in self.all() if each.state != "running"]
         for each in ended[:-KEPT]:
             shutil.rmtree(each.folder, ignore_errors=True)

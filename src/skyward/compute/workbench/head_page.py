@@ -7,8 +7,8 @@ from typing import Any
 
 from skyward.closing import Closing
 from skyward.compute.workbench.forwarding import Forwarding
-from skyward.compute.workbench.jobs import way_back
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
+from skyward.nodes.inside import way_back
 from skyward.nodes.reaching import ReachedPool
 
 

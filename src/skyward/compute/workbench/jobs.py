@@ -12,11 +12,8 @@ from typing import Any
 import msgspec
 
 from skyward import includes
-from skyward.compute.attaching import VARIABLE
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, ImageError, NodeLostError
-from skyward.nodes.inside import record_for_nodes
-from skyward.nodes.keeping import KeptPool, encode
 from skyward.wire.asking import PART
 from skyward.worker.kept_jobs import JobView
 
@@ -48,19 +45,6 @@ def start_script(
         private=private,
         files=archive,
     )
-
-
-def way_back(record: KeptPool) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables and private texts with which `sky.attach()` in a job finds the job's pool.
-
-    On this machine, the job can read the record itself.
-    """
-    variables = {VARIABLE: record.name}
-    theirs = record_for_nodes(record)
-    if theirs is None:
-        return variables, {}
-    place = f"state/pools/{record.name}.json"
-    return variables | {"SKYWARD_STATE": "{folder}/state"}, {place: encode(theirs).decode()}
 
 
 def start(

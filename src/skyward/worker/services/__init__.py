@@ -19,6 +19,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER
 from skyward.wire.messages import Reply
 from skyward.worker.config import AgentConfig
+from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.residents import DeviceChild
@@ -31,6 +32,7 @@ FOR_CLIENTS = frozenset(
     {
         "about",
         "activity",
+        "calls",
         "clients",
         "copying",
         "exec",
@@ -65,6 +67,10 @@ class ServedNode:
     """Who may change the pool; of the head's agent."""
     values: NamedValues
     """What clients keep on the node by name."""
+    calls: KeptCalls
+    """The calls by name; of the head's agent."""
+    runners: KeptJobs
+    """The processes that run these calls."""
 
     @property
     def executors(self) -> list[ExecutorProcess]:
@@ -136,6 +142,7 @@ class Services:
         for channel in channels:
             channel.abort()
         self._node.jobs.close()
+        self._node.calls.close()
 
     def end(self) -> None:
         """End what services have on this node, after its processes."""

@@ -15,6 +15,7 @@ from skyward.wire.asking import PART, next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
+from skyward.worker.kept_jobs import JobView
 from skyward.worker.programs import environment_of
 from skyward.worker.services import ServedNode
 from skyward.worker.services.copying import why
@@ -69,14 +70,32 @@ def _answer(node: ServedNode, channel: Channel, what: str, asked: dict[str, Any]
         case "start":
             return _start(node, channel, msgspec.convert(asked, JobRequest))
         case "list":
-            return [msgspec.to_builtins(each) for each in node.jobs.all()]
+            return [msgspec.to_builtins(each) for each in _all(node)]
         case "look":
-            return msgspec.to_builtins(node.jobs.get(msgspec.convert(asked, JobQuestion).job))
+            return msgspec.to_builtins(_found(node, msgspec.convert(asked, JobQuestion).job))
         case "cancel":
-            return msgspec.to_builtins(node.jobs.cancel(msgspec.convert(asked, JobQuestion).job))
+            job = _found(node, msgspec.convert(asked, JobQuestion).job)
+            owner = node.calls if job.kind == "call" else node.jobs
+            return msgspec.to_builtins(owner.cancel(job.id))
         case "follow":
             return _follow(node, channel, msgspec.convert(asked, FollowRequest))
     raise ValueError(f"this service does not answer {what!r}")
+
+
+def _all(node: ServedNode) -> list[JobView]:
+    """The jobs of the node, and the calls by name, in the order in which they were made."""
+    return sorted([*node.jobs.all(), *node.calls.all()], key=lambda each: each.began)
+
+
+def _found(node: ServedNode, job: str) -> JobView:
+    """The call of that name, or the job of that id, or the latest of that name."""
+    if node.calls.has(job):
+        return node.calls.get(job)
+    try:
+        return node.jobs.get(job)
+    except PoolError:
+        known = ", ".join(each.id for each in _all(node)) or "none"
+        raise PoolError(f"there is no job {job!r}; the pool's jobs are: {known}") from None
 
 
 def _start(node: ServedNode, channel: Channel, request: JobRequest) -> str:
@@ -113,14 +132,14 @@ def _start(node: ServedNode, channel: Channel, request: JobRequest) -> str:
 
 def _follow(node: ServedNode, channel: Channel, request: FollowRequest) -> Any:
     """Send a job's output as it comes; returns the job as it is at the end."""
-    found = node.jobs.get(request.job)
+    found = _found(node, request.job)
     folder = Path(found.folder, "output")
     position = request.position
     if request.tail is not None:
         position = output_log.position_of_last(folder, request.tail)
     while True:
         # Before its output: what it has written until its end is there.
-        found = node.jobs.get(found.id)
+        found = _found(node, found.id)
         while True:
             start, data = output_log.read(folder, position, PART)
             if not data:
@@ -128,7 +147,7 @@ def _follow(node: ServedNode, channel: Channel, request: FollowRequest) -> Any:
             told = {"position": start + len(data), "dropped": start - position}
             channel.send(Reply(told, more=True), (data,))
             position = start + len(data)
-        if found.state != "running" or not request.follow:
+        if found.state not in ("queued", "running") or not request.follow:
             return msgspec.to_builtins(found)
         wait_or_leave(channel)
 

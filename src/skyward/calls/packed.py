@@ -1,0 +1,66 @@
+"""Packed calls: calls that another process has encoded, to be sent as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyward.functions import Function, Pending
+from skyward.objects import modules
+from skyward.objects.code import Code
+from skyward.objects.encoding import Encoded
+
+
+class PackedHandle:
+    """Data from `put` that another process has encoded."""
+
+    __slots__ = ("__weakref__", "encoded", "key")
+
+    def __init__(self, key: bytes, encoded: Encoded) -> None:
+        self.key, self.encoded = key, encoded
+
+
+class PackedFunction(Function[..., Any]):
+    """A function that only workers decode."""
+
+    def __init__(
+        self, key: bytes, encoded: Encoded, *, name: str, timeout: float | None, retries: int
+    ) -> None:
+        super().__init__(_elsewhere, name=name, timeout=timeout, retries=retries)
+        self._packed = Code(key, encoded, modules.References(_elsewhere))
+
+    def code(self) -> Code:
+        """The body as it came."""
+        return self._packed
+
+
+class PackedCall(Pending[Any]):
+    """A call whose arguments only workers decode."""
+
+    __slots__ = ("_encoded",)
+
+    _encoded: Encoded
+
+    def __init__(self, function: PackedFunction, arguments: Encoded) -> None:
+        super().__init__(function, (), {})
+        object.__setattr__(self, "_encoded", arguments)
+
+    @property
+    def arguments(self) -> Encoded:
+        """The arguments, for one task."""
+        ours = self._encoded
+        return Encoded(ours.pieces, list(ours.buffers), ours.storages, ours.handles)
+
+
+def encoded_of(
+    pickle: memoryview,
+    buffers: Sequence[memoryview],
+    storages: Sequence[tuple[int, int]],
+    handles: Sequence[PackedHandle],
+) -> Encoded:
+    """An encoded object that was received, to be sent again."""
+    return Encoded([pickle], list(buffers), list(storages), list(handles))
+
+
+def _elsewhere() -> None:
+    raise NotImplementedError("the body of a packed function is on workers alone")

@@ -1,0 +1,354 @@
+"""Calls by name as a client sees them: made, listed, waited for, cancelled and forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from skyward.compute.broadcasting import refuse_one_shot_streams, values_of
+from skyward.compute.named import outcomes, sending
+from skyward.errors import (
+    ConfigurationError,
+    NodeLostError,
+    PoolClosedError,
+    PoolError,
+    SkywardError,
+    TaskCancelledError,
+    WorkerDiedError,
+)
+from skyward.functions import Pending
+from skyward.future import Future
+from skyward.pool import Pool
+from skyward.wire.asking import ServiceConnection
+from skyward.worker.kept_jobs import JobState, JobView
+
+AGAIN_SECONDS = 30.0
+"""How long a client tries to reach the head again before it takes the calls for lost."""
+PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """A call by name, as it is now."""
+
+    name: str
+    function: str
+    state: JobState
+    began: datetime
+    took: float
+    by: str
+    problem: str
+    """Why it has no result; empty if it has one, or may still get one."""
+
+
+class NamedCalls:
+    """The calls by name of one pool, for one client."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = weakref.ref(pool)
+        self._lock = threading.Lock()
+        self._futures: dict[str, list[Future[Any]]] = {}
+        self._watching: threading.Thread | None = None
+        self._connection: ServiceConnection | None = None
+        self._left = False
+
+    # What a client asks.
+
+    def submit(
+        self, pending: Pending[Any], name: str, *, on: int | None, everywhere: bool
+    ) -> Future[Any]:
+        """Have the pool run a call that goes on without this client."""
+        record = self._open_pool().record
+        if record is None:
+            raise ConfigurationError(
+                f"name={name!r}: this pool ends with its client, and its calls with it; only a "
+                "pool that stays keeps calls by name: make it with Compute(name=..., keep=True)"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"name={name!r}: give a name, such as 'run-7'")
+        if everywhere:
+            refuse_one_shot_streams(pending)
+        with self._asking() as agent:
+            sending.send(agent, record, name, pending, on=on, everywhere=everywhere)
+        return self.future(name)
+
+    def future(self, name: str) -> Future[Any]:
+        """What comes of a call."""
+        future: Future[Any] = Future()
+        future._bind(lambda: self._cancel_quietly(name), lambda: self._runs(name))
+        with self._lock:
+            if self._left:
+                raise PoolClosedError("this client has left the pool")
+            self._futures.setdefault(name, []).append(future)
+            if self._watching is None:
+                self._watching = threading.Thread(
+                    target=self._watch, name="skyward-named", daemon=True
+                )
+                self._watching.start()
+        # It may have ended before anybody here was told of ends.
+        try:
+            ended = _has_ended(self.look(name))
+        except BaseException:
+            self._take(name, future)
+            raise
+        if ended:
+            self._settle(name)
+        return future
+
+    def result(self, name: str, timeout: float | None) -> Any:
+        """Wait for a call, and return its value or raise its exception."""
+        future = self.future(name)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                raise
+            state = self.look(name).state
+            raise TimeoutError(
+                f"{name} is {state}, {timeout:g} s later; it goes on, and "
+                f"compute.result({name!r}) waits for it again"
+            ) from None
+        finally:
+            self._take(name, future)
+
+    def all(self) -> list[NamedCall]:
+        """The calls, in the order in which they were made."""
+        with self._asking() as agent:
+            found = msgspec.convert(agent.ask("list"), list[JobView])
+        return [
+            NamedCall(
+                each.id,
+                each.command[0],
+                each.state,
+                datetime.fromtimestamp(each.began, UTC),
+                each.took,
+                each.by,
+                each.problem,
+            )
+            for each in found
+        ]
+
+    def look(self, name: str) -> JobView:
+        """One call."""
+        return self._ask("look", name)
+
+    def cancel(self, name: str) -> None:
+        """End a call; nothing happens if it has ended."""
+        self._ask("cancel", name)
+
+    def forget(self, name: str) -> bool:
+        """Discard the result of a call that has ended; whether there was one."""
+        with self._asking() as agent:
+            return bool(agent.ask("forget", name=name))
+
+    def leave(self) -> None:
+        """Wait for nothing any more: the client leaves. The calls go on."""
+        with self._lock:
+            self._left = True
+            waiting, self._futures = self._futures, {}
+            connection = self._connection
+        if connection is not None:
+            connection.channel.abort()
+        for name, futures in waiting.items():
+            problem = PoolClosedError(
+                f"its client left the pool; {name} goes on, unless the pool was ended: "
+                f"compute.result({name!r}) gets its result after the next sky.attach"
+            )
+            for future in futures:
+                _fail(future, problem)
+
+    # How it is asked.
+
+    def _open_pool(self) -> Pool:
+        pool = self._pool()
+        if pool is None or pool.closed:
+            raise PoolClosedError("this client has left the pool")
+        return pool
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[ServiceConnection]:
+        pool = self._open_pool()
+        try:
+            with pool.service(pool.head, "calls") as agent:
+                yield agent
+        except (EOFError, OSError, NodeLostError) as problem:
+            raise _lost(pool.head, problem) from problem
+        except PoolError as problem:
+            if type(problem) is not PoolError:
+                raise
+            raise ConfigurationError(str(problem)) from None
+
+    def _ask(self, what: str, name: str) -> JobView:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"{name!r} is no name of a call; give one, such as 'run-7'")
+        with self._asking() as agent:
+            return msgspec.convert(agent.ask(what, name=name), JobView)
+
+    def _cancel_quietly(self, name: str) -> None:
+        with contextlib.suppress(SkywardError):
+            self.cancel(name)
+
+    def _runs(self, name: str) -> bool:
+        try:
+            return self.look(name).state == "running"
+        except SkywardError:
+            return False
+
+    # How this client learns of ends.
+
+    def _watch(self) -> None:
+        """Settle futures as their calls end, until there are none."""
+        since: int | None = None
+        deadline = 0.0
+        while self._goes_on():
+            try:
+                with self._asking() as agent:
+                    with self._lock:
+                        self._connection = agent
+                    told = agent.ask("ended", since=None)
+                    since, deadline = int(told["since"]), 0.0
+                    self._settle_ended()
+                    while self._goes_on():
+                        told = agent.ask("ended", since=since)
+                        since = int(told["since"])
+                        for name in told["names"]:
+                            self._settle(name)
+            except SkywardError as problem:
+                # The way there may be cut for a moment, or the node is started again.
+                deadline = deadline or time.monotonic() + AGAIN_SECONDS
+                if self._left or time.monotonic() > deadline:
+                    self._fail_all(problem)
+                else:
+                    time.sleep(PAUSE_SECONDS)
+            finally:
+                with self._lock:
+                    self._connection = None
+
+    def _goes_on(self) -> bool:
+        with self._lock:
+            if self._futures and not self._left:
+                return True
+            self._watching = None
+            return False
+
+    def _settle_ended(self) -> None:
+        """Settle the futures of calls that have ended, or that a new agent does not know."""
+        for name in list(self._futures):
+            try:
+                ended = _has_ended(self.look(name))
+            except NodeLostError:
+                raise
+            except ConfigurationError as problem:
+                self._fail(name, _lost(0, problem))
+                continue
+            if ended:
+                self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        with self._lock:
+            futures = self._futures.pop(name, [])
+        for future in futures:
+            # Each its own objects, as if it were the only one.
+            try:
+                value = self._fetch(name)
+            except BaseException as problem:
+                _fail(future, problem)
+            else:
+                with contextlib.suppress(Exception):  # cancelled in the meantime
+                    future.set_result(value)
+
+    def _fail(self, name: str, problem: BaseException) -> None:
+        with self._lock:
+            futures = self._futures.pop(name, [])
+        for future in futures:
+            _fail(future, problem)
+
+    def _fail_all(self, problem: BaseException) -> None:
+        for name in list(self._futures):
+            self._fail(name, problem)
+
+    def _take(self, name: str, future: Future[Any]) -> None:
+        """Forget a future that nobody waits for."""
+        with self._lock:
+            futures = self._futures.get(name, [])
+            if future in futures:
+                futures.remove(future)
+            if not futures:
+                self._futures.pop(name, None)
+
+    def _fetch(self, name: str) -> Any:
+        """What came of a call that has ended: its value, or its exception."""
+        block = bytearray()
+        with self._asking() as agent:
+            agent.send("read", name=name)
+            reply, data = agent.next_part()
+            if reply.more:
+                block = bytearray(int(reply.value["size"]))
+            at = 0
+            while reply.more:
+                block[at : at + len(data)] = data
+                at += len(data)
+                reply, data = agent.next_part()
+        view = msgspec.convert(reply.value, JobView)
+        if not block:
+            raise _without_result(view)
+        everywhere, found = outcomes.read(memoryview(block))
+        if everywhere:
+            return values_of(f"{view.command[0]} ({name})", found)
+        if found[0].error is not None:
+            raise found[0].error
+        return found[0].value
+
+
+def _without_result(view: JobView) -> SkywardError:
+    """Why a call that has ended has no result."""
+    if view.state == "cancelled":
+        return TaskCancelledError(f"{view.id} was cancelled before it started")
+    if view.state == "lost":
+        return WorkerDiedError(f"{view.id} is lost: {view.problem}; forget it, and submit it again")
+    return PoolError(f"{view.id} has no result: {view.problem}")
+
+
+def _has_ended(view: JobView) -> bool:
+    return view.state not in ("queued", "running")
+
+
+def _lost(head: int, problem: BaseException) -> NodeLostError:
+    return NodeLostError(
+        f"node {head}, the head, which has the pool's calls by name, is lost or out of reach: "
+        f"{problem}"
+    )
+
+
+def _fail(future: Future[Any], problem: BaseException) -> None:
+    with contextlib.suppress(Exception):  # cancelled in the meantime
+        future.set_exception(problem)
+
+
+_of_pools: weakref.WeakKeyDictionary[Pool, NamedCalls] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def calls_of(pool: Pool) -> NamedCalls:
+    """The calls by name of a pool, for this client."""
+    with _lock:
+        found = _of_pools.get(pool)
+        if found is None:
+            found = _of_pools[pool] = NamedCalls(pool)
+        return found
+
+
+def leave(pool: Pool) -> None:
+    """Wait for no call of a pool any more: the client leaves."""
+    with _lock:
+        found = _of_pools.pop(pool, None)
+    if found is not None:
+        found.leave()

@@ -1,0 +1,263 @@
+"""The runner: a client of the pool on its head node, which runs the calls by name.
+
+The head's agent starts it, tells it which calls there are, and lets it go when there are none.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from skyward import context
+from skyward.calls.answers import Failed
+from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
+from skyward.calls.task import Task
+from skyward.compute.attaching import attach
+from skyward.compute.broadcasting import prepared
+from skyward.compute.named import outcomes
+from skyward.compute.named.facts import CallFacts, mapped
+from skyward.context import Output
+from skyward.errors import TaskCancelledError
+from skyward.events import CallStarted, Event
+from skyward.objects import stored
+from skyward.pool import Pool
+from skyward.wire.asking import ServiceConnection
+from skyward.worker.kept_calls import CALL, OUTPUT, RESULT, CallEnd
+from skyward.worker.kept_jobs import FOLDER, JOB, OUTPUT_KEPT
+from skyward.worker.output_log import OutputLog
+
+LINGER_SECONDS = 2.0
+"""How long the runner waits for another call before it leaves."""
+
+
+class NamedRun:
+    """One call that the runner has, until its result is written."""
+
+    def __init__(self, pool: Pool, name: str, folder: Path) -> None:
+        self.name = name
+        self._pool, self._folder = pool, folder
+        self._lock = threading.Lock()
+        self._tasks: list[Task] = []
+        self._log: OutputLog | None = OutputLog(folder / OUTPUT, OUTPUT_KEPT)
+        self._everywhere = False
+        self.cancelled = False
+
+    def write(self, line: Output) -> None:
+        """Keep a line that the call wrote."""
+        label = f"[node {line.node}] " if self._everywhere else ""
+        # On a full disk the call goes on, and its output is lost.
+        with self._lock, contextlib.suppress(OSError):
+            if self._log is not None:
+                self._log.write(f"{label}{line}\n".encode("utf-8", "replace"))
+
+    def cancel(self) -> None:
+        """Give the call up, also if it has not been sent yet."""
+        with self._lock:
+            self.cancelled = True
+            tasks = list(self._tasks)
+        for task in tasks:
+            self._pool.cancel(task)
+
+    def run(self) -> CallEnd:
+        """Run the call, write its result, and tell how it ended."""
+        try:
+            found = self._outcomes()
+        except Exception as problem:
+            found = [outcomes.Settled(0, 0, Failed.because(problem))]
+        try:
+            self._write(found)
+        except OSError as problem:
+            (self._folder / RESULT).unlink(missing_ok=True)
+            return CallEnd(time.time(), "failed", f"its result could not be written: {problem}")
+        finally:
+            self._close_log()
+        failed = [each.answer for each in found if isinstance(each.answer, Failed)]
+        if not failed:
+            return CallEnd(time.time(), "done")
+        state: Any = "cancelled" if self.cancelled else "failed"
+        return CallEnd(time.time(), state, failed[0].summary)
+
+    def _close_log(self) -> None:
+        with self._lock:
+            log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def _write(self, found: list[outcomes.Settled]) -> None:
+        new = self._folder / f"{RESULT}.new"
+        with new.open("wb") as file:
+            outcomes.write(file, found, everywhere=self._everywhere)
+        new.rename(self._folder / RESULT)
+
+    def _outcomes(self) -> list[outcomes.Settled]:
+        facts, call = read_call(self._folder / CALL, self.name)
+        self._everywhere = facts.everywhere
+        if facts.everywhere:
+            places, tasks = prepared(self._pool, call)
+        else:
+            tasks = [self._pool.prepare(call, keep=False, on=facts.on)]
+            places = [(0, 0)]
+        with self._lock:
+            self._tasks = tasks
+            if self.cancelled:
+                problem = TaskCancelledError(f"{self.name} was cancelled before it started")
+                return [outcomes.Settled(*place, Failed.because(problem)) for place in places]
+            self._submit(tasks)
+        try:
+            # At once: the generators of a broadcast may wait for each other.
+            with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
+                return list(waiting.map(self._settled, tasks, places))
+        finally:
+            for task in tasks:
+                task.together = ()
+
+    def _submit(self, tasks: list[Task]) -> None:
+        if len(tasks) == 1:
+            self._pool.submit(tasks[0])
+            return
+        for task in tasks:
+            task.together = tasks
+        self._pool.submit_all(tasks)
+
+    def _settled(self, task: Task, place: tuple[int, int]) -> outcomes.Settled:
+        answer = task.wait()
+        self._pool.flush_output(task)
+        load = task.load
+        where = place if load is None else (load.node, load.worker)
+        return outcomes.settled(*where, answer)
+
+
+def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
+    """The call in a file, as it was encoded."""
+    found = list(stored.objects(mapped(path)))
+    facts = msgspec.convert(found[0][0], CallFacts)
+    (_, code), (_, arguments), *rest = found
+    data = {bytes(key): PackedHandle(bytes(key), encoded_of(*each, ())) for key, each in rest}
+
+    def held(keys: Sequence[bytes]) -> list[PackedHandle]:
+        return [data[key] for key in keys]
+
+    function = PackedFunction(
+        facts.key,
+        encoded_of(*code, held(facts.code_handles)),
+        name=f"{facts.function} ({name})",
+        timeout=facts.timeout,
+        retries=facts.retries,
+    )
+    return facts, PackedCall(function, encoded_of(*arguments, held(facts.handles)))
+
+
+class CallRunner:
+    """Runs the calls that the head's agent names, each on a thread of its own."""
+
+    def __init__(self, pool: Pool, agent: ServiceConnection, folder: Path) -> None:
+        self._pool, self._agent, self._folder = pool, agent, folder
+        self._lock = threading.Lock()
+        self._runs: dict[str, NamedRun] = {}
+        self._leaving: threading.Timer | None = None
+
+    def serve(self) -> None:
+        """Run calls until the agent lets this process go."""
+        self._wait_to_leave()
+        while True:
+            order = self._agent.next_reply().value
+            if "leave" in order:
+                return
+            if "run" in order:
+                self._begin(order["run"])
+            elif (run := self._runs.get(order["cancel"])) is not None:
+                run.cancel()
+
+    def _begin(self, name: str) -> None:
+        run = NamedRun(self._pool, name, self._folder / name)
+        with self._lock:
+            self._runs[name] = run
+            if self._leaving is not None:
+                self._leaving.cancel()
+        threading.Thread(target=self._run, args=(run,), name=f"call-{name}", daemon=True).start()
+
+    def _run(self, run: NamedRun) -> None:
+        try:
+            end = run.run()
+        except BaseException as problem:
+            traceback.print_exc()
+            end = CallEnd(time.time(), "failed", f"{type(problem).__name__}: {problem}")
+        with self._lock:
+            del self._runs[run.name]
+            idle = not self._runs
+        self._report(run.name, end)
+        if idle:
+            self._wait_to_leave()
+
+    def _wait_to_leave(self) -> None:
+        self._leaving = threading.Timer(LINGER_SECONDS, self._ask_to_leave)
+        self._leaving.daemon = True
+        self._leaving.start()
+
+    def _ask_to_leave(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._agent.send("leave")
+
+    def _report(self, name: str, end: CallEnd | None) -> None:
+        told = None if end is None else msgspec.to_builtins(end)
+        with self._lock:
+            self._agent.send("report", name=name, end=told)
+
+    # What happens in the pool.
+
+    def note(self, event: Event) -> None:
+        """Report a call that a worker was given."""
+        if isinstance(event, CallStarted) and (run := self._run_of(event.name)) is not None:
+            self._report(run.name, None)
+
+    def show(self, line: Output) -> None:
+        """Keep a line that a call wrote with the call."""
+        run = self._run_of(line.task)
+        if run is not None:
+            run.write(line)
+        else:
+            print(line, flush=True)
+
+    def _run_of(self, task: str) -> NamedRun | None:
+        return self._runs.get(task.rpartition(" (")[2].removesuffix(")"))
+
+
+def main() -> None:
+    """Attach to the pool that this process runs on, and run its calls by name."""
+    folder = Path(os.environ[FOLDER]).parent.parent / "calls"
+    runner: list[CallRunner] = []
+
+    def note(event: Event) -> None:
+        for each in runner:
+            each.note(event)
+
+    def show(line: Output) -> None:
+        for each in runner:
+            each.show(line)
+
+    with attach(on_event=note) as compute:
+        pool = compute._open_pool
+        # Not `redirect_output`: only what the pool forwards.
+        context.pool_listeners.append(show)
+        agent = pool.service(pool.head, "calls")
+        runner.append(CallRunner(pool, agent, folder))
+        agent.send("serve", client=pool.client, job=os.environ[JOB])
+        runner[0].serve()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (EOFError, OSError) as problem:
+        sys.exit(f"the agent is gone: {problem}")

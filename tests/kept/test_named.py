@@ -1,0 +1,311 @@
+"""Calls by name: they go on without their client, and any client gets what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+import skyward as sky
+from skyward.cli.main import sky as command
+from skyward.compute.named.client import NamedCall
+
+from ..conftest import only_in_all
+from .conftest import QUIET
+
+Script = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def pool(home: Path) -> Iterator[str]:
+    """The name of a pool of two nodes that stays."""
+    with sky.Compute(sky.Local(transport="tcp"), nodes=2, name="runs", keep=True, options=QUIET):
+        pass
+    yield "runs"
+    sky.attach("runs").down(force=True)
+
+
+@pytest.fixture(scope="module")
+def compute(pool: str) -> Iterator[sky.Compute]:
+    with sky.attach(pool) as attached:
+        yield attached
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A file that calls wait for."""
+    return tmp_path / "gate"
+
+
+class OutOfLuckError(Exception):
+    pass
+
+
+@sky.function
+def wait_for(path: str) -> str:
+    print("waiting", flush=True)
+    while not os.path.exists(path):
+        time.sleep(0.02)
+    return "through the gate"
+
+
+@sky.function
+def place(factor: int = 1) -> int:
+    print("here")
+    return sky.instance_info().node * factor
+
+
+@sky.function
+def fail(text: str) -> None:
+    raise OutOfLuckError(text)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "not within a minute"
+        time.sleep(0.02)
+
+
+def found(compute: sky.Compute, name: str) -> NamedCall:
+    return next(call for call in compute.calls() if call.name == name)
+
+
+def test_a_call_goes_on_when_its_client_is_killed(
+    pool: str, compute: sky.Compute, script: Script, gate: Path
+) -> None:
+    client = script(
+        f"""
+        @sky.function
+        def wait_for(path):
+            import time
+            while not os.path.exists(path):
+                time.sleep(0.02)
+            return "after its client"
+        compute = sky.attach({pool!r})
+        future = compute.submit(wait_for({str(gate)!r}), name="orphan")
+        while not future.running():
+            pass
+        print("runs", flush=True)
+        sys.stdin.read()
+        """
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline() == "runs\n", client.communicate()
+    client.kill()
+    client.communicate()
+    assert found(compute, "orphan").state == "running"
+    with pytest.raises(TimeoutError, match=r"orphan is running, 0 s later; it goes on"):
+        compute.result("orphan", timeout=0)
+    gate.touch()
+    assert compute.result("orphan") == compute.result("orphan") == "after its client"
+    assert found(compute, "orphan").state == "done"
+
+
+def test_the_clients_future_has_the_result_too(compute: sky.Compute) -> None:
+    big = sky.put(list(range(100)))
+
+    @sky.function
+    def total(numbers: list[int], more: Iterator[int]) -> int:
+        return sum(numbers) + next(more) + sum(more)
+
+    assert compute.submit(total(big, (n for n in (1, 2, 3))), name="total").result() == 4956
+
+
+def test_a_call_by_name_runs_on_the_node_that_was_chosen(compute: sky.Compute) -> None:
+    futures = [compute.submit(place(10), on=node, name=f"on-{node}") for node in (0, 1)]
+    assert [future.result() for future in futures] == [0, 10]
+
+
+def test_a_broadcast_by_name_is_not_waited_for(compute: sky.Compute) -> None:
+    assert compute.broadcast(place(), name="all").result() == [0, 1]
+    with pytest.raises(sky.BroadcastError, match=r"fail \(none\) failed on 2 of 2") as caught:
+        compute.broadcast(fail("out of luck"), name="none").result()
+    assert [str(error) for error in caught.value.exceptions] == ["out of luck"] * 2
+    assert {outcome.node for outcome in caught.value.outcomes} == {0, 1}
+
+
+def test_the_tasks_own_exception_is_raised_with_its_notes(compute: sky.Compute) -> None:
+    compute.submit(fail("no luck"), name="fails", on=1)
+    for _ in range(2):
+        with pytest.raises(OutOfLuckError, match="no luck") as caught:
+            compute.result("fails")
+        assert "raised by fail (fails) on node 1; remote traceback" in caught.value.__notes__[0]
+    assert found(compute, "fails").state == "failed"
+    assert found(compute, "fails").problem.endswith("OutOfLuckError: no luck")
+
+
+def test_the_items_of_a_generator_are_kept(compute: sky.Compute) -> None:
+    @sky.function
+    def count(end: int) -> Iterator[int]:
+        yield from range(end)
+        raise OutOfLuckError("after the last")
+
+    compute.submit(count(40), name="counted")
+    for _ in range(2):
+        items = compute.result("counted")
+        assert [next(items) for _ in range(40)] == list(range(40))
+        with pytest.raises(OutOfLuckError, match="after the last"):
+            next(items)
+
+
+def test_retries_and_timeouts_are_those_of_any_call(compute: sky.Compute, tmp_path: Path) -> None:
+    @sky.function(retries=1)
+    def die_once(mark: str) -> str:
+        if not os.path.exists(mark):
+            Path(mark).touch()
+            os._exit(1)
+        return "alive"
+
+    assert compute.submit(die_once(str(tmp_path / "mark")), name="twice").result() == "alive"
+    slow = compute.submit(wait_for("/nowhere").with_timeout(0.2), name="slow")
+    with pytest.raises(sky.TaskTimeoutError):
+        slow.result()
+
+
+def test_calls_wait_for_their_turn_and_can_be_cancelled(compute: sky.Compute, gate: Path) -> None:
+    first = compute.submit(wait_for(str(gate)), name="first", on=1)
+    until(lambda: found(compute, "first").state == "running")
+    second = compute.submit(wait_for(str(gate)), name="second", on=1)
+    third = compute.submit(place(), name="third", on=1)
+    assert found(compute, "second").state == "queued"
+    compute.cancel("second")
+    with pytest.raises(sky.TaskCancelledError):
+        second.result()
+    assert first.cancel()
+    until(lambda: found(compute, "first").state == "cancelled")
+    assert third.result() == 1
+    compute.cancel("third")
+    assert found(compute, "third").state == "done"
+
+
+def test_a_name_in_use_is_refused_with_what_to_do(compute: sky.Compute, gate: Path) -> None:
+    compute.submit(wait_for(str(gate)), name="taken")
+    with pytest.raises(sky.ConfigurationError, match=r"cancel\('taken'\) ends it; give another"):
+        compute.submit(place(), name="taken")
+    with pytest.raises(sky.ConfigurationError, match=r"'taken' has not ended; compute.cancel"):
+        compute.forget("taken")
+    gate.touch()
+    assert compute.result("taken") == "through the gate"
+    with pytest.raises(sky.ConfigurationError, match=r"done: .* compute.forget\('taken'\) frees"):
+        compute.submit(place(), name="taken")
+    compute.forget("taken")
+    assert compute.submit(place(3), name="taken", on=1).result() == 3
+
+
+def test_what_cannot_be_kept_by_name_is_refused(compute: sky.Compute) -> None:
+    with pytest.raises(sky.SerializationError, match="argument 'path' of wait_for"):
+        compute.submit(wait_for(threading.Lock()), name="lock")  # type: ignore[arg-type]
+    with pytest.raises(sky.ConfigurationError, match="there is no call named 'lock'"):
+        compute.result("lock")
+    with pytest.raises(sky.ConfigurationError, match="a call cannot be named 'a b'"):
+        compute.submit(place(), name="a b")
+    with pytest.raises(sky.ConfigurationError, match="give a name, such as 'run-7'"):
+        compute.submit(place(), name="")
+    with pytest.raises(sky.ConfigurationError, match="name the plain function"):
+        compute.submit(sky.remote(place)(), name="remote")
+    with sky.Compute(options=QUIET) as short:
+        with pytest.raises(sky.ConfigurationError, match=r"make it with .*keep=True"):
+            short.submit(place(), name="short")
+
+
+@only_in_all
+def test_device_tensors_of_a_call_travel_with_it(compute: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+
+    @sky.function
+    def twice(values: object) -> object:
+        return 2 * values  # type: ignore[operator]
+
+    tensor = torch.ones(3, device=compute.device("cpu", node=1))
+    result = compute.submit(twice(tensor), name="tensors").result()
+    assert torch.equal(result, torch.full((3,), 2.0))
+
+
+def test_calls_that_have_not_begun_outlive_the_process_that_runs_them(
+    compute: sky.Compute, gate: Path
+) -> None:
+    begun = compute.submit(wait_for(str(gate)), name="begun", on=0)
+    until(lambda: found(compute, "begun").state == "running")
+    queued = compute.submit(place(5), name="queued", on=0)
+    with compute._open_pool.service(0, "about") as about:
+        agent = psutil.Process(about.ask("facts")["pid"])
+    module = "skyward.compute.named.runner"
+    (runner,) = (each for each in agent.children(recursive=True) if module in each.cmdline())
+    runner.kill()
+    with pytest.raises(sky.WorkerDiedError, match=r"begun is lost: .*killed; forget it, and"):
+        begun.result()
+    assert queued.result() == 0
+    assert found(compute, "begun").state == "lost"
+
+
+def test_a_client_that_leaves_says_that_the_call_goes_on(pool: str, gate: Path) -> None:
+    with sky.attach(pool) as leaving:
+        future = leaving.submit(wait_for(str(gate)), name="left")
+    with pytest.raises(sky.PoolClosedError, match=r"left goes on, .*compute.result\('left'\)"):
+        future.result()
+    gate.touch()
+    with sky.attach(pool) as coming:
+        assert coming.result("left") == "through the gate"
+
+
+def sky_says(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(command, list(args))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_the_command_line_lists_follows_and_cancels_calls(
+    pool: str, compute: sky.Compute, gate: Path
+) -> None:
+    compute.keep("settings", 1)
+    compute.submit(wait_for(str(gate)), name="shown")
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "skyward", "logs", pool, "shown", "-f"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    assert follower.stdout.readline() == "waiting\n"
+    assert "shown" in sky_says("jobs", pool)
+    document = json.loads(sky_says("ps", pool, "--json"))
+    assert [each["node"] for each in document["nodes"] if each["answers"]] == [0, 1]
+    assert {each["pid"] for each in document["clients"]} > {str(os.getpid())}
+    (shown,) = (each for each in document["calls"] if each["id"] == "shown")
+    assert (shown["state"], shown["command"]) == ("running", ["wait_for"])
+    assert "settings" in [each["name"] for each in document["values"]]
+    plain = sky_says("ps", pool)
+    assert "jobs and calls" in plain
+    assert "out of reach" not in plain
+    assert "shown: interrupted" in sky_says("cancel", pool, "shown")
+    _, problems = follower.communicate(timeout=60)
+    assert follower.returncode == 1
+    assert "shown was cancelled" in problems
+    assert "[node 0] here\n[node 1] here\n" in "".join(sorted(_log(pool, "all")))
+
+
+def _log(pool: str, name: str) -> list[str]:
+    return sky_says("logs", pool, name).splitlines(keepends=True)
+
+
+@only_in_all
+def test_a_lost_head_is_an_error_and_not_a_hang(home: Path, gate: Path) -> None:
+    with sky.Compute(name="lone", keep=True, options=QUIET) as lone:
+        future = lone.submit(wait_for(str(gate)), name="run")
+        until(lambda: found(lone, "run").state == "running")
+        with lone._open_pool.service(0, "about") as about:
+            os.kill(about.ask("facts")["pid"], signal.SIGKILL)
+        with pytest.raises(sky.NodeLostError, match="the head, which has the pool's calls"):
+            future.result()
+        lone.down(force=True)
