@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from skyward.worker.kept_jobs import JobView
 
 
+HEADS = ("job", "state", "code", "began", "took", "by", "command")
+
+
 @click.command(cls=Command)
 @click.argument("name", shell_complete=kept_pools)
 def jobs(name: str) -> None:
     """List the jobs of the pool NAME, in the order of their start.
 
-    A job is a script that `sky run SCRIPT --on NAME` has started. Jobs that have ended are kept
-    until the pool ends, the last 50 of them.
+    A job is a script that `sky run SCRIPT --on NAME` has started, or a call that a client has
+    submitted with a name. Scripts that have ended are kept until the pool ends, the last 50 of
+    them; calls until they are forgotten.
     """
     show_jobs(name)
 
@@ -42,11 +46,11 @@ def show_jobs(name: str) -> None:
     if not found:
         click.echo(f"{name} has no jobs")
         return
-    heads = ("job", "state", "code", "began", "took", "by", "command")
-    output.table(heads, [_row(each) for each in found], right=("code", "took"))
+    output.table(HEADS, [job_row(each) for each in found], right=("code", "took"))
 
 
-def _row(job: JobView) -> tuple[object, ...]:
+def job_row(job: JobView) -> tuple[object, ...]:
+    """A job as a row of a table."""
     began = output.moment(datetime.fromtimestamp(job.began, UTC))
     code = "" if job.code is None else exit_code(job)
     script, *arguments = job.command[1:] or job.command

@@ -15,7 +15,7 @@ from skyward import __version__, checks
 from skyward.cli.commands import ALONE, INTERRUPTED, OPTIONS, UNREAD, CommandGroup, reported
 
 COMMANDS = {
-    "ps": "List the pools that have machines.",
+    "ps": "List the pools that have machines, or what one of them has.",
     "down": "Remove the machines of pools that were left behind.",
     "up": "Start a pool that stays.",
     "attach": "Say how to use a pool that stays, or move its record to another machine.",

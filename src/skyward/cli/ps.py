@@ -11,6 +11,8 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
+from skyward.cli.names import kept_pools
+from skyward.cli.pool_details import show_pool
 from skyward.market import money
 
 if TYPE_CHECKING:
@@ -21,14 +23,19 @@ _STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from anothe
 
 
 @click.command(cls=Command)
-def ps() -> None:
-    """List pools that have machines: containers, hosts, clouds.
+@click.argument("name", required=False, shell_complete=kept_pools)
+def ps(name: str | None) -> None:
+    """List pools that have machines, or what the pool NAME has: nodes, clients, jobs, results.
 
     A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
     ended themselves, so its cost is what it is at most. A pool that stays is listed with the number
     of its clients, or how long it has been idle, and with the size of the values that it keeps.
     Other pools of plain workers on this machine end with their process and are not listed.
+    NAME is a pool that stays.
     """
+    if name is not None:
+        show_pool(name)
+        return
     from skyward.nodes.journal import Journal
     from skyward.nodes.occupancy import occupancy, recorded_pools
 
