@@ -15,13 +15,17 @@ from skyward import listeners
 from skyward.events import (
     NAMES,
     CallCancelled,
+    CallEnded,
+    CallEvent,
     CallFailed,
     CallFinished,
     CallStarted,
     CallSubmitted,
+    DeviceEvent,
     Event,
     EventsDropped,
     EventStream,
+    NodeEvent,
     NodeReady,
     NodeStarting,
     NodeStopped,
@@ -237,3 +241,11 @@ def test_an_event_as_json_has_its_kind_and_fields() -> None:
 def test_the_documentation_names_every_event() -> None:
     page = (Path(__file__).parents[1] / "docs" / "page.md").read_text()
     assert not [kind.__name__ for kind in NAMES if f"`{kind.__name__}`" not in page]
+
+
+def test_events_that_are_alike_have_a_parent_which_is_no_event_itself() -> None:
+    ends = {kind for kind in NAMES if issubclass(kind, CallEnded)}
+    assert ends == {CallFinished, CallFailed, CallCancelled}
+    assert not {Event, NodeEvent, CallEvent, CallEnded, DeviceEvent} & set(NAMES)
+    assert len(set(NAMES.values())) == len(NAMES), "each name stands for one class"
+    assert repr(NodeStopped(1.0, "train", 3)) == "NodeStopped(time=1.0, pool='train', node=3)"

@@ -47,115 +47,111 @@ class PoolClosed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStarting(Event):
-    """A node has entered a phase of its start, such as "creating" or "connecting"."""
+class NodeEvent(Event):
+    """Something that happened to a node; `node` is its index."""
 
     node: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStarting(NodeEvent):
+    """A node has entered a phase of its start, such as "creating" or "connecting"."""
+
     phase: str
 
 
 @dataclass(frozen=True, slots=True)
-class NodeReady(Event):
+class NodeReady(NodeEvent):
     """A node runs tasks from now on, or again after a lost connection."""
 
-    node: int
     address: str
     accelerator: str | None
     accelerators: int
 
 
 @dataclass(frozen=True, slots=True)
-class NodeChanged(Event):
+class NodeChanged(NodeEvent):
     """A node is "reconnecting", "reclaimed" by its provider, or "draining" to leave the pool."""
 
-    node: int
     state: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLost(Event):
+class NodeLost(NodeEvent):
     """A node is gone; it will be started again."""
 
-    node: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFailed(Event):
+class NodeFailed(NodeEvent):
     """A node did not start, or was lost too often."""
 
-    node: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStopped(Event):
+class NodeStopped(NodeEvent):
     """A node has left the pool."""
 
-    node: int
-
 
 @dataclass(frozen=True, slots=True)
-class CallSubmitted(Event):
-    """A call waits for a worker; `call` is its number in the pool."""
+class CallEvent(Event):
+    """Something that happened to a call; `call` is its number in the pool."""
 
     call: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStarted(Event):
+class CallSubmitted(CallEvent):
+    """A call waits for a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted(CallEvent):
     """A call was given to a worker, which runs it at once or after other short calls."""
 
-    call: int
-    name: str
     node: int
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class CallRetried(Event):
+class CallRetried(CallEvent):
     """A call lost its worker and waits for another."""
 
-    call: int
-    name: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallFinished(Event):
-    """A call has returned."""
+class CallEnded(CallEvent):
+    """The end of a call; a call that no worker was given has no node and no worker."""
 
-    call: int
-    name: str
     node: int | None
     worker: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished(CallEnded):
+    """A call has returned."""
+
     seconds: float
     """How long the function itself ran."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallFailed(Event):
+class CallFailed(CallEnded):
     """A call has raised an exception, or could not be run."""
 
-    call: int
-    name: str
-    node: int | None
-    worker: int | None
     seconds: float
     error: str
     """The type and the message of the exception."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallCancelled(Event):
+class CallCancelled(CallEnded):
     """A call was cancelled."""
-
-    call: int
-    name: str
-    node: int | None
-    worker: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +167,9 @@ class OutputWritten(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred(Event):
+class Transferred(CallEvent):
     """A call's large arguments have gone to a node, or its large result has come from it."""
 
-    call: int
-    name: str
     node: int
     worker: int
     direction: Literal["sent", "received"]
@@ -183,20 +177,24 @@ class Transferred(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceOpened(Event):
-    """A torch device was opened; `device` is its index, as in "sky:0"."""
+class DeviceEvent(Event):
+    """Something that happened to a torch device; `device` is its index, as in "sky:0"."""
 
     node: int
     device: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOpened(DeviceEvent):
+    """A torch device was opened."""
+
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceClosed(Event):
+class DeviceClosed(DeviceEvent):
     """A torch device was closed."""
 
-    node: int
-    device: int
     reason: str
 
 
@@ -219,7 +217,12 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-NAMES: dict[type[Event], str] = {kind: _snake(kind.__name__) for kind in Event.__subclasses__()}
+_PARENTS = (Event, NodeEvent, CallEvent, CallEnded, DeviceEvent)
+NAMES: dict[type[Event], str] = {
+    kind: _snake(name)
+    for name, kind in list(globals().items())
+    if isinstance(kind, type) and issubclass(kind, Event) and kind not in _PARENTS
+}
 """The name of each kind of event in JSON: "call_started" for `CallStarted`."""
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in NAMES}
 
