@@ -29,6 +29,7 @@ from ..conftest import only_in_all, wait_until
 from . import ec2 as testbed_ec2
 from .aws_gateway import Gateway, podman_variables
 from .aws_orders import Outcome, a_request, attempt, left
+from .training import synchronised
 
 QUIET = sky.Options(console=False)
 RETRYING = sky.Options(console=False, retries=2)
@@ -113,27 +114,6 @@ class TestAWS(ProviderSuite):
 
 
 # Pools.
-
-
-@sky.function
-def synchronised() -> tuple[str, tuple[str, ...], list[float]]:
-    """Train on data of its own, with gradients averaged over all instances."""
-    import socket
-
-    import torch
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.full((8, 4), dist.get_rank() + 1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    weights = [value for each in model.parameters() for value in each.flatten().tolist()]
-    peers = tuple(peer.address for peer in sky.instance_info().peers)
-    return socket.gethostname(), peers, weights
 
 
 @sky.function

@@ -29,6 +29,7 @@ from ..conftest import only_in_all
 from ..device.proxy import Proxy
 from . import kept_pools, kube
 from .leftovers import PHASES, Script, press_ctrl_c, show_and_remove_after_a_kill
+from .training import device_losses, synchronised
 
 QUIET = sky.Options(console=False)
 RETRYING = sky.Options(console=False, retries=2)
@@ -62,25 +63,10 @@ class TestKubernetes(ProviderSuite):
 
 
 @sky.function
-def synchronised() -> tuple[str, tuple[str, ...], list[float], float]:
-    """Train on data of its own, with gradients averaged over all pods."""
-    import socket
-
-    import torch
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.full((8, 4), dist.get_rank() + 1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    weights = [value for each in model.parameters() for value in each.flatten().tolist()]
-    peers = tuple(peer.address for peer in sky.instance_info().peers)
+def shared_memory() -> int:
+    """How many bytes of shared memory the pod has."""
     shared = os.statvfs("/dev/shm")
-    return socket.gethostname(), peers, weights, shared.f_blocks * shared.f_frsize
+    return shared.f_blocks * shared.f_frsize
 
 
 @only_in_all
@@ -100,7 +86,7 @@ def test_ddp_over_two_pods(namespace: kube.Namespace, eventually: Callable[..., 
         assert first[1] == second[1] == addresses
         assert [node.address for node in compute.nodes] == list(addresses)
         assert first[2] == second[2]
-        assert first[3] > 64 << 20
+        assert (shared_memory() >> compute) > 64 << 20
         eventually(
             lambda: all(
                 pod.status.container_statuses[0].ready
@@ -134,25 +120,10 @@ def doubled(data: bytes) -> bytes:
 
 def test_device_training_over_port_forward(namespace: kube.Namespace, tmp_path: Path) -> None:
     """Also when every connection to the API server is cut meanwhile."""
-    import torch
 
-    def train(device: Any) -> list[float]:
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)
-        ).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        x, y = torch.randn(64, 16).to(device), (torch.arange(64) % 3).to(device)
-        losses = []
-        for step in range(20):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            if step == 10 and device != "cpu":
-                proxy.cut()
-        return losses
+    def cut(step: int) -> None:
+        if step == 10:
+            proxy.cut()
 
     def connected() -> set[str]:
         ends = [each.raddr for each in psutil.Process().net_connections("tcp") if each.raddr]
@@ -170,7 +141,8 @@ def test_device_training_over_port_forward(namespace: kube.Namespace, tmp_path: 
         # The kubeconfig may change afterwards: the pool stays where it is.
         kube.changed_kubeconfig(kubeconfig, Path(kubeconfig), namespace="elsewhere")
         with sky.Compute(provider, options=QUIET) as compute:
-            assert train(compute.device("cpu")) == train("cpu")
+            device = compute.device("cpu")
+            assert device_losses(device, 20, after=cut) == device_losses("cpu", 20)
             data = os.urandom(1 << 20) * 16
             assert doubled(data) >> compute == data * 2
             assert compute.nodes[0].address not in connected()

@@ -32,6 +32,7 @@ from . import kept_pools
 from .leftovers import PHASES, Script, press_ctrl_c, show_and_remove_after_a_kill, sky_says
 from .ray_cluster import PYTHON, RayCluster, skip_if_absent
 from .ssh_hosts import free_port
+from .training import device_losses, synchronised
 
 QUIET = sky.Options(console=False)
 RETRYING = sky.Options(console=False, retries=2)
@@ -103,49 +104,12 @@ def _raylet() -> str:
     return os.environ["SKYWARD_RAY_MACHINE"]
 
 
-@sky.function
-def trained() -> tuple[list[float], float]:
-    """Steps of a model over all nodes, and a number that all have agreed on."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(sky.instance_info().node)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).pow(2).mean().backward()
-        optimizer.step()
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    return [p.item() for p in model.module.weight.flatten()], total.item()
-
-
-def device_losses(device: Any) -> list[float]:
-    """Losses of a training that the client steps through."""
-    import torch
-
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
-    model.to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    x, y = torch.randn(64, 16).to(device), (torch.arange(64) % 3).to(device)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def test_ddp_and_a_device_train_on_two_nodes(emptied: RayCluster, state: Journal) -> None:
     plugins = [sky.plugins.torch(backend="gloo")]
     with sky.Compute(emptied.provider(), nodes=2, plugins=plugins, options=QUIET) as compute:
-        first, second = trained() @ compute
-        assert first == second
-        assert first[1] == 2
+        first, second = synchronised() @ compute
+        assert len(first[1]) == 2
+        assert first[2] == second[2]
         assert device_losses(compute.device("cpu", node=1)) == device_losses("cpu")
         raylets = {each["node_id"] for each in emptied.machines()}
         assert len(raylets) == 2, "they are spread"

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +15,7 @@ import skyward as sky
 from ..conftest import Sharing
 from . import slurm_testbed
 from .slurm_testbed import jobs, says
+from .training import device_losses, synchronised
 
 
 def _numbers() -> list[str]:
@@ -40,26 +40,6 @@ def pool(
         )
         with sharing(compute):
             yield compute
-
-
-@sky.function
-def synchronised() -> tuple[str, tuple[str, ...], list[float]]:
-    """Train on data of its own, with gradients averaged over all nodes."""
-    import socket
-
-    import torch
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.full((8, 4), dist.get_rank() + 1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    weights = [value for each in model.parameters() for value in each.flatten().tolist()]
-    return socket.gethostname(), tuple(p.address for p in sky.instance_info().peers), weights
 
 
 def test_ddp_over_two_nodes(pool: sky.Compute) -> None:
@@ -123,23 +103,7 @@ def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
 
 
 def test_device_training_on_a_node(pool: sky.Compute) -> None:
-    import torch
-
-    def train(device: Any) -> list[float]:
-        torch.manual_seed(1)
-        model = torch.nn.Linear(16, 3).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        x, y = torch.randn(64, 16).to(device), (torch.arange(64) % 3).to(device)
-        losses = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    assert train(pool.device("cpu", node=1)) == train("cpu")
+    assert device_losses(pool.device("cpu", node=1)) == device_losses("cpu")
 
 
 def test_a_job_gives_back_the_nodes_that_leave(
