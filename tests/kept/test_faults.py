@@ -101,6 +101,52 @@ def test_a_node_that_two_clients_have_lost_is_started_once(
         assert sorted(agents(home)) == sorted(node.pid for node in keeping.read(bench).nodes)
 
 
+def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
+    bench: str,
+    home: Path,
+    script: Script,
+    tmp_path: Path,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has a record of its own, and locks that the other does not see."""
+    file = str(tmp_path / "bench.key")
+    assert CliRunner().invoke(command, ["attach", bench, "--export", file]).exit_code == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
+        assert CliRunner().invoke(command, ["attach", "--import", file]).exit_code == 0
+        other = script(
+            f"""
+            import time
+            from skyward.nodes import keeping
+            with sky.attach({bench!r}) as compute:
+                print("attached", flush=True)
+                while not compute.stats().nodes_lost:
+                    time.sleep(0.01)
+                while any(node.state != "ready" for node in compute.nodes):
+                    time.sleep(0.01)
+                input()
+                print(*(node.pid for node in keeping.read({bench!r}).nodes), flush=True)
+            """
+        )
+        assert other.stdout is not None
+        assert other.stdout.readline() == "attached\n", other.communicate()[1]
+    with sky.attach(bench) as compute:
+        os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+        eventually(
+            lambda: (
+                compute.stats().nodes_lost and all(each.state == "ready" for each in compute.nodes)
+            ),
+            30,
+            "both nodes",
+        )
+        mine = [node.pid for node in keeping.read(bench).nodes]
+        out, problems = other.communicate("\n", timeout=60)
+        assert out.split() == [str(each) for each in mine], problems
+        assert sorted(agents(home)) == sorted(mine)
+        assert len(pid() @ compute) == 2
+
+
 def test_a_client_that_grows_takes_the_nodes_that_another_has_added(bench: str, home: Path) -> None:
     with sky.attach(bench) as one, sky.attach(bench) as two:
         one.resize(3)

@@ -40,6 +40,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.nodes.services import ServiceDesk
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.standings import Standings
+from skyward.nodes.starts import Starts
 from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
@@ -125,6 +126,8 @@ class Fleet:
             ready=self._executor_ready,
             failed=lambda node, failure: self._losses.plugin_failed(node, failure),
         )
+        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
+        """The services of the nodes' agents."""
         self._startup = Startup(
             pool_id,
             spec,
@@ -147,10 +150,9 @@ class Fleet:
             client=self._client,
             adopting=adoption.machines if adoption else {},
             keeper=self._keeper,
+            starts=Starts(self._roster, self.services.open),
             deliver=self._deliver if spec.folders or spec.volumes else None,
         )
-        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
-        """The services of the nodes' agents."""
         self._executors = Executors(
             pool_id,
             spec.worker,

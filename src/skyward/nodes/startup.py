@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+
+import msgspec
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
@@ -35,6 +38,7 @@ from skyward.nodes.preparing import Preparer
 from skyward.nodes.reaching import found_machines
 from skyward.nodes.roster import Roster
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.starts import StartLease, Starts
 from skyward.providers import Machine, Order
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -81,14 +85,16 @@ class Startup:
         client: str,
         adopting: Mapping[int, tuple[KeptNode, Machine]],
         keeper: PoolKeeper,
+        starts: Starts,
         deliver: Callable[[Node], None] | None,
     ) -> None:
         """`client` is the tenant that this client is.
 
-        `adopting` are the nodes of a pool that stays, and `keeper` has its record. `deliver` gives
-        a node its files before it gets tasks; None if there are none.
+        `adopting` are the nodes of a pool that stays, `keeper` has its record, and `starts` says
+        which of its clients starts a node. `deliver` gives a node its files before it gets tasks;
+        None if there are none.
         """
-        self._client, self._keeper = client, keeper
+        self._client, self._keeper, self._starts = client, keeper, starts
         self._adopting = dict(adopting)
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._loop, self._dispatcher, self._prospects = loop, dispatcher, prospects
@@ -157,8 +163,8 @@ class Startup:
             if await self._adopted(node, host):
                 return
             # Of several clients that have lost a node, one starts it, and the others find it.
-            async with self._keeper.starting(node.index) as record:
-                if record is not None and await self._adopted_from(record, node, host):
+            async with self._keeper.starting(node.index) as record, self._lease(node) as lease:
+                if record is not None and await self._adopted_from(record, lease, node, host):
                     return
                 if host.may_return:
                     self._phase(node.index, "creating")
@@ -170,6 +176,7 @@ class Startup:
                 )
                 if record is not None:
                     await asyncio.wrap_future(connecting.submit(self._keeper.add, node))
+                    await lease.tell(host.facts(node.index))
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
             await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
@@ -195,9 +202,22 @@ class Startup:
             return False
         return True
 
-    async def _adopted_from(self, record: KeptPool, node: Node, host: Host) -> bool:
+    def _lease(self, node: Node) -> contextlib.AbstractAsyncContextManager[StartLease]:
+        """The lease to start a node of a pool that stays; a new pool needs none."""
+        if self._keeper.begun is None:
+            return contextlib.nullcontext(StartLease(node.index, None, None))
+        return self._starts.lease(node)
+
+    async def _adopted_from(
+        self, record: KeptPool, lease: StartLease, node: Node, host: Host
+    ) -> bool:
         """Whether another client has started the node meanwhile, and its agent is connected now."""
-        former, recorded = host.former, record.node(node.index)
+        former = host.former
+        if lease.last is not None and (former is None or lease.last != former[0]):
+            # A client on another machine, whose record this one does not see.
+            others = [each for each in record.nodes if each.index != node.index]
+            record = msgspec.structs.replace(record, nodes=[*others, lease.last])
+        recorded = record.node(node.index)
         if former is not None:
             self._keeper.check_expected(node.index)
         if recorded is None or (former is not None and recorded == former[0]):

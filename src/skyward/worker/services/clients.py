@@ -22,6 +22,10 @@ def serve(node: ServedNode, channel: Channel) -> None:
                 "who": lambda _: _who(node),
                 "ending": lambda asked: _ending(node, asked["identity"]),
                 "lock": lambda asked: _lock(node, channel, asked),
+                "start": lambda asked: _start(node, channel, int(asked["node"])),
+                "started": lambda asked: node.lease.end_start(
+                    channel, int(asked["node"]), asked["facts"]
+                ),
             },
         )
     finally:
@@ -50,6 +54,12 @@ def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:
     if others and not asked["force"]:
         node.lease.give_back(channel)
         raise PoolError(f"in use by {', '.join(shown(each) for each in others)}")
+
+
+def _start(node: ServedNode, channel: Channel, index: int) -> dict[str, Any]:
+    """Let one client at a time start a node that several have lost."""
+    granted, facts = node.lease.begin_start(channel, index)
+    return {"granted": granted, "facts": facts}
 
 
 def shown(identity: dict[str, Any]) -> str:
