@@ -200,14 +200,80 @@ def test_a_plain_object_is_made_here() -> None:
     assert Larger("x").inherited() == "inherited"
 
 
-def test_a_handle_does_not_travel(pool: sky.Compute) -> None:
-    @sky.function
-    def takes(it: Any) -> None: ...
+@sky.function
+def asks(model: Any, x: int) -> tuple[tuple[int, int], int]:
+    """The answer of an object, and the process that asked it."""
+    return model.predict(x), os.getpid()
 
+
+def test_a_task_calls_an_object_on_another_node_and_in_its_own_process(pool: sky.Compute) -> None:
+    model = pool.run(Model("gpt", scale=3), on=0)
+    _, home = model.place()
+    assert pool.run(asks(model, 2), on=1)[0] == (6, 1)
+    # Both processes of the object's node: one of them is the object's own.
+    there = sky.gather(*[asks(model, 1) for _ in range(8)]) >> pool
+    assert sorted(count for (_, count), _ in there) == list(range(2, 10))
+    assert pool.run(asks(model, 1), on=0)[0] == (3, 10)
+    assert home
+
+
+def test_all_kinds_of_methods_can_be_called_from_a_task(pool: sky.Compute) -> None:
+    @sky.function
+    def uses(model: Any, predict: Any, group: Any) -> tuple[Any, ...]:
+        first = next(iter(model.counts(1000)))
+        many = sum(model.counts(100))
+        future = model.predict.submit(5)
+        return first, many, model.later(), predict(1)[0], future.result()[0], group.static(3)
+
+    model, group = pool.run(Model("gpt", scale=2), on=0), Model("all") @ pool
+    found = pool.run(uses(model, model.predict, group), on=1)
+    assert found == (0, 4950, "gpt", 2, 10, [-3] * len(group))
+
+
+def test_a_handle_in_shared_state_works_in_tasks_and_is_the_clients_own_here(
+    pool: sky.Compute,
+) -> None:
+    @sky.function
+    def asks_the_one_in_the_dict() -> int:
+        return int(sky.dict("models")["gpt"].predict(4)[0])
+
+    model = pool.run(Model("gpt", scale=2), on=0)
+    sky.dict("models", on=pool)["gpt"] = model
+    assert pool.run(asks_the_one_in_the_dict(), on=1) == 8
+    assert sky.dict("models", on=pool)["gpt"] is model
+    assert pool.run(sky.function(lambda it: it)(model), on=1) is model
+
+
+def test_what_goes_wrong_in_a_call_from_a_task_is_raised_there(pool: sky.Compute) -> None:
+    @sky.function
+    def problems(model: Any, *methods: str) -> list[str]:
+        found = []
+        for method in methods:
+            try:
+                getattr(model, method)()
+            except Exception as problem:
+                found.append(f"{type(problem).__name__}: {problem}")
+        return found
+
+    model = pool.run(Model("gpt"), on=0)
+    failed, missing = pool.run(problems(model, "fails", "nothing"), on=1)
+    assert failed.startswith("LookupError: as a function's")
+    assert missing.startswith("AttributeError: Model has no method 'nothing'")
+    gone = pool.run(problems(model, "dies", "place"), on=1)
+    assert gone[0].startswith("InstanceLostError") or gone[0].startswith("WorkerDiedError")
+    assert gone[1].startswith("InstanceLostError")
+    other = pool.run(Model("gpt"), on=0)
+    assert pool.run(problems(other, "close", "place"), on=1) == [
+        "InstanceLostError: this Model was closed; make another one"
+    ]
+    with pytest.raises(sky.SerializationError, match="this Model cannot be sent, since it was clo"):
+        asks(other, 1) >> pool
+
+
+def test_a_described_call_of_a_method_does_not_travel(pool: sky.Compute) -> None:
     model = Model("gpt") >> pool
-    for it in (model, model.predict, sky.function(model.predict)):
-        with pytest.raises(sky.SerializationError, match="only the client calls it"):
-            takes(it) >> pool
+    with pytest.raises(sky.SerializationError, match="send the object or its method"):
+        asks(sky.function(model.predict), 1) >> pool
 
 
 class Tracked:

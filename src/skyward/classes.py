@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from skyward import instances
+from skyward import handles, instances
 from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
 from skyward.functions import Function, Pending, Where, call_target
 from skyward.future import Future
+from skyward.handles import TaskHandle, TaskHandleGroup
 
 P = ParamSpec("P")
 C = TypeVar("C")
@@ -163,10 +164,14 @@ class Residence:
         key: str,
         seat: InstanceSeat,
         make_again: Callable[[str], InstanceSeat],
+        offer: Callable[[Instance, str], str],
     ) -> None:
-        """`make_again` makes the object anew, under the key that it gets."""
+        """`make_again` makes the object anew, under the key that it gets.
+
+        `offer` lets tasks call the object with that key; it returns the queue for their calls.
+        """
         self.making, self.key = making, key
-        self._seat, self._make_again = seat, make_again
+        self._seat, self._make_again, self._offer = seat, make_again, offer
         self._lock = threading.Lock()
         self._closed = False
         self._finalizer = self._watched()
@@ -202,9 +207,18 @@ class Residence:
                 return
             self._closed = True
             self._finalizer.detach()
+            handles.offered.pop(self.key, None)
         if not self._seat.lost:
             closing = SeatFunction(instances.close, f"{self.making.name}.close", lambda: self._seat)
             self._seat.run(Pending(closing, (self.key,), {}))
+
+    def sent(self, handle: Instance) -> tuple[Any, ...]:
+        """The handle as it travels; from now on, only `close` and the client's end free it."""
+        if self._closed:
+            raise SerializationError(
+                f"this {self.making.name} cannot be sent, since it was closed; make another one"
+            )
+        return handles.arrived, (self._offer(handle, self.key), self.key, self.making.name)
 
     def __repr__(self) -> str:
         return f"{self.making.name} on {self._seat.where}"
@@ -311,7 +325,7 @@ class RemoteMethod:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.function.by_value()
+        return handles.method_of, (Instance(self.function._residence), self.function._method)
 
     def __repr__(self) -> str:
         return f"<method {self.function.name} of an object on {self.function.seat.where}>"
@@ -354,7 +368,7 @@ class Instance(Closing):
         self._residence.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise SerializationError(_stays_here(repr(self._residence)))
+        return self._residence.sent(self)
 
     def __repr__(self) -> str:
         return f"<{self._residence!r}>"
@@ -389,10 +403,17 @@ class InstanceGroup(Closing, Generic[C]):
             member.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise SerializationError(_stays_here(repr(self)))
+        return _group, self._members
 
     def __repr__(self) -> str:
         return f"<group of {len(self)} objects>"
+
+
+def _group(*members: Any) -> InstanceGroup[Any] | TaskHandleGroup:
+    """A group that has been sent here."""
+    if any(isinstance(member, TaskHandle) for member in members):
+        return TaskHandleGroup(members)
+    return InstanceGroup(list(members))
 
 
 class GroupMethod:
@@ -431,8 +452,8 @@ def _method(kind: type, name: str) -> Callable[..., Any]:
 
 def _stays_here(what: str) -> str:
     return (
-        f"{what} cannot be sent to a task: only the client calls it; call it here and pass its "
-        "result, or make an object in the task with .local(...)"
+        f"{what} cannot be sent to a task: only the client describes calls of it; send the object "
+        "or its method, and call that there"
     )
 
 

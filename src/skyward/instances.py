@@ -39,6 +39,11 @@ def call(key: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
     return getattr(instance, method)(*args, **kwargs)
 
 
+def has(key: str) -> bool:
+    """Whether an object is in this process."""
+    return key in _kept
+
+
 def close(key: str, /) -> None:
     """Forget an object; if its class has a method `close`, that is called before."""
     instance = _kept.pop(key, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 import skyward as sky
 
 
@@ -35,3 +37,17 @@ def test_shared_state_stays_and_objects_go_with_the_client_that_made_them(kept: 
         assert sky.counter("n").value == 2
         assert sorted(adds() @ compute) == [3, 4]
         assert marked() @ compute == [0, 0]
+
+
+@sky.function
+def asks() -> bool:
+    return bool(sky.dict("handles")["marked"].there())
+
+
+def test_a_handle_of_a_client_that_has_left_says_so(kept: str) -> None:
+    with sky.attach(kept) as compute:
+        sky.dict("handles")["marked"] = compute.run(sky.cls(Marked)(), on=0)
+        assert compute.run(asks(), on=1)
+    with sky.attach(kept) as compute:
+        with pytest.raises(sky.InstanceLostError, match=r"Marked\.there .*client that .* has left"):
+            compute.run(asks(), on=1)

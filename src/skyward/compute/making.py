@@ -12,6 +12,7 @@ from skyward.calls.task import Task
 from skyward.classes import Instance, InstanceGroup, Making, Residence
 from skyward.compute.awaiting import await_task, future_of
 from skyward.compute.broadcasting import outcomes_of
+from skyward.compute.serving import offer
 from skyward.errors import SkywardError
 from skyward.functions import Pending
 from skyward.future import Future
@@ -106,7 +107,8 @@ def make_everywhere(pool: Pool, making: Making[C]) -> InstanceGroup[C]:
 def _instance(pool: Pool, making: Making[C], key: str, task: Task, at: Place | int | None) -> C:
     """The handle of an object that a task has made."""
     again = functools.partial(_make_again, pool, making, at)
-    residence = Residence(making, key, _seat_of(pool, task), again)
+    send = functools.partial(offer, pool)
+    residence = Residence(making, key, _seat_of(pool, task), again, send)
     # To its user, the handle is what it stands for, as the data of `sky.put` is.
     return cast(C, Instance(residence))
 
