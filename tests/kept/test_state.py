@@ -8,6 +8,8 @@ import pytest
 
 import skyward as sky
 
+from .conftest import Script
+
 
 @sky.function
 def adds() -> int:
@@ -51,3 +53,21 @@ def test_a_handle_of_a_client_that_has_left_says_so(kept: str) -> None:
     with sky.attach(kept) as compute:
         with pytest.raises(sky.InstanceLostError, match=r"Marked\.there .*client that .* has left"):
             compute.run(asks(), on=1)
+
+
+def test_a_client_that_is_killed_beside_its_pool_frees_its_locks_at_once(
+    kept: str, script: Script
+) -> None:
+    if kept.endswith("tcp"):
+        pytest.skip("over a network, the end of a connection may be an outage")
+    with script(f"""
+        compute = sky.attach({kept!r}).start()
+        sky.lock("mine", lease=3600, on=compute).acquire()
+        print("held", flush=True)
+        sys.stdin.read()
+    """) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.kill()
+    with sky.attach(kept), sky.lock("mine", timeout=60) as lock:
+        assert lock.abandoned

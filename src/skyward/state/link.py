@@ -45,7 +45,8 @@ class RemoteLink(StateLink):
     ) -> None:
         """`dial` connects to the owner; `who` is this process, in words.
 
-        `threaded` and `direct` are those of `StateConnection`.
+        `threaded` and `direct` are those of `StateConnection`; a connection to a socket of this
+        machine is direct in any case.
         """
         self._dial, self._who, self._threaded, self._direct = dial, who, threaded, direct
         self._process = secrets.token_hex(8)
@@ -78,8 +79,10 @@ class RemoteLink(StateLink):
             if self._closed:
                 raise StateLostError("the pool of this state is closed")
             try:
+                channel = self._dial()
+                direct = self._direct or channel.is_to_a_socket_here
                 self._connection = StateConnection(
-                    self._dial(), self._who, self._threaded, self._process, self._direct, self._held
+                    channel, self._who, self._threaded, self._process, direct, self._held
                 )
             except StateLostError:
                 raise

@@ -70,6 +70,15 @@ class Channel:
         """The descriptor to wait on for incoming frames."""
         return self._receiver.fileno() if self.link is None else self.link.incoming.fileno()
 
+    @property
+    def is_to_a_socket_here(self) -> bool:
+        """Whether the listener's own socket is at the other end, with no tunnel between.
+
+        The end of a tunnel is one of a pair of sockets, which have no names.
+        """
+        end = self._receiver
+        return self.link is None and end.family == socket.AF_UNIX and bool(end.getpeername())
+
     # What a link adds. Without one, a channel is connected until it is lost.
 
     @property
