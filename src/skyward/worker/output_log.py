@@ -70,6 +70,12 @@ def bounds(folder: Path) -> tuple[int, int]:
             return files[0][0], start + last.stat().st_size
 
 
+def last_file(folder: Path) -> Path | None:
+    """The file that grows; None if there is none yet."""
+    files = _files(folder)
+    return files[-1][1] if files else None
+
+
 def read(folder: Path, position: int, most: int) -> tuple[int, bytes]:
     """At most so many bytes from a position on, and the position at which they really begin.
 

@@ -24,6 +24,7 @@ FOLDER = "output"
 _LOCK = "lock"
 _PIECE = 256 << 10
 _NAME = 200
+_SETTLED = 1_000_000_000
 _ENTRY = 32 << 10
 """How many characters an entry has at most: in JSON, each may take six bytes."""
 
@@ -77,6 +78,10 @@ class TaskOutputReader:
         """With `tail`, begin with the last so many lines."""
         self._folder, self._tail = folder, tail
         self._positions: dict[Path, int] = {}
+        self._known: list[Path] = []
+        self._mark: int | None = None
+        self._marks: dict[Path, tuple[int, Path, int]] = {}
+        """When each log got its last file, that file, and its length at the last look."""
 
     def next_lines(self) -> list[TaskLine]:
         """What was written since the last call."""
@@ -94,10 +99,34 @@ class TaskOutputReader:
         return found
 
     def _places(self) -> list[Path]:
+        """The logs that may have something new."""
         try:
-            return sorted(each for each in self._folder.iterdir() if each.is_dir())
+            mark = self._folder.stat().st_mtime_ns
+            if mark != self._mark:
+                self._known = sorted(each for each in self._folder.iterdir() if each.is_dir())
+                self._mark = mark
         except FileNotFoundError:
             return []
+        return [place for place in self._known if self._has_grown(place)]
+
+    def _has_grown(self, place: Path) -> bool:
+        """Whether a log has another file or a longer one: two questions instead of a reading."""
+        before = self._marks.get(place)
+        try:
+            changed = os.stat(place).st_mtime_ns
+            if before is not None and before[0] == changed:
+                length = os.stat(before[1]).st_size
+                self._marks[place] = changed, before[1], length
+                return length != before[2]
+        except FileNotFoundError:
+            pass
+        else:
+            # One that was made just now may get a file within the same tick of the clock.
+            if time.time_ns() - changed > _SETTLED:
+                last = output_log.last_file(place)
+                if last is not None:
+                    self._marks[place] = changed, last, -1
+        return True
 
     def _new_lines(self, place: Path) -> list[TaskLine]:
         lines: list[TaskLine] = []

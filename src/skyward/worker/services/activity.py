@@ -26,6 +26,8 @@ from skyward.worker.task_output import FOLDER, TaskLine, TaskOutputReader
 from skyward.worker.usage import Gauge
 
 LOOK_SECONDS = 0.2
+IDLE_LOOK_SECONDS = 0.4
+"""How long until the next look if there was nothing new: waking up is most of what a look costs."""
 USAGE_SECONDS = 2.0
 JOBS_SECONDS = 1.0
 TASKS_A_TIME = 60
@@ -48,10 +50,11 @@ def serve(node: ServedNode, channel: Channel) -> None:
     usage = _Usage()
     try:
         while True:
-            told = look.news() | usage.news()
+            news = look.news()
+            told = news | usage.news()
             if told:
                 channel.send(Reply({"time": time.time()} | told, more=True))
-            wait_or_leave(channel, LOOK_SECONDS)
+            wait_or_leave(channel, LOOK_SECONDS if news else IDLE_LOOK_SECONDS)
     finally:
         usage.close()
 
@@ -82,7 +85,8 @@ class _Look:
         lines = [*self._task_lines(), *self._lines_of_jobs(told)]
         if lines:
             told["lines"] = lines[-LINES_A_TIME:]
-        self._tell(told, "totals", self._totals(executors))
+        if tasks or first:
+            self._tell(told, "totals", self._totals(executors))
         self._tell(told, "clients", self._clients())
         self._tell(told, "workers", self._node.config.workers)
         return told
