@@ -394,7 +394,11 @@ def test_last_words_are_in_the_status_when_the_log_is_gone() -> None:
 
     said = "pod sky-a-1 ended: exit status 3 (Error); it said:\nno model"
     assert ended("Error", "no model\n", "") == said
-    assert ended("Error", "no model\n", "no model\n") == said
+    lost = 'failed to try resolving symlinks in path "/var/log/pods/a/0.log": no such file'
+    assert ended("Error", "no model\n", lost) == said
+    unread = f"Error on reading termination message from logs: {lost}"
+    assert ended("Error", unread, "no model\n") == said
+    assert ended("Error", unread, lost).endswith("; it said nothing")
     assert ended("Error", "", "") == "pod sky-a-1 ended: exit status 3 (Error); it said nothing"
     assert "(no such shell); it said nothing" in ended("StartError", "no such shell", "")
 

@@ -9,6 +9,11 @@ _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverP
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _RAN = ("Completed", "Error", "OOMKilled")
 """Why containers end that were running: the message is then what they said last."""
+_UNREAD = (
+    "Error on reading termination message from logs: ",
+    "failed to try resolving symlinks in path ",
+    "unable to retrieve container logs for ",
+)
 WAITING = "waiting for the scheduler"
 MAKING = "its container is being made"
 """The one reason that is none to worry."""
@@ -88,11 +93,16 @@ def ended(pod: Mapping[str, Any], words: str) -> str:
         if terminated:
             reason, message = (str(terminated.get(key) or "") for key in ("reason", "message"))
             if reason in _RAN:
-                words, message = words.strip() or message, ""
+                words, message = _said(message) or _said(words), ""
             why = why or message or reason
             why = f"exit status {terminated.get('exitCode')}{f' ({why})' if why else ''}"
     said = f"; it said:\n{words.strip()[-2000:]}" if words.strip() else "; it said nothing"
     return f"pod {name} ended: {why or 'no reason given'}{said}"
+
+
+def _said(words: str) -> str:
+    """What a container said; empty if it is the kubelet's word that it cannot read that."""
+    return "" if words.startswith(_UNREAD) else words
 
 
 def advice(why: str) -> str:
