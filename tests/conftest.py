@@ -184,3 +184,19 @@ def pool(sharing: Sharing) -> Iterator[sky.Compute]:
     """Two nodes, shared by the tests of a module."""
     with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
         yield compute
+
+
+@pytest.fixture(scope="module")
+def threads(sharing: Sharing) -> Iterator[sky.Compute]:
+    """One node, one process, four tasks at a time; shared by the tests of a module."""
+    worker = sky.Worker(concurrency=4, executor="thread")
+    with sharing(sky.Compute(worker=worker, options=sky.Options(console=False))) as compute:
+        yield compute
+
+
+@pytest.fixture
+def printed() -> Iterator[list[sky.Output]]:
+    """What tasks wrote while the test ran."""
+    lines: list[sky.Output] = []
+    with sky.redirect_output(lines.append):
+        yield lines

@@ -13,20 +13,14 @@ import pytest
 
 import skyward as sky
 
+from .waiting import wait_for
+
 QUIET = sky.Options(console=False)
 
 
 @pytest.fixture(scope="module")
 def compute(pool):
     return pool
-
-
-@pytest.fixture(scope="module")
-def threads(sharing):
-    """One node, one process, four tasks at a time."""
-    worker = sky.Worker(concurrency=4, executor="thread")
-    with sharing(sky.Compute(worker=worker, options=QUIET)) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +35,6 @@ def workers(sharing):
     """Two nodes with two workers each."""
     with sharing(sky.Compute(nodes=2, worker=sky.Worker(per_node=2), options=QUIET)) as pool:
         yield pool
-
-
-def wait_for(path, seconds=20.0):
-    """On a worker: until a file is there."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear")
-        time.sleep(0.002)
 
 
 @sky.function

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import skyward as sky
+
+from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
 
@@ -22,31 +23,6 @@ QUIET = sky.Options(console=False)
 @pytest.fixture(scope="module")
 def compute(pool):
     return pool
-
-
-@pytest.fixture(scope="module")
-def threads(sharing):
-    """One node, one process, four tasks at a time."""
-    worker = sky.Worker(concurrency=4, executor="thread")
-    with sharing(sky.Compute(worker=worker, options=QUIET)) as pool:
-        yield pool
-
-
-@pytest.fixture
-def printed():
-    """What tasks wrote while the test ran, as `Output` lines."""
-    lines = []
-    with sky.redirect_output(lines.append):
-        yield lines
-
-
-def wait_for(path, seconds=20.0):
-    """On a worker: until a file is there."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear")
-        time.sleep(0.002)
 
 
 @sky.function

@@ -26,21 +26,14 @@ import pytest
 
 import skyward as sky
 
+from .waiting import wait_for
+
 QUIET = sky.Options(console=False)
 
 
 @pytest.fixture(scope="module")
 def compute(pool):
     return pool
-
-
-def wait_for(path, seconds=20.0):
-    """On a worker: until a file is there."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear")
-        time.sleep(0.002)
 
 
 @sky.function

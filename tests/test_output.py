@@ -12,7 +12,6 @@ import sys
 import termios
 import textwrap
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -23,37 +22,14 @@ from hypothesis import strategies as st
 import skyward as sky
 from skyward.worker.output import LineCutter
 
+from .waiting import wait_for
+
 QUIET = sky.Options(console=False)
 
 
 @pytest.fixture(scope="module")
 def compute(pool):
     return pool
-
-
-@pytest.fixture(scope="module")
-def threads(sharing):
-    """One node, one process, four tasks at a time."""
-    worker = sky.Worker(concurrency=4, executor="thread")
-    with sharing(sky.Compute(worker=worker, options=QUIET)) as pool:
-        yield pool
-
-
-@pytest.fixture
-def printed():
-    """What tasks wrote while the test ran, as `Output` lines."""
-    lines = []
-    with sky.redirect_output(lines.append):
-        yield lines
-
-
-def wait_for(path, seconds=20.0):
-    """On a worker: until a file is there."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear")
-        time.sleep(0.002)
 
 
 @sky.function

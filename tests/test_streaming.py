@@ -15,6 +15,8 @@ import pytest
 
 import skyward as sky
 
+from .waiting import wait_for
+
 QUIET = sky.Options(console=False)
 FAR = 200
 """More items than either side may ever be ahead of the other."""
@@ -29,15 +31,6 @@ def compute(pool):
 def idle(compute, eventually):
     """Whether every slot of the pool becomes free again."""
     return lambda: eventually(lambda: not any(view.running for view in compute.nodes))
-
-
-def wait_for(path, seconds=20.0):
-    """On a worker: until a file is there."""
-    deadline = time.monotonic() + seconds
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear")
-        time.sleep(0.002)
 
 
 def tally(path):

@@ -29,14 +29,6 @@ def compute(sharing: Sharing) -> Iterator[sky.Compute]:
         yield pool
 
 
-@pytest.fixture
-def printed() -> Iterator[list[sky.Output]]:
-    """What the nodes print, with where it came from."""
-    lines: list[sky.Output] = []
-    with sky.redirect_output(lines.append):
-        yield lines
-
-
 def nodes(lines: list[sky.Output], text: str, stream: str = "stdout") -> list[int]:
     return sorted(line.node for line in lines if text in line and line.stream == stream)
 

@@ -49,6 +49,17 @@ def cluster() -> Iterator[str]:
         kube.stop()
 
 
+@pytest.fixture
+def namespace(cluster: str) -> Iterator[kube.Namespace]:
+    """A namespace for one test, in which nothing may be left."""
+    made = kube.Namespace(cluster)
+    try:
+        yield made
+        made.until_empty()
+    finally:
+        made.remove()
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[str]:
     """The configuration of a Slurm cluster with two nodes, at `SLURM_CONF`."""

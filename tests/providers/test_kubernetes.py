@@ -36,17 +36,6 @@ RETRYING = sky.Options(console=False, retries=2)
 DOCS = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
 
-@pytest.fixture
-def namespace(cluster: str) -> Iterator[kube.Namespace]:
-    """A namespace for one test, in which nothing may be left."""
-    made = kube.Namespace(cluster)
-    try:
-        yield made
-        made.until_empty()
-    finally:
-        made.remove()
-
-
 class TestKubernetes(ProviderSuite):
     """What every provider must do."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -10,17 +10,6 @@ import skyward as sky
 
 from ..conftest import only_in_all
 from . import kept_pools, kube
-
-
-@pytest.fixture
-def namespace(cluster: str) -> Iterator[kube.Namespace]:
-    """A namespace for one test, in which nothing may be left."""
-    made = kube.Namespace(cluster)
-    try:
-        yield made
-        made.until_empty()
-    finally:
-        made.remove()
 
 
 @only_in_all

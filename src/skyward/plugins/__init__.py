@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 GROUP = "skyward.plugins"
 """The group of entry points under which other packages register plugins."""
 
-_OURS = (
-    "accelerate",
-    "huggingface",
-    "jax",
-    "joblib",
-    "keras",
-    "mig",
-    "mps",
-    "ray",
-    "sklearn",
-    "torch",
-)
-
 __all__ = [
     "accelerate",
     "huggingface",
@@ -53,7 +40,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module 'skyward.plugins' has no attribute {name!r}")
-    if name in _OURS:
+    if name in __all__:
         made = getattr(importlib.import_module(f"skyward.plugins.frameworks.{name}"), name)
         globals()[name] = made
         return made
@@ -70,7 +57,7 @@ def __getattr__(name: str) -> Any:
     former = importlib.import_module("skyward.former")
     if name in former.PLUGINS:
         raise former.missing("skyward.plugins", name, former.PLUGINS)
-    known = sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})
+    known = sorted({*__all__, *(entry.name for entry in metadata.entry_points(group=GROUP))})
     raise AttributeError(
         f"there is no plugin {name!r}; there are {', '.join(known)}; others come with packages "
         f"that register an entry point in {GROUP!r}"
@@ -80,4 +67,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from importlib import metadata
 
-    return sorted({*_OURS, *(entry.name for entry in metadata.entry_points(group=GROUP))})
+    return sorted({*__all__, *(entry.name for entry in metadata.entry_points(group=GROUP))})
