@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
+from skyward.compute.attaching import reach
+from skyward.compute.workbench.commands import NodeCommand
 from skyward.nodes import keeping
 from skyward.worker import detached
 
@@ -216,6 +219,18 @@ def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Event
     eventually(lambda: agents(home) == [], 30, "the end of the pool")
     with pytest.raises(sky.PoolError, match="its machines are gone"):
         sky.attach("brief")
+
+
+def test_a_command_on_one_node_keeps_all_nodes_of_the_pool(
+    home: Path, eventually: Eventually
+) -> None:
+    with sky.Compute(sky.Local(transport="tcp"), nodes=3, name="used", keep=0.5, options=QUIET):
+        pass
+    with reach("used") as pool, NodeCommand(pool, 1, ["sleep", "600"]):
+        # Nodes 0 and 2 would end half a second after the client has left.
+        time.sleep(2.5)
+        assert len(agents(home)) == 3
+    eventually(lambda: agents(home) == [], 30, "the end of the pool")
 
 
 def test_a_pool_of_no_name_cannot_stay() -> None:

@@ -46,6 +46,7 @@ from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
+from skyward.worker.pool_use import PoolUse
 from skyward.worker.services import ServedNode, Services
 from skyward.worker.services.clients import shown
 from skyward.worker.tenants import Tenant, Tenants
@@ -78,6 +79,7 @@ class Agent:
             Path(config.folder, "runners"), on_end=lambda job: self._calls.runner_ended(job)
         )
         self._calls = KeptCalls(calls, self._jobs, runners)
+        self._use = PoolUse(config, lambda: self._tenants.compute_pool[0])
         self._services = Services(
             ServedNode(
                 config,
@@ -115,7 +117,11 @@ class Agent:
             if ttl is not None and time.monotonic() - self._began > ttl:
                 # Whatever runs, and whatever the clients say.
                 self.end()
-            if self._tenants.look(working=self._working):
+            working = self._working
+            over = self._tenants.look(working=working)
+            if self._tenants.keeps:
+                over = self._use.note(working=working, over=over, limit=self._tenants.idle_limit)
+            if over:
                 self.end()
         self._close()
 
@@ -209,6 +215,7 @@ class Agent:
 
     def _close(self) -> None:
         self._listener.close()
+        self._use.close()
         self._services.close()
         self._notices.close()
         self._tenants.close()

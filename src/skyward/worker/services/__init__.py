@@ -47,9 +47,9 @@ FOR_CLIENTS = frozenset(
     }
 )
 """The services for the pool's clients alone."""
-USES = frozenset({"copying", "exec", "files", "jobs", "output"})
+USES = frozenset({"copying", "exec", "files", "jobs", "output", "use"})
 """The services whose open connections count as use of the node."""
-FOR_NODES = frozenset({"state"})
+FOR_NODES = frozenset({"idle", "state", "use"})
 """The services that processes of the pool's nodes may ask, too."""
 
 
