@@ -128,6 +128,28 @@ def test_progress_bars_share_one_display_and_their_last_state_stays(kernel: Kern
     assert kernel.updates(cell) < 40
 
 
+def test_a_bar_of_a_future_changes_under_its_own_cell_while_another_runs(
+    kernel: Kernel, folder: Path, eventually: Eventually
+) -> None:
+    kernel.run(
+        "import sys\n"
+        "@sky.function\n"
+        "def goes_on(gate):\n"
+        "    def bar(i):\n"
+        "        sys.stderr.write(f'\\rslow: {i:3}%|####| {i}/100 [0.1s]'); sys.stderr.flush()\n"
+        "    bar(10); until(gate); bar(100); sys.stderr.write('\\n')\n"
+    )
+    gate = str(folder / "bar")
+    first = kernel.run(f"future = goes_on({gate!r}) > compute")
+    eventually(lambda: any("10/100" in each["text/plain"] for each in kernel.displays(first)))
+    second = kernel.run(f"Path({gate!r}).touch(); future.result()")
+
+    eventually(lambda: any("100/100" in each["text/plain"] for each in kernel.displays(first)))
+    assert len(kernel.displays(first)) == 1, "the display has changed, and there is no second one"
+    assert kernel.updates(first) >= 1
+    assert kernel.displays(second) == []
+
+
 def test_nodes_that_join_later_are_shown_under_the_cell_that_asked(kernel: Kernel) -> None:
     grown = kernel.run("compute.resize(3)")
     shrunk = kernel.run("compute.resize(2)")
