@@ -21,7 +21,7 @@ from skyward.cli.main import sky as command
 from skyward.compute.named.client import NamedCall
 
 from ..conftest import only_in_all
-from .conftest import QUIET
+from .conftest import QUIET, said
 
 Script = Callable[[str], "subprocess.Popen[str]"]
 
@@ -143,6 +143,48 @@ def test_the_tasks_own_exception_is_raised_with_its_notes(compute: sky.Compute) 
         assert "raised by fail (fails) on node 1; remote traceback" in caught.value.__notes__[0]
     assert found(compute, "fails").state == "failed"
     assert found(compute, "fails").problem.endswith("OutOfLuckError: no luck")
+
+
+SHAPES = """
+import enum
+class Colour(enum.Enum):
+    RED = 1
+class Point:
+    def __init__(self, x): self.x = x
+class NoPoint(Exception): pass
+def points():
+    yield Point(7)
+    yield Colour.RED
+    raise NoPoint("no more")
+"""
+
+
+def test_results_are_objects_of_the_classes_that_the_client_has_imported(
+    pool: str,
+    compute: sky.Compute,
+    script: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    client = script(
+        f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        import shapes
+        with sky.attach({pool!r}) as compute:
+            compute.submit(sky.function(shapes.points)(), name="points")
+        """
+    )
+    said(client)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import shapes  # type: ignore[import-not-found]
+
+    items = compute.result("points")
+    point = next(items)
+    assert (type(point), point.x) == (shapes.Point, 7)
+    assert next(items) is shapes.Colour.RED
+    with pytest.raises(shapes.NoPoint, match="no more"):
+        next(items)
 
 
 def test_the_items_of_a_generator_are_kept(compute: sky.Compute) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -268,11 +271,41 @@ def _handle(key: bytes) -> Any:
     return _look_up(key)
 
 
+_finds_own: ContextVar[bool] = ContextVar("skyward_finds_own", default=False)
+
+
+@contextlib.contextmanager
+def own_classes() -> Iterator[None]:
+    """Decode objects of classes that this process has imported as objects of these classes.
+
+    For what another process has encoded: its classes are the same in the source alone. A worker
+    must not do so, since its modules may be older than the definition that was sent.
+    """
+    token = _finds_own.set(True)
+    try:
+        yield
+    finally:
+        _finds_own.reset(token)
+
+
+def _own_class(arguments: tuple[Any, ...]) -> type | None:
+    """The class of this process that has the name of one that is being decoded."""
+    strings = [each for each in arguments[:-2] if isinstance(each, str)]
+    names = next((each for each in arguments if isinstance(each, dict)), {})
+    # An enumeration's constructor takes the module by itself, others within the namespace.
+    module = names.get("__module__") or strings[-1]
+    found = getattr(sys.modules.get(module), strings[0], None)
+    is_it = isinstance(found, type) and found.__qualname__ == strings[0]
+    return found if is_it else None
+
+
 def _skeleton(make: Any, arguments: tuple[Any, ...]) -> Any:
     # Both of cloudpickle's constructors take the class's tracking id last but one.
     known = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
     if known is not None:
         return known
+    if _finds_own.get() and (own := _own_class(arguments)) is not None:
+        return own
     made = make(*arguments)
     _received_classes.add(made)
     return made

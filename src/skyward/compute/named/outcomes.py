@@ -179,7 +179,8 @@ def _outcome(found: _Partial) -> Outcome:
     if found.items is not None:
         return Outcome(found.node, found.worker, _stream(found.items, found.answer))
     try:
-        return Outcome(found.node, found.worker, found.answer.get())
+        with encoding.own_classes():
+            return Outcome(found.node, found.worker, found.answer.get())
     except Exception as problem:
         return Outcome(found.node, found.worker, error=not_the_end(problem))
 
@@ -187,6 +188,9 @@ def _outcome(found: _Partial) -> Outcome:
 def _stream(items: list[Pieces], end: Answer) -> Iterator[Any]:
     """The items of a generator, then its exception if it raised one."""
     for pieces in items:
-        yield encoding.decode(*pieces)
+        with encoding.own_classes():
+            item = encoding.decode(*pieces)
+        yield item
     if isinstance(end, Failed):
-        end.get()
+        with encoding.own_classes():
+            end.get()
