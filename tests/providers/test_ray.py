@@ -133,6 +133,28 @@ def test_a_pool_stays_in_the_cluster(emptied: RayCluster) -> None:
 
 @only_in_all
 @pytest.mark.parametrize("address", ["auto", None])
+def test_gc_ends_a_driver_that_no_record_knows(
+    emptied: RayCluster, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {} if address is None else {"address": address}
+    kept_pools.start(emptied.provider(**given), "bundles")
+    where = address or emptied.dashboard
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", where)
+    keeping.forget("bundles")
+    for pool in Journal().pools():
+        Journal().forget(pool.id)
+    if address is None:
+        # As on another machine, which has no keys of the driver.
+        for pool_id in records.pools():
+            records.remove(pool_id)
+    listed = kept_pools.says("gc", "--provider", "ray")
+    assert re.search("bundles +ray .* may be in use +(process|job) ", listed)
+    assert "1 machine" in kept_pools.says("gc", "--provider", "ray", "--all", "--yes")
+    assert kept_pools.says("gc", "--provider", "ray") == f"nothing of any pool: ray at {where}\n"
+
+
+@only_in_all
+@pytest.mark.parametrize("address", ["auto", None])
 def test_the_machine_of_an_agent_that_was_killed_is_used_again(
     emptied: RayCluster, address: str | None, eventually: Callable[..., None]
 ) -> None:

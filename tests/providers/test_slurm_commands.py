@@ -20,11 +20,12 @@ import pytest
 
 import skyward as sky
 from skyward.errors import PoolError, UnreachableError
-from skyward.providers import Order, Request
+from skyward.providers import Order, Request, owner
 from skyward.providers.slurm import pending, resources, script
 from skyward.providers.slurm.commands import (
     SlurmCluster,
     SlurmJob,
+    comment,
     numbers,
     read_jobs,
     seconds,
@@ -270,12 +271,31 @@ def test_a_job_is_tested_and_then_submitted_with_the_options_of_the_user(site: S
     assert (test[-1], real[-1]) == ("--test-only", "--parsable")
     assert {
         *("--partition=gpu", "--account=lab", "--qos=high", "--constraint=ib&amd"),
-        *("--time=120:00", "--nodes=3", "--ntasks-per-node=1", "--comment=skyward:0-2"),
+        *("--time=120:00", "--nodes=3", "--ntasks-per-node=1"),
+        f"--comment=skyward:0-2 by {owner()} process {os.getpid()}",
         *("--job-name=sky-p", "--requeue", "--no-kill", "--cpus-per-task=4"),
         "--signal=B:USR1@120",
     } <= set(real)
     assert real[-3:-1] == ["--nodelist=n1", "--reservation=tuesday"]
     subprocess.run(["sh", "-n"], input=site.script(), text=True, check=True)
+
+
+def test_gc_finds_the_jobs_of_all_pools(site: Site) -> None:
+    mine = comment((0, 1), owner(), 4711, "my train|ing")
+    site.answers(
+        "squeue",
+        f"sky-p1|me|7|RUNNING|None|gpu|1:00|N/A|n1|{mine}\n"
+        f"sky-p1|me|8|PENDING|None|gpu|1:00|N/A||{mine}\n"
+        "sky-p2|you|9|RUNNING|None|gpu|1:00|N/A|n2|skyward:0\n"
+        "sky-watch|you|10|RUNNING|None|gpu|1:00|N/A|n2|telescope\n"
+        f"sky-p3|me|11|COMPLETING|None|gpu|1:00|N/A|n2|{mine}\n",
+    )
+
+    first, second = asyncio.run(sky.Slurm().remains())
+
+    assert (first.pool, first.name, first.owner, first.pid) == ("p1", "my-train-ing", owner(), 4711)
+    assert first.resources == ("job 7", "job 8")
+    assert (second.pool, second.owner, second.resources) == ("p2", "you", ("job 9",))
 
 
 def test_a_time_to_live_is_a_time_limit_unless_there_is_one(site: Site) -> None:

@@ -246,6 +246,20 @@ class TestGc:
         assert failed.exit_code == 1
         assert failed.stderr == "Error: no provider answered: shop: no credentials\n"
 
+    def test_one_that_is_not_set_up_is_passed_over_in_silence(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built_in = {"slurm": "skyward.providers.slurm:Slurm"} | providers.BUILT_IN
+        monkeypatch.setattr(providers, "BUILT_IN", built_in)
+        monkeypatch.setenv("PATH", "/nowhere")
+        said = sky_command("gc")
+        assert (said.exit_code, said.output) == (0, "nothing of any pool: shop\n")
+        named = sky_command("gc", "--provider", "slurm")
+        assert (named.exit_code, "there is no `squeue` on this machine" in named.output) == (
+            1,
+            True,
+        )
+
     def test_so_is_one_that_cannot_be_made(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +13,7 @@ import click
 from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.cli.down import ask, attempted, failed, said
-from skyward.errors import PoolError, SkywardError
+from skyward.errors import ConfigurationError, PoolError, SkywardError
 
 if TYPE_CHECKING:
     from skyward.nodes.cleaning import Cleaned, Whose
@@ -49,7 +50,7 @@ def gc(
     from skyward.nodes.journal import Journal
 
     journal = Journal()
-    found, asked = _found(journal, *_collectors(journal, provider, region, profile))
+    found, asked = _found(journal, _collectors(journal, provider, region, profile))
     chosen = [each for each in found if everything or each[2] == "gone"]
     outcomes: dict[str, Cleaned] = {}
     if not dry_run:
@@ -62,9 +63,21 @@ def gc(
         raise PoolError(f"{failures}. Try again later")
 
 
+@dataclass(frozen=True, slots=True)
+class AskedProviders:
+    """The providers to ask."""
+
+    wanted: tuple[Collector, ...]
+    """Those that the user has named, or that the journal has a pool of."""
+    others: tuple[Collector, ...] = ()
+    """Those that the user may have set up, or not."""
+    unmade: tuple[str, ...] = ()
+    """Why others cannot be made."""
+
+
 def _collectors(
     journal: Journal, name: str | None, region: str | None, profile: str | None
-) -> tuple[list[Collector], list[str]]:
+) -> AskedProviders:
     """The providers to ask, and why others cannot be made."""
     from skyward.providers import collects, find_provider, providers_with
 
@@ -82,7 +95,7 @@ def _collectors(
                 f"--provider {name}: it does not know the pools of other processes; ask one of "
                 f"{', '.join(providers_with('remains')) or 'none'}, or use `sky down`"
             )
-        return [made], []
+        return AskedProviders((made,))
     recorded = {(pool.provider, repr(pool.arguments)): pool for pool in journal.pools()}
     wanted: list[Any] = []
     unmade: list[str] = []
@@ -94,14 +107,17 @@ def _collectors(
                 unmade.append(f"{pool.provider}: {problem}")
                 continue
             wanted += [recreated] if collects(recreated) else []
+    others: list[Any] = []
     for each, kind in providers_with("remains").items():
         if _taken(kind, options) != options:
             continue
         try:
-            wanted.append(kind(**options))
+            others.append(kind(**options))
         except (TypeError, SkywardError) as problem:
             unmade.append(f"{each}: {problem}")
-    return list(dict.fromkeys(wanted)), unmade
+    named = dict.fromkeys(wanted)
+    more = dict.fromkeys(each for each in others if each not in named)
+    return AskedProviders(tuple(named), tuple(more), tuple(unmade))
 
 
 def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
@@ -110,30 +126,31 @@ def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
-def _found(
-    journal: Journal, collectors: list[Collector], unmade: list[str]
-) -> tuple[list[Found], list[str]]:
+def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], list[str]]:
     """What the providers have, each pool once, and where they looked.
 
-    A provider that does not answer is passed over; raises `PoolError` if none answers.
+    A provider that does not answer is passed over, one that nobody has set up in silence; raises
+    `PoolError` if none answers.
     """
     from skyward.nodes.cleaning import whose
     from skyward.providers import place_of
 
     found: dict[str, Found] = {}
     asked: list[str] = []
-    failures = list(unmade)
-    for collector in collectors:
+    failures, unset = list(providers.unmade), list[str]()
+    for collector in (*providers.wanted, *providers.others):
         try:
             remains = asyncio.run(_remains(collector))
         except SkywardError as problem:
-            failures.append(f"{collector.name}: {problem}")
+            is_unset = isinstance(problem, ConfigurationError) and collector in providers.others
+            (unset if is_unset else failures).append(f"{collector.name}: {problem}")
             continue
         asked.append(place_of(collector))
         for each in remains:
             found.setdefault(each.pool, (collector, each, whose(journal, each)))
     if not asked:
-        raise PoolError(f"no provider answered: {'; '.join(failures) or 'there is none to ask'}")
+        why = "; ".join([*failures, *unset]) or "there is none to ask"
+        raise PoolError(f"no provider answered: {why}")
     for failure in failures:
         click.echo(f"passed over: {failure}", err=True)
     return list(found.values()), asked

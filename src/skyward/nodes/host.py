@@ -391,11 +391,23 @@ class Host:
             return not self._child.pid
         return self.looks_dead()
 
-    async def is_gone(self) -> bool:
-        """Whether the provider knows now that the machine is gone for good."""
-        if self._machine is not None:
-            await self._look(self._machine)
-        return self._known_gone
+    async def is_over(self) -> bool:
+        """Whether the machine is known now to be gone for good, or the agent on it to have ended.
+
+        Some providers connect to a socket where nobody listens, and then have nothing to say.
+        """
+        machine = self._machine
+        if machine is None:
+            return False
+        await self._look(machine)
+        if self._known_gone or not self.agent_pid:
+            return self._known_gone
+        # If the question fails, that says nothing about the agent.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(ALIVE_SECONDS):
+                command = ["sh", "-c", f"kill -0 {self.agent_pid} 2>/dev/null || exit 3"]
+                return await machine.run(command) == 3
+        return False
 
     async def _look(self, machine: Machine) -> None:
         # If the question fails, that says nothing about the machine.

@@ -393,7 +393,7 @@ async def _is_over(host: Host, problem: Exception) -> bool:
     """Whether a failure to connect says that the agent has ended, or its machine has."""
     if isinstance(problem, (ConnectionRefusedError, FileNotFoundError)):
         return True
-    return await host.is_gone()
+    return await host.is_over()
 
 
 def _show_failure(starting: Future[None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, UnreachableError
-from skyward.providers import Order, Request
+from skyward.providers import Order, Remains, Request
 from skyward.providers.ray import records
 from skyward.providers.ray.jobs_api import JobsApi
 from skyward.providers.ray.link import Ask, DriverLink, NodeReport
@@ -174,11 +174,11 @@ class Ray:
 
     async def create(self, order: Order) -> RayMachine:
         """Have Ray reserve a bundle for the node, and wait until its keeper listens."""
-        link = self._link(order.pool)
+        link = self._link(order.pool, order.name)
         place = await link.get(order.node, self._ask(order.request), order.tell, self.timeout)
         return self._machine(link, order.pool, order.node, place)
 
-    def _link(self, pool: str) -> DriverLink:
+    def _link(self, pool: str, name: str) -> DriverLink:
         key = asyncio.get_running_loop(), self._cluster, pool
         link = _links.get(key)
         if link is None or link.closed:
@@ -186,7 +186,7 @@ class Ray:
                 pool,
                 self._cluster,
                 functools.partial(self._program, pool),
-                settings=self._settings,
+                settings={**self._settings, "name": name},
                 forget=lambda closed: _forget(key, closed),
             )
         return link
@@ -217,6 +217,19 @@ class Ray:
         bundle.update(self.resources or {})
         kind = "" if request.accelerator is None else request.accelerator.name
         return Ask(bundle, self._strategy, kind, keeps_threads=request.vcpus is not None)
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks, for people."""
+        return f"ray at {self._cluster}"
+
+    async def remains(self) -> Sequence[Remains]:
+        """The drivers of all pools; those beside a client are known on its machine alone."""
+        from skyward.providers.ray import remains
+
+        if "://" in self._cluster:
+            return await asyncio.to_thread(remains.jobs, JobsApi(self._cluster, self.headers))
+        return await asyncio.to_thread(remains.processes, self._program)
 
     async def find(self, pool: str) -> Sequence[RayMachine]:
         """The nodes that the pool's driver has, also one that another process has started."""

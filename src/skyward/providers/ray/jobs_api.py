@@ -20,6 +20,8 @@ AGENT_SECONDS = 60.0
 OVER = ("STOPPED", "SUCCEEDED", "FAILED")
 METADATA = "skyward_pool"
 """The entry of a job's metadata that names its pool."""
+OWNER, PID, NAME = "skyward_owner", "skyward_pid", "skyward_name"
+"""The entries that say whose the pool is, its client's process, and what the user calls it."""
 
 
 class JobsApi:
@@ -112,10 +114,14 @@ class JobsApi:
 
     def jobs_of(self, pool: str) -> list[str]:
         """The jobs of a pool that have not ended."""
+        return [job for job, about in self.jobs_of_pools() if about[METADATA] == pool]
+
+    def jobs_of_pools(self) -> list[tuple[str, dict[str, str]]]:
+        """The jobs of any pool that have not ended, with their metadata."""
         return [
-            each["submission_id"]
+            (each["submission_id"], each["metadata"])
             for each in self.call("GET", "/api/jobs/") or ()
-            if (each.get("metadata") or {}).get(METADATA) == pool and each["status"] not in OVER
+            if METADATA in (each.get("metadata") or {}) and each["status"] not in OVER
         ]
 
 

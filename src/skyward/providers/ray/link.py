@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from skyward.providers.ray import records
 from skyward.providers.ray.door import DriverDoor, announcement
 from skyward.providers.ray.programs import DriverProgram
 from skyward.providers.ray.records import Record
-from skyward.wire.identity import CLIENT, Authority
+from skyward.wire.identity import CLIENT, KEPT_LIFETIME, Authority
 
 GATHER_SECONDS = 0.05
 """How long the client waits for the orders of other nodes: they become one placement group."""
@@ -299,9 +300,17 @@ class DriverLink:
 
     async def _start(self) -> None:
         """Start the program, and wait until it says where it listens."""
-        authority = Authority(self._pool)
+        # A pool may stay for long.
+        authority = Authority(self._pool, lifetime=KEPT_LIFETIME)
         mine = authority.issue(CLIENT)
-        self._record = Record(mine.authority, mine.certificate, mine.key, nodes=self.nodes)
+        self._record = Record(
+            mine.authority,
+            mine.certificate,
+            mine.key,
+            nodes=self.nodes,
+            pid=os.getpid(),
+            name=str(self._settings.get("name", "")),
+        )
         given = {**self._settings, "pool": self._pool, "authority": mine.authority}
         self._tell("starting a driver in the Ray cluster")
         starting = self.loop.create_task(asyncio.to_thread(self._program.start, self._pool, given))

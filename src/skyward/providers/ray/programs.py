@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import psutil
 
 from skyward.errors import PoolStartError, UnreachableError
+from skyward.providers import owner
 from skyward.providers.ray import records
-from skyward.providers.ray.jobs_api import METADATA, OVER, JobsApi
+from skyward.providers.ray.jobs_api import METADATA, NAME, OVER, OWNER, PID, JobsApi
 
 _HAS_RAY = "import importlib.util as u,sys;sys.exit(u.find_spec('ray') is None)"
 # A raylet's command line names the Python of its workers.
@@ -101,7 +102,8 @@ class JobProgram:
         """Submit the job."""
         self.id = f"skyward-{pool}-{uuid.uuid4().hex[:6]}"
         entrypoint = _entrypoint(pool, {**given, "address": "auto"}, "")
-        self.api.submit(self.id, entrypoint, {METADATA: pool})
+        about = {OWNER: owner(), PID: str(os.getpid()), NAME: str(given.get("name", ""))}
+        self.api.submit(self.id, entrypoint, {METADATA: pool, **about})
 
     def log(self) -> str:
         """The job's log."""

@@ -38,6 +38,10 @@ class Record(msgspec.Struct):
     driver: DriverAddress | None = None
     nodes: list[int] = []
     """The nodes that were asked for."""
+    pid: int = 0
+    """The process that asked for them first."""
+    name: str = ""
+    """The name that the user gave the pool."""
 
     @property
     def credentials(self) -> Credentials:
@@ -59,6 +63,11 @@ def read(pool: str) -> Record | None:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(_path(pool, "json").read_bytes(), type=Record)
     return None
+
+
+def pools() -> list[str]:
+    """The pools that have a record."""
+    return sorted(path.stem for path in (state_folder() / "ray").glob("*.json"))
 
 
 def write(pool: str, record: Record) -> None:

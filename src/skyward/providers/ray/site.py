@@ -115,7 +115,7 @@ def new_identity() -> str:
     if program := shutil.which("openssl"):
         made = subprocess.run(
             [
-                *(program, "req", "-x509", "-nodes", "-days", "60", "-subj", "/CN=skyward-driver"),
+                *(program, "req", "-x509", "-nodes", "-days", "400", "-subj", "/CN=skyward-driver"),
                 *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
                 *("-keyout", "-", "-out", "-"),
             ],
@@ -152,7 +152,7 @@ def identity_without_openssl() -> str:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=60))
+        .not_valid_after(now + datetime.timedelta(days=400))
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )

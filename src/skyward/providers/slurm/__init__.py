@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers import Order, Request
+from skyward.providers import Order, Remains, Request
+from skyward.providers.slurm.commands import SlurmCluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
 from skyward.providers.slurm.submission import Submission
@@ -153,6 +154,21 @@ class Slurm:
                 f"Slurm: no controller answers on {login.name}: {said}; see `scontrol ping` there"
             )
         return f"{version.output.strip()} on {login.name}"
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks, for people."""
+        return "slurm" if self._ssh is None else f"slurm on {self._ssh.hosts[0]}"
+
+    async def remains(self) -> Sequence[Remains]:
+        """The jobs of all pools, by their names and comments."""
+        from skyward.providers.slurm.remains import remains
+
+        login: Login = Here() if self._ssh is None else Remote(self._ssh)
+        try:
+            return await remains(SlurmCluster(login))
+        finally:
+            await login.close()
 
     @property
     def mounts_folders(self) -> bool:

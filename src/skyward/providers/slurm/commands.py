@@ -14,6 +14,7 @@ from skyward.providers.slurm.login import CommandAnswer, Login
 
 _FORMAT = "%i|%T|%r|%P|%L|%S|%N|%k"
 _MARK = re.compile(r"skyward:([\d,-]+)")
+_ABOUT = re.compile(r"skyward:[\d,-]+ by (\S+) process (\d+)(?: called (\S+))?")
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -53,6 +54,16 @@ class SlurmJob:
         """The nodes of the pool that it is for, in the order of its tasks."""
         marked = _MARK.search(self.comment)
         return numbers(marked[1]) if marked else ()
+
+    @property
+    def about(self) -> tuple[str, int, str]:
+        """Whose it is, the client's process and the pool's name, as far as its comment says."""
+        found = _ABOUT.search(self.comment)
+        return (found[1], int(found[2]), found[3] or "") if found else ("", 0, "")
+
+    def comment_for(self, nodes: Sequence[int]) -> str:
+        """Its comment, if it is for these nodes alone."""
+        return _MARK.sub(f"skyward:{shortened(nodes)}", self.comment, count=1)
 
     @property
     def is_waiting(self) -> bool:
@@ -100,6 +111,14 @@ def seconds(text: str) -> float | None:
         return total + 86400 * int(days or 0)
     except ValueError:
         return None
+
+
+def comment(nodes: Sequence[int], owner: str, pid: int, name: str) -> str:
+    """What a job says of itself: its nodes, and for `sky gc` whose it is."""
+    called = re.sub(r"[^\w.-]", "-", name)
+    whose = re.sub(r"[|\s]", "-", owner)
+    about = f"skyward:{shortened(nodes)} by {whose} process {pid}"
+    return f"{about} called {called}" if called else about
 
 
 def read_jobs(output: str) -> list[SlurmJob]:
@@ -177,6 +196,19 @@ class SlurmCluster:
         command = ["squeue", "--noheader", f"--name={name}", f"--format={_FORMAT}"]
         answer = check(await self.login.call(command), "looking for jobs", self.login)
         return [job for job in read_jobs(answer.output) if not job.has_ended]
+
+    async def jobs_of_pools(self) -> list[tuple[str, str, SlurmJob]]:
+        """The jobs of any pool that have not ended, each with its name and its user."""
+        command = ["squeue", "--noheader", f"--format=%j|%u|{_FORMAT}"]
+        answer = check(await self.login.call(command), "looking for jobs", self.login)
+        found = []
+        for line in answer.output.splitlines():
+            name, _, rest = line.partition("|")
+            user, _, about = rest.partition("|")
+            for job in read_jobs(about):
+                if job.nodes and not job.has_ended:
+                    found.append((name.strip(), user.strip(), job))
+        return found
 
     async def job(self, id: str) -> SlurmJob | None:
         """A job, also one that has ended; None if Slurm has forgotten it."""

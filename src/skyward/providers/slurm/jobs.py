@@ -14,7 +14,7 @@ from skyward.errors import PoolError, PoolStartError, UnavailableError, Unreacha
 from skyward.providers import Order
 from skyward.providers.slurm import pending, steps
 from skyward.providers.slurm.asked import AskedJob
-from skyward.providers.slurm.commands import SlurmCluster, SlurmJob, shortened
+from skyward.providers.slurm.commands import SlurmCluster, SlurmJob
 from skyward.providers.slurm.login import Login
 from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
 from skyward.providers.slurm.spares import Spares
@@ -62,6 +62,8 @@ class Jobs:
     async def get(self, order: Order, seconds: float | None) -> SlurmMachine:
         """A node of a job, submitted if necessary; raises with Slurm's reason if there is none."""
         self.login.open()
+        if order.request.keep and (there := await self._still_there(order.node)) is not None:
+            return there
         asked = await self._asked_for(order.node)
         future = asked.add(order)
         if asked.following is None or asked.following.done():
@@ -85,6 +87,15 @@ class Jobs:
         except asyncio.CancelledError:
             await self._settle(asked, order.node)
             raise
+
+    async def _still_there(self, node: int) -> SlurmMachine | None:
+        """The node of a job that is there although its agent is lost, in a pool that stays."""
+        if not any(node in asked.nodes and asked.id for asked in self._asked):
+            return None
+        for machine in await self.find():
+            if machine.node == node and await machine.alive():
+                return machine
+        return None
 
     async def _asked_for(self, node: int) -> AskedJob:
         """The job that is to have a node: one that Slurm starts again, or a new one."""
@@ -392,7 +403,7 @@ class Jobs:
         gone = [asked.hosts[node] for node in asked.released if node in asked.hosts]
         there = await self.cluster.hostnames(job.hosts)
         hosts = [host for host in there if host not in gone]
-        comment = f"skyward:{shortened(kept)}"
+        comment = job.comment_for(kept)
         if hosts == there or await self.cluster.shrink(job.id, hosts, comment):
             return
         # The job's script runs on its first node, which it cannot give back.

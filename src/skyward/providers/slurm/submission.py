@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,18 +14,20 @@ from skyward.errors import (
     UnavailableError,
     UnreachableError,
 )
-from skyward.providers import Order, Request
+from skyward.providers import Order, Request, owner
 from skyward.providers.slurm import resources, steps
 from skyward.providers.slurm.commands import (
     SlurmCluster,
     check,
+    comment,
     first_words,
     is_out_of_reach,
-    shortened,
 )
 from skyward.providers.slurm.login import CommandAnswer
 from skyward.providers.slurm.script import SIGNAL, batch_script
 
+PREFIX = "sky-"
+"""How the names of the pools' jobs begin."""
 _NOT_THERE = "Requested node configuration is not available"
 _FOR_A_WHILE = ("MaxSubmit", "Resource temporarily unavailable", "try again", "Slurm is in")
 """Refusals that other jobs' ends may mend."""
@@ -47,7 +50,7 @@ class Submission:
 
     def job_name(self, pool: str) -> str:
         """The name of a pool's jobs."""
-        return f"sky-{pool}"
+        return f"{PREFIX}{pool}"
 
     async def submit(
         self,
@@ -64,7 +67,8 @@ class Submission:
         request = order.request
         there = await self._nodes(cluster, request)
         asked = resources.options(request, there)
-        command = ["sbatch", *self._options(pool, nodes, request), *asked, *self.extra]
+        about = comment(nodes, owner(), os.getpid(), order.name)
+        command = ["sbatch", *self._options(pool, nodes, request, about), *asked, *self.extra]
         script = await self._script(cluster, pool, nodes, request, asked)
         # A job that can never run is accepted by `sbatch`, but not by its test.
         test = await cluster.login.call([*command, "--test-only"], script)
@@ -145,7 +149,7 @@ class Submission:
             return []  # What is wrong, `sbatch` will say.
         return resources.read_nodes(answer.output)
 
-    def _options(self, pool: str, nodes: Sequence[int], request: Request) -> list[str]:
+    def _options(self, pool: str, nodes: Sequence[int], request: Request, about: str) -> list[str]:
         given = {
             "partition": self.partition,
             "account": self.account,
@@ -155,7 +159,7 @@ class Submission:
         }
         return [
             f"--job-name={self.job_name(pool)}",
-            f"--comment=skyward:{shortened(nodes)}",
+            f"--comment={about}",
             f"--nodes={len(nodes)}",
             "--ntasks-per-node=1",
             # A node that is lost does not take the others with it; a preempted job comes back.
