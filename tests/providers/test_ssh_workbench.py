@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
+from skyward.compute.attaching import reach
+from skyward.compute.workbench.head_page import HeadPage
 
 from .ssh_hosts import Sshd
 
@@ -34,6 +38,15 @@ def run(*args: str, code: int = 0) -> str:
     return result.stdout
 
 
+def first_pool(url: str) -> dict[str, Any]:
+    """What the page tells first of the pool."""
+    with urlopen(url.replace("/?", "/stream?"), timeout=30) as stream:
+        lines = (line[6:] for line in stream if line.startswith(b"data: "))
+        told = (message for line in lines for message in json.loads(line))
+        found: dict[str, Any] = next(each for each in told if each["type"] == "pool")
+        return found
+
+
 def test_commands_files_and_jobs_on_ssh_hosts(
     sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,5 +68,11 @@ def test_commands_files_and_jobs_on_ssh_hosts(
         assert run("run", "inside.py", "--on", "gpus") == "[0, 1] from a job: True\n"
         run("cp", "gpus/0:rates.txt", "back.txt")
         assert Path("back.txt").read_text() == "0.1, 0.2"
+        with reach("gpus") as pool, HeadPage(pool) as page:
+            # The head reaches the other node without the provider, and nobody is a client now.
+            shown = first_pool(page.url)
+        assert [row[1] for row in shown["nodes"]] == ["ready", "ready"]
+        assert sorted(call[2] for call in shown["ended"] if call[1] == "where") == [0, 1]
+        assert [job["id"] for job in shown["jobs"]] == ["fit-1", "inside-2"]
     finally:
         sky.attach("gpus").down(force=True)
