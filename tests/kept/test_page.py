@@ -15,8 +15,10 @@ import pytest
 import skyward as sky
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.jobs import start_script
+from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.page import metrics
-from skyward.page.gathering import Gathering
+from skyward.page.gathering import Gathering, _Watching
+from skyward.page.kept_state import KeptState
 
 from .conftest import QUIET, Script
 
@@ -200,3 +202,50 @@ def test_a_call_whose_worker_dies_is_not_shown_as_running(
     with sky.attach(kept) as compute, pytest.raises(sky.WorkerDiedError):
         die() >> compute
     assert after(told, ended_call("die"))[6] == "lost"
+
+
+def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home: Path) -> None:
+    watching = _Watching(frozenset({"new"}))
+    pools: set[str] = set()
+    try:
+        about = {"type": "pool", "pool": "abc-12", "name": "new"}
+        assert json.loads(watching._kept(json.dumps([about]), pools)) == [about]
+        assert watching.viewer.next(10) is not None, "the greeting"
+        kept = {"type": "pool", "pool": "abc-kept", "name": "new"}
+        watching._tell([kept])
+        batch = json.loads(watching.viewer.next(10) or "[]")
+        assert batch == [{"type": "replaced", "pool": "abc-12"}, kept]
+        sample = {"type": "sample", "pool": "abc-12", "waiting": 3}
+        notes = [{"event": "call_failed"}, {"event": "device_opened"}]
+        changes = {"type": "changes", "pool": "abc-12", "notes": notes}
+        (told,) = json.loads(watching._kept(json.dumps([sample, changes]), pools))
+        assert (told["pool"], told["notes"]) == ("abc-kept", notes[1:])
+        assert watching._samples_of("abc") == [sample]
+        gone = {"type": "gone", "pool": "abc-12", "time": 0.0}
+        assert watching._kept(json.dumps([gone]), pools) == ""
+        assert watching._samples_of("abc") == []
+    finally:
+        watching.end()
+
+
+def report(*tasks: list[Any], fresh: bool = False) -> tuple[int, dict[str, Any]]:
+    return 0, {"tasks": list(tasks), "state": "ready"} | ({"fresh": True} if fresh else {})
+
+
+def test_an_agent_that_begins_again_is_not_told_twice() -> None:
+    node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
+    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
+    state = KeptState(record, "p-kept")
+    over = ["1.0.1", "f", 0, 100.0, 101.0, "failed", "a", "ValueError: x"]
+    runs, also = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""], ["2.0.1", "h", 0, 103.0]
+    state.take([report(over, runs, [*also, None, "running", "b", ""], fresh=True)])
+    again = state.take([report(over, [*also, None, "running", "b", ""], fresh=True)])
+    assert again is not None
+    assert [(call[0], call[6]) for call in again["ended"]] == [("0:1.0.2", "lost")]
+    assert again["notes"] == []
+    shown = state.snapshot()
+    assert [call[0] for call in shown["running"]] == ["0:2.0.1"]
+    # A node that was started again counts from one again.
+    anew = state.take([report(["1.0.1", "f", 0, 500.0, 501.0, "ok", "c", ""], fresh=True)])
+    assert anew is not None
+    assert [call[0] for call in anew["ended"]] == ["0:2.0.1", "0:1.0.1"]

@@ -35,6 +35,25 @@ def test_questions_and_services_that_are_unknown_are_refused_by_name(pool: Pool)
         oracle.ask("facts")
 
 
+@pytest.mark.parametrize("name", ["activity", "forward", "page"])
+def test_services_with_turns_of_their_own_refuse_what_they_do_not_know(
+    pool: Pool, name: str
+) -> None:
+    with pool.service(0, name) as service, pytest.raises(PoolError, match="'weather'; ask '"):
+        service.ask("weather")
+
+
+def test_a_page_that_cannot_be_served_says_why(pool: Pool) -> None:
+    with pool.service(0, "page") as page:
+        with pytest.raises(PoolError, match=r"'\.\./key' is no place in the page's folder"):
+            page.ask("open", name="none", private={"../key": "x"})
+        with pytest.raises(PoolError, match=r"ended as it started: no pool called 'none-there'"):
+            page.ask("open", name="none-there")
+        with pytest.raises(PoolError, match="name"):
+            page.ask("open")
+        assert page.ask("stop") is False
+
+
 def test_a_node_that_is_not_there_is_named(pool: Pool) -> None:
     with pytest.raises(sky.ConfigurationError, match=r"node 7 .* \[0, 1\]"):
         pool.service(7, "about")

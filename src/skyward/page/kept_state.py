@@ -121,16 +121,17 @@ class KeptState:
         news["lines"] += [[line[0], node, *line[1:]] for line in told.get("lines", ())]
         if "usage" in told:
             self._usage[node] = self._usage_row(node, told["usage"])
-        for what, known in (
-            ("totals", self._totals),
-            ("clients", self._clients),
-            ("jobs", self._jobs),
-            ("workers", self._workers),
-        ):
-            if what in told:
-                known[node] = told[what]
-                if what != "totals":
-                    news[what] = getattr(self, what)()
+        if "totals" in told:
+            self._totals[node] = told["totals"]
+        if "workers" in told:
+            self._workers[node] = told["workers"]
+            news["workers"] = self.workers()
+        if "clients" in told:
+            self._clients[node] = told["clients"]
+            news["clients"] = self.clients()
+        if "jobs" in told:
+            self._jobs[node] = told["jobs"]
+            news["jobs"] = self.jobs()
 
     def _pass_over_told(self, node: int, told: dict[str, Any]) -> None:
         """Take out of a report what the agent had told before its connection was lost."""
