@@ -64,6 +64,14 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("copying", "write", {"path": "x", "size": 1, "mode": 0o7777}),
     ("copying", "remove", {"path": "/etc"}),
     ("copying", "folder", {"path": "/dev/null"}),
+    ("calls", "walk", {}),
+    ("calls", "submit", {"name": 3, "function": "f", "command": ["true"]}),
+    ("calls", "look", {"name": "../../etc"}),
+    ("calls", "cancel", {"name": ["x"]}),
+    ("calls", "forget", {}),
+    ("calls", "read", {"name": "x"}),
+    ("calls", "ended", {"since": -1}),
+    ("calls", "serve", {"client": 3}),
     ("jobs", "start", {"name": 3, "command": ["true"]}),
     ("jobs", "cancel", {"job": "../../etc"}),
     ("jobs", "follow", {"job": "x", "tail": -1}),
@@ -154,6 +162,9 @@ def test_a_client_that_leaves_within_a_question_leaves_nothing(
 ) -> None:
     with pool.service(0, "jobs") as connection:
         connection.send("start", name="x", command=["true"])
+    with pool.service(0, "calls") as connection:
+        connection.send("submit", name="x", function="f", command=["true"])
+        connection.send("part", b"x")
     with pool.service(0, "copying") as connection:
         connection.send("write", path=str(tmp_path / "x"), size=5)
         connection.send("part", b"x")

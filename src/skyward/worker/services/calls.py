@@ -6,7 +6,7 @@ import functools
 import select
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 
@@ -46,7 +46,7 @@ class CallQuestion(msgspec.Struct, forbid_unknown_fields=True):
 class EndedQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """Which calls have ended since so many had; without a number, how many have."""
 
-    since: int | None = None
+    since: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class RunnerHello(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,10 +67,11 @@ def serve(node: ServedNode, channel: Channel) -> None:
     """Answer until the client leaves."""
     while True:
         question, _ = next_part(channel)
-        if question.what == "serve":
-            _serve_runner(node, channel, msgspec.convert(question.arguments, RunnerHello))
-            return
         try:
+            if question.what == "serve":
+                hello = msgspec.convert(question.arguments, RunnerHello)
+                _serve_runner(node, channel, hello)
+                return
             reply = Reply(_answer(node, channel, question.what, question.arguments))
         except (ConnectionError, EOFError):
             raise
