@@ -324,6 +324,7 @@ def test_the_command_line_lists_follows_and_cancels_calls(
     document = json.loads(sky_says("ps", pool, "--json"))
     assert [each["node"] for each in document["nodes"] if each["answers"]] == [0, 1]
     assert {each["pid"] for each in document["clients"]} > {str(os.getpid())}
+    assert "job named-calls-1" in [each["command"] for each in document["clients"]]
     (shown,) = (each for each in document["calls"] if each["id"] == "shown")
     assert (shown["state"], shown["command"]) == ("running", ["wait_for"])
     assert "settings" in [each["name"] for each in document["values"]]

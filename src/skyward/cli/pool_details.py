@@ -51,9 +51,13 @@ def _node_row(found: NodeDetails) -> tuple[object, ...]:
 
 
 def _client_row(client: dict[str, Any]) -> tuple[object, ...]:
-    since = output.moment(datetime.fromtimestamp(float(client["since"]), UTC))
+    since = output.moment(_since(client))
     who = f"{client.get('user', '?')}@{client.get('host', '?')}"
     return who, client.get("pid", "?"), since, client.get("command", "")
+
+
+def _since(client: dict[str, Any]) -> datetime:
+    return datetime.fromtimestamp(float(client["since"]), UTC)
 
 
 def _value_row(value: dict[str, Any]) -> tuple[object, ...]:
@@ -81,7 +85,7 @@ def _document(found: PoolDetails) -> dict[str, object]:
             }
             for each in found.nodes
         ],
-        "clients": list(found.occupancy.clients),
+        "clients": [each | {"since": _since(each)} for each in found.occupancy.clients],
         "values": list(found.occupancy.values),
         "jobs": [job_document(each) for each in found.jobs if each.kind == "script"],
         "calls": [job_document(each) for each in found.jobs if each.kind == "call"],

@@ -25,6 +25,7 @@ from skyward.wire.identity import (
     SavedAuthority,
 )
 from skyward.wire.messages import Keep
+from skyward.worker.kept_jobs import JOB
 
 if TYPE_CHECKING:
     from skyward.nodes.node import Node
@@ -38,7 +39,10 @@ def identity() -> dict[str, str]:
         user = getpass.getuser()
     except (OSError, KeyError):
         user = str(os.getuid())
-    command = " ".join([os.path.basename(sys.executable or "python"), *sys.argv])
+    if job := os.environ.get(JOB):
+        command = f"job {job}"
+    else:
+        command = " ".join([os.path.basename(sys.executable or "python"), *sys.argv])
     return {
         "user": user,
         "host": socket.gethostname(),

@@ -22,7 +22,7 @@ from skyward.worker.services.copying import why
 _REFUSALS = (PoolError, ValueError, OSError, msgspec.ValidationError)
 WAIT_SECONDS = 0.5
 """How often the service looks whether a client that waits for a call is still there."""
-RUNNER = "runner"
+RUNNER = "named-calls"
 
 
 class CallRequest(msgspec.Struct, forbid_unknown_fields=True):
