@@ -11,6 +11,8 @@ import pytest
 import skyward as sky
 from skyward.worker import values
 
+from .conftest import said
+
 torch = pytest.importorskip("torch")
 
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -33,6 +35,26 @@ def test_a_value_is_found_by_the_next_client(bench: str, script: Script) -> None
     other = script(f"print(sky.attach({bench!r}).kept('settings'))")
     out, problems = other.communicate(timeout=60)
     assert out.strip() == "{'rate': 0.2, 'layers': [1, 2]}", problems
+
+
+def test_a_value_is_of_the_class_that_the_client_has_imported(
+    bench: str, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept_shapes.py").write_text("class Point:\n    x = 7\n")
+    client = script(
+        f"""
+        sys.path.insert(0, {str(tmp_path)!r})
+        import kept_shapes
+        with sky.attach({bench!r}) as compute:
+            compute.keep("point", kept_shapes.Point())
+        """
+    )
+    said(client)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import kept_shapes  # type: ignore[import-not-found]
+
+    with sky.attach(bench) as compute:
+        assert type(compute.kept("point")) is kept_shapes.Point
 
 
 def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:

@@ -13,6 +13,7 @@ from skyward.compute import residents
 from skyward.compute.naming import Naming
 from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLostError
 from skyward.functions import Function, remote
+from skyward.objects import encoding
 from skyward.wire.asking import ServiceConnection
 from skyward.worker import values
 
@@ -75,7 +76,7 @@ class Keeping(Naming):
         """The value that was kept by that name; tensors of a device are on the device again.
 
         They are the tensors that were kept, not copies, unless another client that is attached now
-        has them on its device.
+        has them on its device. Objects are of the classes that this process has imported.
 
         >>> model = sky.attach("train").kept("model")
         """
@@ -86,7 +87,7 @@ class Keeping(Naming):
             except NodeLostError:
                 continue
             # The value stays as it is as long as the connection is open.
-            with service:
+            with service, encoding.own_classes():
                 found = service.ask("find", name=name)
                 if found is None:
                     continue
@@ -106,7 +107,7 @@ class Keeping(Naming):
     def kept_values(self) -> list[KeptValue]:
         """The values that the pool keeps: where each is, and how large.
 
-        >>> sum(each.bytes for each in compute.kept_values() if each.device == "cuda:0")
+        >>> sum(each.bytes for each in compute.kept_values() if each.device == "cuda")
         """
         found: dict[str, KeptValue] = {}
         for node in self._serving():
