@@ -8,12 +8,16 @@ less that without one; both are taken in turns.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 from measure import Sample, interleave
@@ -113,6 +117,67 @@ def cost(size: Size) -> Sequence[Row]:
     return [absolute("a page that is open, for each 10 nodes", more, "< 1 % of a core", 1.0)]
 
 
+@contextmanager
+def kept(nodes: int) -> Iterator[str]:
+    """A pool that stays and has no client, and the address of a page of its own."""
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
+        os.environ["SKYWARD_STATE"] = folder
+        options = sky.Options(console=False)
+        try:
+            with sky.Compute(nodes=nodes, name="page-kept", keep=600, options=options):
+                pass
+            command = [sys.executable, "-m", "skyward", "ui", "page-kept", "--json"]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
+                assert page.stdout is not None
+                yield json.loads(page.stdout.readline())["url"]
+                page.terminate()
+        finally:
+            sky.attach("page-kept").down(force=True)
+            del os.environ["SKYWARD_STATE"]
+
+
+def processes_of(pool: str) -> list[psutil.Process]:
+    """The page and the agents of a pool that stays; agents are nobody's children."""
+    found, folder = [], os.environ["SKYWARD_STATE"]
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = " ".join(each.cmdline())
+            ours = pool in command or "skyward.worker" in command
+            if ours and each.environ().get("SKYWARD_STATE") == folder:
+                found.append(each)
+    return found
+
+
+def spent_by(processes: Sequence[psutil.Process]) -> float:
+    """Processor seconds of these processes, to the microsecond."""
+    total = 0
+    for each in processes:
+        for line in Path(f"/proc/{each.pid}/task").glob("*/schedstat"):
+            total += int(line.read_text().split()[0])
+    return total / 1e9
+
+
+def kept_cost(size: Size) -> Sequence[Row]:
+    """The same for a pool that stays, whose agents are asked."""
+
+    def during() -> float:
+        before = spent_by(processes)
+        time.sleep(size.seconds)
+        return (spent_by(processes) - before) / size.seconds
+
+    def looked_at() -> float:
+        with Looking(url):
+            return during()
+
+    with kept(size.nodes) as url:
+        processes = processes_of("page-kept")
+        taken = interleave({"looked at": looked_at, "alone": during}, rounds=size.rounds)
+    pairs = zip(taken["looked at"].values, taken["alone"].values, strict=True)
+    more = Sample(tuple(100 * (a - b) * 10 / size.nodes for a, b in pairs), " % of a core")
+    what = "a page that shows a pool that stays, for each 10 nodes"
+    return [absolute(what, more, "< 1 % of a core", 1.0)]
+
+
 def events(size: Size) -> Sequence[Row]:
     """How long after a function has printed a line a viewer has it."""
     delays = []
@@ -160,4 +225,4 @@ def calls(size: Size) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    run_suite("the page", [cost, events, calls], full=FULL, quick=QUICK)
+    run_suite("the page", [cost, kept_cost, events, calls], full=FULL, quick=QUICK)
