@@ -56,7 +56,11 @@ class Service:
                 return 204, None
         if path.startswith("/images/"):
             return 200, {"Id": "sha256:" + "1" * 64, "RepoTags": ["python:3"]}
-        return 200, {**named, "NetworkSettings": {"Networks": networks}, "State": {}}
+        return 200, {
+            **named,
+            "NetworkSettings": {"Networks": networks},
+            "State": {"Status": "running"},
+        }
 
 
 @contextlib.contextmanager
