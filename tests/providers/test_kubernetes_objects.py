@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import skyward as sky
+from skytorch.client.pods import Kubernetes
 from skyward.accelerators import Accelerator
 from skyward.providers import Request
 from skyward.providers.kubernetes import access, gpus, manifests, pending, spdy, streams
@@ -80,6 +81,13 @@ def test_another_process_makes_the_same_pods(
         ["sleep", "1"],
     )
     assert again.pod_template == {"spec": {"priorityClassName": "low", "schedulerName": "mine"}}
+
+
+def test_a_compute_of_skytorch_describes_its_pods_as_the_provider_does(kubeconfig: Path) -> None:
+    provider = Kubernetes(job="mnist", on_pending=print)
+
+    described = json.loads(json.dumps(provider.describe()))
+    assert described == sky.Kubernetes(job="mnist").describe()
 
 
 def test_context_and_namespace_are_pinned_when_the_provider_is_made(kubeconfig: Path) -> None:

@@ -130,7 +130,7 @@ class Kubernetes:
 
     def describe(self) -> Mapping[str, Any]:
         """The arguments, with what variables name: another process makes the same pods."""
-        told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        told = {each.name: getattr(self, each.name) for each in fields(Kubernetes) if each.init}
         template = manifests.template(os.environ.get(TEMPLATE), self.pod_template)
         more = {
             "image": self.image or os.environ.get(IMAGE) or None,
