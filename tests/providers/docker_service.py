@@ -29,6 +29,14 @@ class Service:
         self.refusal = refusal
         self.created: list[dict[str, Any]] = []
         self.removed: list[str] = []
+        self.stopped: list[str] = []
+        self.former: dict[str, Any] = {}
+        """What the description of a container says besides."""
+        self.may_start = threading.Event()
+        """Set, unless a start is to take long."""
+        self.may_start.set()
+        self.starting = threading.Event()
+        """Whether a start was asked for."""
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         """The status and the document for a request."""
@@ -49,7 +57,12 @@ class Service:
             case "POST", "/containers/create":
                 self.created.append(body)
                 return 201, {"Id": "c1", "Warnings": []}
+            case "POST", "/containers/c1/stop":
+                self.stopped.append(path)
+                return 204, None
             case "POST", "/containers/c1/start":
+                self.starting.set()
+                self.may_start.wait(60)
                 return (500, {"message": self.refusal}) if self.refusal else (204, None)
             case "DELETE", _:
                 self.removed.append(path)
@@ -60,6 +73,7 @@ class Service:
             **named,
             "NetworkSettings": {"Networks": networks},
             "State": {"Status": "running"},
+            **self.former,
         }
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, PoolStartError
@@ -107,12 +107,19 @@ class Container:
         """Run a container with the pool's labels, in the pool's own network."""
         making = asyncio.create_task(asyncio.to_thread(self._create, order))
         try:
-            return await asyncio.shield(making)
+            return (await asyncio.shield(making)).machine
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: remove the container that it makes.
+            # A thread cannot be cancelled: undo what it does.
             with contextlib.suppress(Exception):
-                await (await making).destroy()
+                await self._undo(await making)
             raise
+
+    async def _undo(self, got: _Got) -> None:
+        """Remove a container that was made, and stop one that was started again."""
+        if got.how == "made":
+            await got.machine.destroy()
+        elif got.how == "started":
+            await asyncio.to_thread(self._stop_one, got.machine.id)
 
     async def find(self, pool: str) -> Sequence[ContainerMachine]:
         """The containers with the pool's label; without any, the pool's network is removed."""
@@ -125,20 +132,21 @@ class Container:
     def _stop(self, pool: str) -> None:
         with answering(self.host).connected() as docker:
             for container in docker.containers.list(filters={"label": f"{POOL}={pool}"}):
-                try:
-                    container.stop(timeout=_STOP_SECONDS)
-                except Exception as problem:
-                    raise PoolError(
-                        f"the container {container.name} could not be stopped: {said(problem)}"
-                    ) from problem
+                _stop(container)
 
-    def _create(self, order: Order) -> ContainerMachine:
+    def _stop_one(self, name: str) -> None:
+        with answering(self.host).connected() as docker:
+            _stop(docker.containers.get(name))
+
+    def _create(self, order: Order) -> _Got:
         service = answering(self.host)
         with service.connected() as docker:
-            if order.request.keep and (there := _former(docker, order)) is not None:
-                return ContainerMachine(service, there, self.python)
+            if order.request.keep and (former := _former(docker, order)) is not None:
+                there, how = former
+                return _Got(ContainerMachine(service, there, self.python), how)
             try:
-                return ContainerMachine(service, self._run(docker, order), self.python)
+                machine = ContainerMachine(service, self._run(docker, order), self.python)
+                return _Got(machine, "made")
             except Exception as problem:
                 with contextlib.suppress(Exception):
                     docker.containers.get(_name(order.pool, order.node)).remove(force=True, v=True)
@@ -194,7 +202,28 @@ class Container:
             return [ContainerMachine(service, container, self.python) for container in found]
 
 
-def _former(docker: Any, order: Order) -> Any:
+_How = Literal["made", "started", "found"]
+"""Whether a node's container is new, was started again, or ran already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Got:
+    """The container of a node, and how the node came to have it."""
+
+    machine: ContainerMachine
+    how: _How
+
+
+def _stop(container: Any) -> None:
+    try:
+        container.stop(timeout=_STOP_SECONDS)
+    except Exception as problem:
+        raise PoolError(
+            f"the container {container.name} could not be stopped: {said(problem)}"
+        ) from problem
+
+
+def _former(docker: Any, order: Order) -> tuple[Any, _How] | None:
     """The container that a node of a pool that stays has already, started if it is stopped."""
     import docker.errors as errors
 
@@ -204,16 +233,17 @@ def _former(docker: Any, order: Order) -> Any:
         return None
     if there.labels.get(POOL) != order.pool:
         return None
-    if there.status != "running":
-        order.tell("starting the container again")
-        try:
-            there.start()
-        except errors.APIError as problem:
-            raise PoolStartError(
-                f"node {order.node}: the container {there.name} could not be started again: "
-                f"{said(problem)}; `sky down` removes it"
-            ) from problem
-    return there
+    if there.status == "running":
+        return there, "found"
+    order.tell("starting the container again")
+    try:
+        there.start()
+    except errors.APIError as problem:
+        raise PoolStartError(
+            f"node {order.node}: the container {there.name} could not be started again: "
+            f"{said(problem)}; `sky down` removes it"
+        ) from problem
+    return there, "started"
 
 
 def _usual_mounts() -> list[Volume]:
