@@ -378,6 +378,11 @@ class Pool:
         self._check_open()
         return self._fleet.devices.get(node, kind)
 
+    def resident_device(self, node: int, kind: str, pid: int) -> int:
+        """The index of the sky device that is a process with kept values, if that is to be had."""
+        self._check_open()
+        return self._fleet.devices.resident(node, kind, pid)
+
     def device_holder(self, index: int) -> Holder | None:
         """The node of a sky device of this pool, and the worker if only one sees the GPU."""
         return self._fleet.devices.holder(index)

@@ -126,6 +126,32 @@ def test_a_second_client_gets_a_copy(bench: str, script: Script) -> None:
         compute.forget("both")
 
 
+def test_values_in_two_processes_are_both_the_very_tensors(bench: str, script: Script) -> None:
+    with sky.attach(bench) as compute:
+        first = torch.zeros(2, device=compute.device("cpu"))
+        compute.keep("first", first)
+        other = script(
+            f"""
+            import torch
+            with sky.attach({bench!r}) as compute:
+                compute.keep("second", torch.zeros(2, device=compute.device("cpu")))
+            """
+        )
+        assert said(other) == ""
+    with sky.attach(bench) as compute:
+        first, second = compute.kept("first"), compute.kept("second")
+        second.add_(1)
+        assert process_of(compute, first) != process_of(compute, second)
+        assert compute.kept("second").device == second.device
+        assert compute.device("cpu") == first.device
+        first.add_(second.to(first.device))
+    with sky.attach(bench) as compute:
+        assert compute.kept("second").tolist() == [1, 1]
+        assert compute.kept("first").tolist() == [1, 1]
+        for name in ("first", "second"):
+            compute.forget(name)
+
+
 def test_a_client_that_is_killed_leaves_what_it_has_kept(bench: str, script: Script) -> None:
     killed = script(
         f"""

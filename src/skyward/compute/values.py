@@ -76,7 +76,9 @@ class Keeping(Naming):
         """The value that was kept by that name; tensors of a device are on the device again.
 
         They are the tensors that were kept, not copies, unless another client that is attached now
-        has them on its device. Objects are of the classes that this process has imported.
+        has them on its device. If this client's device is another process than theirs, they are on
+        a sky device of their own: see `tensor.device`. Objects are of the classes that this process
+        has imported.
 
         >>> model = sky.attach("train").kept("model")
         """
@@ -162,7 +164,7 @@ class Keeping(Naming):
         _check_there(name, node, found)
         encoded = self.run(_loaded(found["path"], found["size"]), on=node)
         try:
-            index = self._open_pool.device(node, found["device"])
+            index = self._open_pool.resident_device(node, found["device"], found["pid"])
             if self._open_pool.device_process(index) == found["pid"]:
                 return residents.decode(encoded, index, residents.adopted(encoded, index))
             return residents.decode(encoded, index, self._copied(name, node, encoded, index))

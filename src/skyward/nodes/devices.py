@@ -58,6 +58,27 @@ class DeviceDesk:
                 found = None
             return self._start(node, kind, back=back) if found is None else found
 
+    def resident(self, node: int, kind: str, pid: int) -> int | None:
+        """The index of the device that is a process with kept values; None if it is not to be had.
+
+        If the node's device of that kind is another process, this one is a device besides.
+        """
+        with self._lock:
+            found = self._find_process(node, pid)
+            if found is not None and self._is_alive(found):
+                return found
+            if any(at == node and kind in kinds for at, kinds, _ in self._lost):
+                # `get` brings that device back.
+                return None
+            try:
+                return self._start(node, kind, back=True, pid=pid)
+            except ConfigurationError:
+                return None
+
+    def _find_process(self, node: int, pid: int) -> int | None:
+        devices = [device for at, _, device in list(self._open.values()) if at == node]
+        return next((device.index for device in devices if device.pid == pid), None)
+
     def awaits(self, node: int) -> bool:
         """Whether a device that was lost with a node comes back when the node is there again."""
         return any(at == node for at, _, _ in self._lost)
@@ -135,7 +156,7 @@ class DeviceDesk:
                 return device.index
         return None
 
-    def _start(self, node: int, kind: str, *, back: bool) -> int:
+    def _start(self, node: int, kind: str, *, back: bool, pid: int = 0) -> int:
         from skyward.device.client import Device
         from skyward.device.core import core
 
@@ -145,7 +166,7 @@ class DeviceDesk:
         answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
         self._waiting[number] = (node, answers)
         try:
-            self._tell(node, OpenDevice(number, kind))
+            self._tell(node, OpenDevice(number, kind, pid))
             answer = answers.get(timeout=START_SECONDS)
         except queue.Empty:
             raise SkywardError(
@@ -158,7 +179,7 @@ class DeviceDesk:
             raise ConfigurationError(f"device({kind!r}, node={node}): {answer.reason}")
         endpoint, real = answer.endpoint, answer.kind
         # "auto" and "cuda" may be the same device: both must give tensors of one torch device.
-        same = self._find(node, real, asked=kind)
+        same = None if pid else self._find(node, real, asked=kind)
         if same is not None:
             self._tell(node, CloseDevice(number))
             return same

@@ -66,6 +66,11 @@ class PoolDevices:
             raise
         return index
 
+    def resident(self, node: int, kind: str, pid: int) -> int:
+        """The index of the device that is that process; of the node's, if another client has it."""
+        found = self.desk.resident(node, kind, pid)
+        return self.get(node, kind) if found is None else found
+
     def _await_node(self, index: int) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not self._roster.closed:

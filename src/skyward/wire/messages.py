@@ -158,6 +158,8 @@ class OpenDevice(Message):
     KIND = 9
     number: int
     kind: str
+    pid: int = 0
+    """The process that holds kept values and is wanted, and no other; 0 if any will do."""
 
 
 class DeviceUp(Message):

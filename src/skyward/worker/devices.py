@@ -40,9 +40,9 @@ class DeviceProcesses:
     def open(self, wanted: OpenDevice) -> None:
         """Get a process for one device, or start one; only on the agent's main thread."""
         owner = self._owner(wanted.number, up=False)
-        child = self._residents.take(wanted.kind, owner)
+        child = self._residents.take(wanted.kind, owner, wanted.pid)
         if child is None:
-            self._start(wanted)
+            self._start_for(wanted)
             return
         with self._lock:
             self._processes[wanted.number] = child, owner
@@ -77,7 +77,15 @@ class DeviceProcesses:
             closed = self._processes.pop(number, None) is None
         self._residents.give_back(child, owner)
         if not closed:
-            self._starts.put(functools.partial(self._start, wanted))
+            self._starts.put(functools.partial(self._start_for, wanted))
+
+    def _start_for(self, wanted: OpenDevice) -> None:
+        """Start a process, unless the client wants one that is not to be had."""
+        if wanted.pid:
+            reason = f"its process {wanted.pid} serves another client, or has ended"
+            self._tell(DeviceDown(wanted.number, reason))
+        else:
+            self._start(wanted)
 
     def _start(self, wanted: OpenDevice) -> None:
         config = self._config

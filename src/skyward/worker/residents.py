@@ -210,13 +210,17 @@ class Residents:
 
     # Clients.
 
-    def take(self, kind: str, owner: DeviceClient) -> DeviceChild | None:
-        """A process of that kind that holds values and has no client, for a new one."""
+    def take(self, kind: str, owner: DeviceClient, pid: int = 0) -> DeviceChild | None:
+        """A process of that kind that holds values and has no client, for a new one.
+
+        With `pid`, that process or none.
+        """
         with self._lock:
             waiting = [
                 each
                 for each in self._children.values()
                 if each.owner is None and each.values and each.serves(kind)
+                if pid in (0, each.process.pid)
             ]
             found = max(waiting, key=lambda each: (each.wanted, each.values), default=None)
             if found is not None:
