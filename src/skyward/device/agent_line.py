@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,14 @@ class AgentLine:
             self._socket.sendall(msgspec.json.encode(what) + b"\n")
 
     def _listen(self) -> None:
+        try:
+            self._answer_all()
+        except Exception:
+            # Without this thread nothing of the process can be kept or freed, and no client comes.
+            os.write(2, f"the line to the agent failed: {traceback.format_exc()}\n".encode())
+            os._exit(1)
+
+    def _answer_all(self) -> None:
         answers: dict[str, Callable[[dict[str, Any]], None]] = {
             "hold": self._hold,
             "drop": self._drop,

@@ -30,7 +30,7 @@ class DeviceLine:
         self._socket, self._other = socket.socketpair()
         self.inherited = self._other.fileno()
         """The descriptor that the process inherits."""
-        self._changed = threading.Condition()
+        self._changed, self._saying = threading.Condition(), threading.Lock()
         self._questions = itertools.count(1)
         self._free = self._ended = False
         self._answers: dict[int, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ class DeviceLine:
 
     def _say(self, what: dict[str, Any]) -> None:
         # A process that has ended is told of by whoever follows it.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._saying:
             self._socket.sendall(msgspec.json.encode(what) + b"\n")
 
 
