@@ -17,7 +17,7 @@ import pytest
 import skyward as sky
 from skyward.compute.volumes import plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
-from skyward.files import mounting
+from skyward.files import mounting, volumes
 from skyward.files.copying import BucketCopy
 from skyward.files.items import FileItem
 from skyward.files.mounting import PROGRAMS, BucketPlace
@@ -459,7 +459,10 @@ class TestKilledUsers:
         killed.open(quiet)
         (tmp_path / "at" / "data.txt").write_text("DATA")
         (tmp_path / "at" / "new.txt").write_text("new")
-        monkeypatch.setattr("psutil.pid_exists", lambda pid: False)
+        # Its id is that of this process now, as in a container that was started again.
+        began = volumes._began(os.getpid())
+        assert began is not None
+        monkeypatch.setattr(volumes, "_began", lambda pid: began + 1)
         volume = NodeVolume(f"file://{bucket}", str(tmp_path / "at"), read_only=False)
         yield volume
         volume.close(quiet)
@@ -506,6 +509,16 @@ class TestKilledUsers:
             other.open(quiet)
         volume.open(quiet)
         assert (bucket / "new.txt").read_text() == "new"
+
+
+def test_a_process_is_told_from_another_by_its_start_and_uses_nothing_after_its_end() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        began = volumes._began(process.pid)
+        assert began == volumes._began(process.pid) != volumes._began(os.getpid())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert volumes._began(process.pid) is None
+    assert volumes._began(process.pid) is None
 
 
 class Full:

@@ -114,12 +114,16 @@ class LinkedVolume:
             self._link.unlink()
 
 
+_User = tuple[int, float]
+"""A process: its id, and when it began, because another one may get the same id later."""
+
+
 class _PathUse(msgspec.Struct):
     """Who uses the path of a volume, and what is there."""
 
     source: str = ""
-    users: list[int] = []
-    """The processes."""
+    users: list[_User] = []
+    """The processes; one that has the volume twice is there twice."""
     copied: bool = False
     """Whether there is a copy, with what functions may have written."""
     writes: bool = False
@@ -158,7 +162,7 @@ class NodeVolume:
                 self._served = self._copied(read_only=self.read_only)
             record.source = self.source
             record.writes |= not self.read_only
-            record.users.append(os.getpid())
+            record.users.append(_this_process())
 
     def write_back(self, told: Told) -> int:
         """Write what has changed to the source; returns how many files."""
@@ -174,8 +178,8 @@ class NodeVolume:
                 written = 0 if served is None else served.write_back(told)
             except Exception as problem:
                 failure = problem
-            if os.getpid() in record.users:
-                record.users.remove(os.getpid())
+            if _this_process() in record.users:
+                record.users.remove(_this_process())
             if not record.users and failure is None:
                 record.copied = False
                 if served is None:
@@ -271,7 +275,7 @@ class NodeVolume:
             written = file.read()
             record = msgspec.json.decode(written, type=_PathUse) if written else _PathUse()
             # An agent that was killed has not said that it left.
-            record.users = [pid for pid in record.users if psutil.pid_exists(pid)]
+            record.users = [(pid, began) for pid, began in record.users if _began(pid) == began]
 
             def save() -> None:
                 file.seek(0)
@@ -290,6 +294,26 @@ class NodeVolume:
                 return
             path.unlink()
             path.with_suffix(".listing").unlink(missing_ok=True)
+
+
+def _this_process() -> _User:
+    pid = os.getpid()
+    return pid, _began(pid) or 0.0
+
+
+def _began(pid: int) -> float | None:
+    """When a process began, in a unit of the system's; None if there is none, or it has ended."""
+    try:
+        # In ticks since the machine started: the time of day may be set while processes run.
+        after_name = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2]
+        state, *fields = after_name.split()
+        return None if state in "ZX" else float(fields[18])
+    except OSError:
+        pass
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
 
 
 @contextlib.contextmanager
