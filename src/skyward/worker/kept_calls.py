@@ -71,6 +71,8 @@ class KeptCalls:
         """The calls that are still being sent."""
         self._ended: list[str] = []
         """The calls that have ended, in this order."""
+        self._unwritten: dict[str, CallEnd] = {}
+        """The ends that no file tells: the disk was full."""
         self._runner: Channel | None = None
         self._client = ""
         """The tenant that the runner is."""
@@ -106,9 +108,10 @@ class KeptCalls:
                 raise PoolError(self._in_use(name))
             if any(each.id == name for each in self._jobs.all()):
                 raise PoolError(f"a job is called {name!r}, see `sky jobs`; give another name")
-            self._begun.add(name)
             folder = self._folder / name
             folder.mkdir(parents=True, mode=0o700)
+            # Only now: without a folder there is no call, and nobody gives it up.
+            self._begun.add(name)
         return folder
 
     def _in_use(self, name: str) -> str:
@@ -167,6 +170,7 @@ class KeptCalls:
                     f"the call {name!r} has not ended; compute.cancel({name!r}) ends it"
                 )
             shutil.rmtree(self._folder / name)
+            self._unwritten.pop(name, None)
         return True
 
     # Who looks.
@@ -202,7 +206,8 @@ class KeptCalls:
         end = None
         # In this order: a call that has ended meanwhile has left its mark.
         if live is None:
-            end = CallEnd(about.began, "lost", "it ended with the node's agent")
+            agent_ended = CallEnd(about.began, "lost", "it ended with the node's agent")
+            end = self._unwritten.get(name, agent_ended)
             with contextlib.suppress(FileNotFoundError):
                 end = msgspec.json.decode((folder / _ENDED).read_bytes(), type=CallEnd)
         state: JobState = "queued"
@@ -318,9 +323,12 @@ class KeptCalls:
     def _end(self, name: str, state: JobState, problem: str = "") -> None:
         folder = self._folder / name
         new = folder / f"{_ENDED}.new"
-        with contextlib.suppress(OSError):
-            new.write_bytes(msgspec.json.encode(CallEnd(time.time(), state, problem)))
+        end = CallEnd(time.time(), state, problem)
+        try:
+            new.write_bytes(msgspec.json.encode(end))
             new.rename(folder / _ENDED)
+        except OSError:
+            self._unwritten[name] = end
         del self._live[name]
         with contextlib.suppress(OSError):
             # Only its result is of use from now on.
