@@ -254,6 +254,9 @@ def test_what_cannot_be_kept_by_name_is_refused(compute: sky.Compute) -> None:
         compute.submit(place(), name="a b")
     with pytest.raises(sky.ConfigurationError, match="give a name, such as 'run-7'"):
         compute.submit(place(), name="")
+    for method in (compute.forget, compute.kept):
+        with pytest.raises(sky.ConfigurationError, match=rf"^{method.__name__}\(''\): give a name"):
+            method("")
     with pytest.raises(sky.ConfigurationError, match="name the plain function"):
         compute.submit(sky.remote(place)(), name="remote")
     with sky.Compute(options=QUIET) as short:

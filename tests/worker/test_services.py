@@ -47,6 +47,8 @@ def test_a_page_that_cannot_be_served_says_why(pool: Pool) -> None:
     with pool.service(0, "page") as page:
         with pytest.raises(PoolError, match=r"'\.\./key' is no place in the page's folder"):
             page.ask("open", name="none", private={"../key": "x"})
+        with pytest.raises(PoolError, match=r"File name too long"):
+            page.ask("open", name="none", private={"x" * 300: "x"})
         with pytest.raises(PoolError, match=r"ended as it started: no pool called 'none-there'"):
             page.ask("open", name="none-there")
         with pytest.raises(PoolError, match="name"):

@@ -52,7 +52,7 @@ class Keeping(Naming):
 
         >>> compute.keep("model", model)
         """
-        _check(name)
+        _check(name, "keep")
         devices = _devices(value)
         node, kind = self._home(name, devices)
         with self._open_pool.service(node, "values") as service:
@@ -82,7 +82,7 @@ class Keeping(Naming):
 
         >>> model = sky.attach("train").kept("model")
         """
-        _check(name)
+        _check(name, "kept")
         for node in self._serving():
             try:
                 service = self._open_pool.service(node, "values")
@@ -126,7 +126,7 @@ class Keeping(Naming):
         That is a value of `keep`, or the result of a named call that has ended. The memory of a
         value's tensors is free when no client uses them any more.
         """
-        _check(name)
+        _check(name, "forget")
         if self._open_pool.stays:
             self._calls.forget(name)
         for node in self._serving():
@@ -228,6 +228,6 @@ def _devices(value: object) -> list[int]:
     return sorted(finder.found)
 
 
-def _check(name: object) -> None:
+def _check(name: object, method: str) -> None:
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"keep({name!r}): give a name, such as 'model'")
+        raise ConfigurationError(f"{method}({name!r}): give a name, such as 'model'")

@@ -25,6 +25,7 @@ from skyward.wire.messages import Reply
 from skyward.worker.program import ProgramConfig
 from skyward.worker.programs import RunningProgram, environment_of
 from skyward.worker.services import ServedNode
+from skyward.worker.services.copying import why
 
 MODULE = "skyward.page.on_head"
 START_SECONDS = 60.0
@@ -153,8 +154,8 @@ def serve(node: ServedNode, channel: Channel) -> None:
             question, _ = next_part(channel)
             try:
                 reply = Reply(_answer(node, channel, question.what, question.arguments))
-            except (PoolError, ValueError, FileNotFoundError, PermissionError) as problem:
-                reply = Reply(problem=str(problem))
+            except (PoolError, ValueError, OSError) as problem:
+                reply = Reply(problem=why(problem))
             channel.send(reply)
     finally:
         _page.leave(channel)
