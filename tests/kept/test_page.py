@@ -228,6 +228,21 @@ def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home:
         watching.end()
 
 
+def test_clients_may_come_while_a_pool_is_told_of(home: Path) -> None:
+    class Key(str):
+        def rpartition(self, separator: str, /) -> tuple[str, str, str]:
+            watching._shown.add("another-1")
+            return super().rpartition(separator)
+
+    watching = _Watching(frozenset({"new"}))
+    try:
+        watching._shown.add(Key("abc-12"))
+        watching._tell([{"type": "pool", "pool": "abc-kept", "name": "new"}])
+        assert watching._shown == {"another-1"}
+    finally:
+        watching.end()
+
+
 def report(*tasks: list[Any], fresh: bool = False) -> tuple[int, dict[str, Any]]:
     return 0, {"tasks": list(tasks), "state": "ready"} | ({"fresh": True} if fresh else {})
 

@@ -121,10 +121,24 @@ def test_without_the_token_there_is_nothing(url: str, path: str) -> None:
 
 def test_a_name_that_leads_here_by_a_trick_is_refused(url: str) -> None:
     port = urlsplit(url).port
-    for host in ("evil.example", f"evil.example:{port}", ""):
+    for host in ("evil.example", f"evil.example:{port}", "", "[::1"):
         status, _, text = get(url, Host=host)
         assert (status, text) == (421, "this server has another name\n")
     assert get(url, Host=f"localhost:{port}")[0] == 200
+
+
+def test_what_cannot_be_read_is_refused_wherever_the_server_listens(url: str) -> None:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20) as client:
+        client.sendall(b"GET http://[::1/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.makefile().readline() == "HTTP/1.1 400 Bad Request\n"
+    forwarded = object.__new__(PageServer)
+    everywhere = object.__new__(PageServer)
+    forwarded._forwarded, everywhere._forwarded = True, False
+    everywhere._hosts = frozenset()
+    for server in (forwarded, everywhere):
+        assert server.serves("127.0.0.1:80")
+        assert not server.serves("[::1")
 
 
 def test_other_paths_and_methods_are_refused(url: str) -> None:

@@ -95,7 +95,10 @@ class _Watching:
             if message["type"] == "pool":
                 # A client that has made the pool was shown before the pool was one that stays.
                 client = message["pool"].rpartition("-")[0]
-                for key in [each for each in self._shown if each.rpartition("-")[0] == client]:
+                # A copy: other threads add to it and take from it.
+                for key in list(self._shown):
+                    if key.rpartition("-")[0] != client:
+                        continue
                     self._clients[key] = {}
                     self._shown.discard(key)
                     replaced.append({"type": "replaced", "pool": key})

@@ -117,7 +117,7 @@ class PageServer:
     def serves(self, host: str) -> bool:
         """Whether a request may name this host: a foreign name may have been made to lead here."""
         if self._forwarded:
-            return (urlsplit(f"//{host}").hostname or "") in _LOOPBACK
+            return _name(host) in _LOOPBACK
         return host.lower() in self._hosts if self._hosts else _is_own(host)
 
     def join(self) -> Viewer | None:
@@ -169,9 +169,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
         # One request for each connection: no thread waits for a next one.
         self.close_connection = True
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "that is no address")
+            return
         if not self.page.serves(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name")
         elif not self.page.knows(self._token(parse_qs(asked.query))):
@@ -255,9 +259,17 @@ def _hosts(host: str, port: int) -> frozenset[str]:
     return frozenset(f"{name}:{port}" for name in names) | (names if port == 80 else frozenset())
 
 
+def _name(host: str) -> str:
+    """The name in a Host header, without its port; empty if the header cannot be read."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
 def _is_own(host: str) -> bool:
     """Whether a name of a request is an address, or this machine's own name."""
-    name = (urlsplit(f"//{host}").hostname or "").lower()
+    name = _name(host)
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
         return True
