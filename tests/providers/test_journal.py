@@ -46,6 +46,14 @@ def made(journal: Journal, pool: str, node: int) -> Path:
     return Path(machine.id)
 
 
+def test_only_its_user_reads_it(journal: Journal) -> None:
+    opened(journal)
+    assert journal.path.stat().st_mode & 0o777 == 0o600
+    journal.path.chmod(0o644)
+    opened(journal)
+    assert journal.path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_pool_and_its_machines_are_on_record(journal: Journal) -> None:
     pool = opened(journal)
     journal.intend(pool, 0)

@@ -41,6 +41,7 @@ _ADDED = (
 )
 """Columns that the tables of earlier versions do not have."""
 _BUSY_SECONDS = 30.0
+_making = threading.Lock()
 
 ClientState = Literal["running", "gone", "elsewhere"]
 Values = tuple[Any, ...] | dict[str, Any]
@@ -295,6 +296,7 @@ class Journal:
     def _connected(self) -> Iterator[sqlite3.Connection]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_private(self.path)
             database = sqlite3.connect(self.path, timeout=_BUSY_SECONDS)
             try:
                 with database:
@@ -309,6 +311,19 @@ class Journal:
                 f"the journal {self.path} cannot be used: {problem}; without it, machines could "
                 "be left behind unnoticed: make it writable, or set SKYWARD_STATE to a folder"
             ) from problem
+
+
+def _make_private(path: Path) -> None:
+    """Keep others from reading the journal: what describes a provider may hold secrets."""
+    # Closing a file drops the locks of SQLite's other connections in this process, so that only
+    # the thread that makes the file opens it here.
+    with _making:
+        if not path.exists():
+            path.touch(mode=0o600)
+        elif path.stat().st_mode & 0o077:
+            # It may belong to another user, who has shared it.
+            with contextlib.suppress(PermissionError):
+                path.chmod(0o600)
 
 
 def _add_columns(database: sqlite3.Connection) -> None:
