@@ -260,6 +260,55 @@ class TestGc:
             True,
         )
 
+    def test_slurms_commands_alone_are_no_cluster(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        squeue = tmp_path / "bin" / "squeue"
+        squeue.parent.mkdir()
+        words = "squeue: fatal: Could not establish a configuration source"
+        squeue.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+        squeue.chmod(0o755)
+        built_in = {"slurm": "skyward.providers.slurm:Slurm"} | providers.BUILT_IN
+        monkeypatch.setattr(providers, "BUILT_IN", built_in)
+        monkeypatch.setenv("PATH", str(squeue.parent))
+        said = sky_command("gc")
+        assert (said.exit_code, said.output) == (0, "nothing of any pool: shop\n")
+        named = sky_command("gc", "--provider", "slurm").output
+        assert "they know no cluster" in named
+        assert 'Slurm(login="me@cluster")' in named
+
+    def test_ray_without_a_cluster_or_a_record_is_no_answer(
+        self, state: Journal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(providers, "BUILT_IN", {"ray": "skyward.providers.ray:Ray"})
+        for variable in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        failed = sky_command("gc")
+        assert failed.exit_code == 1
+        assert "no provider answered: ray: Ray(): no cluster runs on this machine" in failed.stderr
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text("head:6379")
+        assert sky_command("gc").output == "nothing of any pool: ray at auto\n"
+
+    def test_aws_is_passed_over_in_silence_only_if_nobody_uses_it(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("boto3")
+        built_in = {"aws": "skyward.providers.aws:AWS"} | providers.BUILT_IN
+        monkeypatch.setattr(providers, "BUILT_IN", built_in)
+        for variable in [each for each in os.environ if each.startswith("AWS_")]:
+            monkeypatch.delenv(variable)
+        for variable in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            monkeypatch.setenv(variable, str(tmp_path / variable))
+        assert sky_command("gc").output == "nothing of any pool: shop\n"
+        with monkeypatch.context() as named:
+            named.setenv("AWS_PROFILE", "nope")
+            said = sky_command("gc")
+            assert "passed over: aws: AWS: The config profile (nope) could not" in said.stderr
+        (tmp_path / "AWS_CONFIG_FILE").write_text("[default]\n")
+        assert "passed over: aws: AWS(): no region" in sky_command("gc").stderr
+
     def test_so_is_one_that_cannot_be_made(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -381,9 +381,16 @@ class AWS:
 
     async def remains(self) -> Sequence[Remains]:
         """Everything in the region that has the tag of a pool."""
+        from skyward.providers.aws.account import is_used
         from skyward.providers.aws.sweeping import remains
 
-        return await asyncio.to_thread(remains, self._account())
+        try:
+            return await asyncio.to_thread(lambda: remains(self._account()))
+        except ConfigurationError as problem:
+            # Who has credentials may have instances, and must hear that nobody has looked.
+            if is_used(self.profile):
+                raise UnavailableError(str(problem)) from problem
+            raise
 
     @property
     def _python(self) -> str | None:

@@ -16,6 +16,8 @@ from skyward.providers.aws import failures
 CONNECTIONS = 32
 ATTEMPTS = 4
 _THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException"})
+_NAMED = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+"""The variables with which a user chooses credentials."""
 
 
 class Account:
@@ -154,6 +156,13 @@ class Account:
                         f"AWS: {problem}; there are: {there}; `aws configure sso` makes one"
                     ) from None
             return self._session
+
+
+def is_used(profile: str | None) -> bool:
+    """Whether the user has named a profile or a key, or has profiles on this machine."""
+    if profile is not None or any(os.environ.get(each) for each in _NAMED):
+        return True
+    return importlib.util.find_spec("boto3") is not None and bool(_profiles())
 
 
 def _profiles() -> list[str]:

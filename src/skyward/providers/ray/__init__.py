@@ -229,6 +229,9 @@ class Ray:
 
         if "://" in self._cluster:
             return await asyncio.to_thread(remains.jobs, JobsApi(self._cluster, self.headers))
+        if ":" not in self._cluster and not records.pools():
+            # Without a cluster there is nobody to ask, and "nothing" would be no answer.
+            await asyncio.to_thread(_head, self._cluster)
         return await asyncio.to_thread(remains.processes, self._program)
 
     async def find(self, pool: str) -> Sequence[RayMachine]:

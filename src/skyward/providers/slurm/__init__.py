@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
 from skyward.providers import Order, Remains, Request
-from skyward.providers.slurm.commands import SlurmCluster
+from skyward.providers.slurm.commands import SlurmCluster, check_has_cluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
 from skyward.providers.slurm.submission import Submission
@@ -144,12 +144,8 @@ class Slurm:
         finally:
             await login.close()
         if state.status:
+            check_has_cluster(state, login)
             said = (state.words or state.output).strip().rpartition("\n")[2]
-            if "configuration source" in said:
-                raise ConfigurationError(
-                    f"Slurm's commands are on {login.name}, but they know no cluster: {said}; run "
-                    'this on a login node, or name one: Slurm(login="me@cluster")'
-                )
             raise UnreachableError(
                 f"Slurm: no controller answers on {login.name}: {said}; see `scontrol ping` there"
             )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skyward.errors import PoolError, UnreachableError
+from skyward.errors import ConfigurationError, PoolError, UnreachableError
 from skyward.providers.slurm.login import CommandAnswer, Login
 
 _FORMAT = "%i|%T|%r|%P|%L|%S|%N|%k"
@@ -161,6 +161,16 @@ def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
     raise PoolError(f"{what}: Slurm on {login.name} said: {said}")
 
 
+def check_has_cluster(answer: CommandAnswer, login: Login) -> None:
+    """Raise `ConfigurationError` if Slurm's commands are there, but belong to no cluster."""
+    said = (answer.words or answer.output).strip().rpartition("\n")[2]
+    if answer.status and "configuration source" in said:
+        raise ConfigurationError(
+            f"Slurm's commands are on {login.name}, but they know no cluster: {said}; run "
+            'this on a login node, or name one: Slurm(login="me@cluster")'
+        )
+
+
 class SlurmCluster:
     """The commands of one cluster."""
 
@@ -199,8 +209,9 @@ class SlurmCluster:
 
     async def jobs_of_pools(self) -> list[tuple[str, str, SlurmJob]]:
         """The jobs of any pool that have not ended, each with its name and its user."""
-        command = ["squeue", "--noheader", f"--format=%j|%u|{_FORMAT}"]
-        answer = check(await self.login.call(command), "looking for jobs", self.login)
+        answer = await self.login.call(["squeue", "--noheader", f"--format=%j|%u|{_FORMAT}"])
+        check_has_cluster(answer, self.login)
+        check(answer, "looking for jobs", self.login)
         found = []
         for line in answer.output.splitlines():
             name, _, rest = line.partition("|")
