@@ -398,6 +398,8 @@ def test_objects_of_another_pool_are_refused(pool: sky.Compute) -> None:
         elsewhere = Model("gpt") >> other
     with pytest.raises(sky.PoolClosedError):
         elsewhere.predict(1)
+    with pytest.raises(sky.SerializationError, match="its client has left the pool; make another"):
+        asks(elsewhere, 1) >> pool
 
 
 class Meeting:

@@ -202,15 +202,19 @@ class Residence:
 
     def close(self) -> None:
         """Free the object."""
+        if self.note_closed() and not self._seat.lost:
+            closing = SeatFunction(instances.close, f"{self.making.name}.close", lambda: self._seat)
+            self._seat.run(Pending(closing, (self.key,), {}))
+
+    def note_closed(self) -> bool:
+        """Note that the object is closed, or is being closed; False if that was so before."""
         with self._lock:
             if self._closed:
-                return
+                return False
             self._closed = True
             self._finalizer.detach()
             handles.offered.pop(self.key, None)
-        if not self._seat.lost:
-            closing = SeatFunction(instances.close, f"{self.making.name}.close", lambda: self._seat)
-            self._seat.run(Pending(closing, (self.key,), {}))
+            return True
 
     def sent(self, handle: Instance) -> tuple[Any, ...]:
         """The handle as it travels; from now on, only `close` and the client's end free it."""

@@ -41,7 +41,7 @@ from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
 from skyward.providers import encrypted
 from skyward.spec import Nodes
-from skyward.state.link import RemoteLink, StateLink
+from skyward.state.link import RemoteLink
 from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
@@ -469,7 +469,7 @@ class Pool:
         return read_stacks(there, self.service)
 
     @property
-    def state(self) -> StateLink:
+    def state(self) -> RemoteLink:
         """The way to the shared state."""
         self._check_open()
         return self._state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -14,6 +15,9 @@ from skyward.state.connection import Slot, StateConnection, StateOperation, answ
 from skyward.state.owned import KINDS
 from skyward.state.owner import Asked, Owner, Session
 from skyward.wire.channel import Channel
+
+LAST_SECONDS = 1.0
+"""How long the last actions over a link may take."""
 
 
 class StateLink(ABC):
@@ -55,6 +59,16 @@ class RemoteLink(StateLink):
         self._lock = threading.Lock()
         self._connection: StateConnection | None = None
         self._closed = False
+        self._last: list[Callable[[], None]] = []
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Have an action use the state once more before the link ends, if it is reachable then."""
+        self._last.append(action)
+
+    def _do_last(self) -> None:
+        for action in self._last:
+            with contextlib.suppress(SkywardError, OSError):
+                action()
 
     @property
     def alive(self) -> bool:
@@ -97,6 +111,11 @@ class RemoteLink(StateLink):
         return connection.perform(operation)
 
     def close(self) -> None:
+        if self._last and self.alive:
+            # The owner may not answer any more: the end does not wait for it.
+            thread = threading.Thread(target=self._do_last, name="skyward-state-end", daemon=True)
+            thread.start()
+            thread.join(LAST_SECONDS)
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
