@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from skyward.nodes.roster import Roster
 from skyward.wire.asking import ServiceConnection
 
 LOOK_SECONDS = 0.2
+ANSWER_SECONDS = 10.0
+"""How long an agent may take to answer; after that, the next node's agent is asked."""
 LONGEST_SECONDS = 1800.0
 """How long another client may take to start a node: it may wait in a queue for the machine."""
 
@@ -56,23 +59,23 @@ class Starts:
         """Be the only client that starts a node, as far as an agent is left to say so."""
         async with contextlib.AsyncExitStack() as held:
             deadline = time.monotonic() + LONGEST_SECONDS
+            silent: set[int] = set()
             while True:
-                found = await self._granted(node, held, deadline)
+                found = await self._granted(node, held, deadline, silent)
                 if found is not None:
                     break
             yield found
 
     async def _granted(
-        self, node: Node, held: contextlib.AsyncExitStack, deadline: float
+        self, node: Node, held: contextlib.AsyncExitStack, deadline: float, silent: set[int]
     ) -> StartLease | None:
-        """Wait for the lease; None if the agent that was asked is gone."""
+        """Wait for the lease; None if the agent that was asked is gone, or one more is silent."""
         others = [each for each in self._roster.nodes if each is not node and each.is_connected]
+        others = [each for each in others if each.index not in silent]
         if not others or node.state != "starting" or time.monotonic() > deadline:
             return StartLease(node.index, None, None)
         try:
-            connection = await asyncio.wrap_future(
-                connecting.submit(self._open, others[0].index, "clients")
-            )
+            connection = await self._connected(others[0].index)
             held.callback(_close, connection)
             while True:
                 told = await _asked(connection, "start", node=node.index)
@@ -80,13 +83,35 @@ class Starts:
                 if told["granted"] or not waits:
                     return StartLease(node.index, connection, told["facts"])
                 await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            silent.add(others[0].index)
+            return None
         except (SkywardError, OSError, EOFError):
             await asyncio.sleep(LOOK_SECONDS)
             return None
 
+    async def _connected(self, index: int) -> ServiceConnection:
+        opening = connecting.submit(self._open, index, "clients")
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(opening), ANSWER_SECONDS)
+        except TimeoutError:
+            opening.add_done_callback(_close_late)
+            raise
+
 
 async def _asked(connection: ServiceConnection, what: str, **arguments: Any) -> Any:
-    return await asyncio.wrap_future(connecting.submit(connection.ask, what, **arguments))
+    asked = connecting.submit(connection.ask, what, **arguments)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(asked), ANSWER_SECONDS)
+    except TimeoutError:
+        # Frees the thread that waits for the answer.
+        connection.channel.abort()
+        raise
+
+
+def _close_late(opening: Future[ServiceConnection]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        _close(opening.result())
 
 
 def _close(connection: ServiceConnection) -> None:

@@ -1,0 +1,59 @@
+"""Which client starts a lost node, if the agents that are asked do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyward.nodes import starts
+from skyward.nodes.starts import Starts
+
+
+class HungAgent:
+    """A connection to an agent that does not answer, until the connection is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.channel = SimpleNamespace(abort=self.aborted.set)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        self.aborted.wait(30)
+        raise EOFError
+
+    def close(self) -> None:
+        pass
+
+
+class GoodAgent(HungAgent):
+    def ask(self, what: str, **arguments: Any) -> Any:
+        return {"granted": True, "facts": None}
+
+
+async def granted(agents: list[HungAgent]) -> Any:
+    lost, *others = [
+        SimpleNamespace(index=index, state="starting", is_connected=index > 0)
+        for index in range(len(agents) + 1)
+    ]
+    roster: Any = SimpleNamespace(nodes=[lost, *others])
+    connect: Any = lambda index, service: agents[index - 1]
+    node: Any = lost
+    async with Starts(roster, connect).lease(node) as lease:
+        return lease._connection
+
+
+def test_a_hung_agent_does_not_stop_the_start_of_another_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(starts, "ANSWER_SECONDS", 0.2, raising=False)
+    hung, good = HungAgent(), GoodAgent()
+
+    async def within(agents: list[HungAgent]) -> Any:
+        return await asyncio.wait_for(granted(agents), 10)
+
+    assert asyncio.run(within([hung, good])) is good
+    assert hung.aborted.is_set()
+    assert asyncio.run(within([HungAgent()])) is None  # it goes on without a lease
