@@ -8,17 +8,21 @@ import fcntl
 import linecache
 import multiprocessing
 import os
+import queue
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyward as sky
-from skyward.calls.debuggers import source_of
+from skyward.calls.debuggers import DebuggerDesk, source_of
 from skyward.console.prompts import WOKEN, AskingPrompt, open_prompt
+from skyward.wire.messages import NEVER, DebuggerHears, DebuggerSays
+from skyward.worker.debugger_console import DebuggerConsole
 
 QUIET = sky.Options(console=False)
 
@@ -153,6 +157,31 @@ def test_only_code_of_the_client_is_shown(tmp_path: Path) -> None:
     linecache.getlines(str(private))  # as a traceback would
     assert source_of(str(private)) == ""
     assert "def test_only_code" in source_of(__file__)
+
+
+def test_a_worker_gets_source_only_for_a_task_that_may_be_debugged() -> None:
+    told: queue.SimpleQueue[DebuggerHears] = queue.SimpleQueue()
+    lane: Any = SimpleNamespace(tell=told.put)
+    nothing: Any = None
+    desk = DebuggerDesk(nothing, nothing)
+    tasks: list[Any] = [None, SimpleNamespace(debugged=NEVER), SimpleNamespace(debugged=1)]
+    texts = []
+    for task in tasks:
+        desk.heard(lane, task, DebuggerSays(7, "source", __file__))
+        answer = told.get(timeout=30)
+        assert (answer.task, answer.event, answer.file) == (7, "source", __file__)
+        texts.append(answer.text)
+    assert texts[:2] == ["", ""]
+    assert "may_be_debugged" in texts[2]
+
+
+def test_a_late_source_is_not_taken_for_another_file() -> None:
+    nothing: Any = lambda *_: None
+    job: Any = SimpleNamespace(run=SimpleNamespace(task=7))
+    console = DebuggerConsole(job, nothing, nothing, nothing)
+    console.hear(DebuggerHears(7, "source", "of the first", "first.py"))
+    console.hear(DebuggerHears(7, "source", "of the second", "second.py"))
+    assert console.source_of("second.py") == "of the second"
 
 
 @pytest.mark.usefixtures("wanted")

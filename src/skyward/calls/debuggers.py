@@ -20,6 +20,7 @@ from skyward.calls.timeouts import Timeouts
 from skyward.console import Console
 from skyward.console.prompts import END, INTERRUPT, LINE, Prompt, open_prompt
 from skyward.errors import DebuggerError
+from skyward.staff import Staff
 from skyward.wire.messages import (
     AT_BREAKPOINTS,
     AT_FAILURES,
@@ -65,6 +66,15 @@ def source_of(file: str) -> str:
     return text if len(text) <= SOURCE_MAX else ""
 
 
+_readers = Staff("skyward-sources", most=2)
+"""The threads that read source: a disk may be slow, and the loop's thread serves all calls."""
+
+
+def _tell_source(lane: Lane, says: DebuggerSays, *, allowed: bool) -> None:
+    text = source_of(says.text) if allowed else ""
+    lane.tell(DebuggerHears(says.task, "source", text, says.text))
+
+
 @dataclass(slots=True, eq=False)
 class DebuggerSession:
     """A task's debugger, from its place in line to its end."""
@@ -102,7 +112,8 @@ class DebuggerDesk:
         """Take what a task's debugger says; on the loop's thread."""
         if says.event == "source":
             # At once, also if the debugger waits for the terminal.
-            lane.tell(DebuggerHears(says.task, "source", source_of(says.text)))
+            debugged = task is not None and task.debugged != NEVER
+            _readers.run(lambda: _tell_source(lane, says, allowed=debugged))
             return
         with self._lock:
             session = self._session(lane, says.task)

@@ -497,6 +497,8 @@ class DebuggerHears(Message):
     """"line", "interrupt" for Ctrl-C, "end" for the end of the input, "refused", or "source"."""
     text: str
     """The line, why there is no terminal, or the source; that is empty if it is not there."""
+    file: str = ""
+    """With "source", the file that the source is of."""
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

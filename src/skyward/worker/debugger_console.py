@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections.abc import Callable
 
 from skyward.errors import DebuggerError
@@ -31,7 +32,7 @@ class DebuggerConsole:
         self._job, self._task = job, job.run.task
         self._send, self._hurry, self._flush_output = send, hurry, flush_output
         self._text: list[str] = []
-        self._sources: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._sources: queue.SimpleQueue[DebuggerHears] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[DebuggerHears | None] = queue.SimpleQueue()
         self._open = False
         self.waiting = False
@@ -53,7 +54,7 @@ class DebuggerConsole:
     def hear(self, message: DebuggerHears | None) -> None:
         """Take what the client says; None if the task is cancelled."""
         if message is not None and message.event == "source":
-            self._sources.put(message.text)
+            self._sources.put(message)
             return
         # Before the debugger wakes up: a Ctrl-C right after a line is for what the line starts.
         self.waiting = False
@@ -63,10 +64,15 @@ class DebuggerConsole:
         """The source of a file of the client; empty if it has none, or does not answer."""
         self._send(DebuggerSays(self._task, "source", file))
         self._hurry()
-        try:
-            return self._sources.get(timeout=SOURCE_SECONDS)
-        except queue.Empty:
-            return ""
+        deadline = time.monotonic() + SOURCE_SECONDS
+        while True:
+            try:
+                answer = self._sources.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return ""
+            # An answer that came too late is of a file that was asked for before.
+            if answer.file == file:
+                return answer.text
 
     def write(self, text: str) -> int:
         self._text.append(text)
