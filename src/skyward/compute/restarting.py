@@ -41,7 +41,10 @@ def stop_pool(name: str, *, force: bool) -> StoppedPool:
         _check(record)
     journal = Journal()
     note_pool(journal, record)
-    cleaned = end(journal, _journalled(journal, record), record, force=force, stop=True)
+    journalled = _journalled(journal, record)
+    if journalled is None:
+        raise PoolError(f"{name} has just ended; `sky ps` shows the pools that are left")
+    cleaned = end(journal, journalled, record, force=force, stop=True)
     if cleaned.failures:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
     costs = [pool.hourly_cost for pool in journal.pools() if pool.id == record.id]
@@ -72,16 +75,29 @@ def start_pool(name: str) -> int:
     try:
         with compute:
             nodes = [view.node for view in compute.nodes]
-    except BaseException:
+    except BaseException as problem:
         if stops(provider):
-            journal = Journal()
-            halt(journal, _journalled(journal, record), provider)
+            _stop_again(record, provider, problem)
         if name not in keeping.names():
             keeping.write(record)
         raise
     if stops(provider):
         asyncio.run(_remove_others(provider, record.id, nodes))
     return len(nodes)
+
+
+def _stop_again(record: KeptPool, provider: Stopper, problem: BaseException) -> None:
+    """Stop what a start that failed has started; tell with its problem what could not be."""
+    journal = Journal()
+    journalled = _journalled(journal, record)
+    if journalled is None:
+        return
+    failures = halt(journal, journalled, provider).failures
+    if failures:
+        problem.add_note(
+            f"machines of {record.name} may be running still: {'; '.join(failures)}; "
+            f"`sky down {record.name}` removes them"
+        )
 
 
 async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:
@@ -92,5 +108,6 @@ async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None
             Journal().gone(pool, machine.node)
 
 
-def _journalled(journal: Journal, record: KeptPool) -> PoolRecord:
-    return next(each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
+def _journalled(journal: Journal, record: KeptPool) -> PoolRecord | None:
+    found = (each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
+    return next(found, None)

@@ -70,13 +70,21 @@ async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleane
         await provider.stop(pool.id)
     except Exception as problem:
         return Cleaned(pool.id, pool.name, (), (_said(problem),))
-    price = await stopped_price(provider, pool.id)
+    price = await _price(provider, pool.id)
     for machine in found:
         each = price / len(found) if price is not None else None
         journal.gone(pool.id, machine.node)
         journal.intend(pool.id, machine.node)
         journal.made(pool.id, machine.node, machine.id, machine.address, each)
     return Cleaned(pool.id, pool.name, tuple(machine.id for machine in found), ())
+
+
+async def _price(provider: Stopper, pool: str) -> float | None:
+    try:
+        return await stopped_price(provider, pool)
+    except Exception:
+        # The machines are stopped all the same, and must be recorded so.
+        return None
 
 
 def clean_remains(journal: Journal, provider: Collector, remains: Remains) -> Cleaned:

@@ -1,0 +1,81 @@
+"""Stopping and starting a pool, when the provider fails in the middle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.compute import restarting
+from skyward.nodes.cleaning import Cleaned, halt
+
+RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop")
+
+
+class Shop:
+    """A provider that can stop machines, and does not know its prices now."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    async def find(self, pool: str) -> list[Any]:
+        return [SimpleNamespace(id="m1", node=0, address="a", ended=True)]
+
+    async def stop(self, pool: str) -> None:
+        self.stopped.append(pool)
+
+    async def stopped_price(self, pool: str) -> float:
+        raise OSError("the price list cannot be reached")
+
+
+def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.PoolError:
+    """The error of a start that fails, when its machines cannot be stopped again either."""
+
+    def again(record: object) -> object:
+        class Failing:
+            def __enter__(self) -> None:
+                raise sky.PoolError("no machine came up")
+
+            def __exit__(self, *_: object) -> None: ...
+
+        return Failing()
+
+    cleaned = Cleaned("p1", "train", (), ("m1: the provider refused",))
+    monkeypatch.setattr(restarting.keeping, "read", lambda name: RECORD)
+    monkeypatch.setattr(restarting.keeping, "names", lambda: ["train"])
+    monkeypatch.setattr(restarting, "provider_of", lambda record: Shop())
+    monkeypatch.setattr(restarting.Compute, "_again", again)
+    monkeypatch.setattr(restarting, "Journal", lambda: None)
+    monkeypatch.setattr(restarting, "recorded_pools", lambda journal: journalled)
+    monkeypatch.setattr(restarting, "halt", lambda *_: cleaned)
+    with pytest.raises(sky.PoolError, match="no machine came up") as caught:
+        restarting.start_pool("train")
+    return caught.value
+
+
+def test_a_start_that_fails_says_which_machines_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = start(monkeypatch, [("journalled", RECORD)])
+    assert problem.__notes__ == [
+        "machines of train may be running still: m1: the provider refused; `sky down train` "
+        "removes them"
+    ]
+
+
+def test_a_start_that_fails_says_why_without_a_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(start(monkeypatch, []), "__notes__")
+
+
+def test_a_pool_is_recorded_as_stopped_if_its_price_is_unknown() -> None:
+    told: list[tuple[object, ...]] = []
+    journal: Any = SimpleNamespace(
+        gone=lambda *what: told.append(("gone", *what)),
+        intend=lambda *what: told.append(("intend", *what)),
+        made=lambda *what: told.append(("made", *what)),
+    )
+    pool: Any = SimpleNamespace(id="p1", name="train", machines=())
+    provider: Any = Shop()
+    assert halt(journal, pool, provider) == Cleaned("p1", "train", ("m1",), ())
+    assert provider.stopped == ["p1"]
+    assert told == [("gone", "p1", 0), ("intend", "p1", 0), ("made", "p1", 0, "m1", "a", None)]
