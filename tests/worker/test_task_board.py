@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyward.wire.messages import Failure, Result
-from skyward.worker.task_board import FAILED, OK, RUNNING, TaskBoard, board_file
+from skyward.wire.messages import Failure, Missing, Result
+from skyward.worker.task_board import CANCELLED, FAILED, OK, RUNNING, TaskBoard, board_file
 from skyward.worker.task_history import PastTasks, TaskWatch, Visits
 
 RETURNED = Result(1, 0.0, None)
@@ -47,6 +47,20 @@ def test_the_agent_reads_what_runs_and_how_it_ended(ends: tuple[TaskBoard, TaskB
     assert second.error.startswith("ValueError: éé")
     totals = agent.totals()
     assert (totals.begun, totals.succeeded, totals.failed, sum(totals.buckets)) == (2, 1, 1, 2)
+
+
+def test_a_task_that_is_sent_again_counts_once(ends: tuple[TaskBoard, TaskBoard]) -> None:
+    child, agent = ends
+    ring = child.rings[0]
+    ring.begin(1, "train")
+    ring.end(Missing(1, [], [], True))
+    ring.begin(1, "train")
+    ring.end(RETURNED)
+    first, second = agent.kept()
+    assert (first.outcome, second.outcome) == (CANCELLED, OK)
+    assert "sends it again" in first.error
+    totals = agent.totals()
+    assert (totals.begun, totals.succeeded, totals.lost, totals.cancelled) == (1, 1, 0, 0)
 
 
 def test_a_watch_tells_a_part_of_many_tasks_and_all_numbers(

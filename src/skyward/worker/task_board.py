@@ -15,7 +15,7 @@ from threading import get_ident
 from time import monotonic
 
 from skyward import kernel
-from skyward.wire.messages import End, Failure, Message, Result
+from skyward.wire.messages import End, Failure, Message, Missing, Result
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0, 1800.0)
 """The bounds, in seconds, between which tasks are counted by how long they ran."""
@@ -36,6 +36,7 @@ _NAME = 120
 """How many bytes of a name are kept; the rest is for the error of a task that fails."""
 _BEGUN, _FIRST_BUCKET = 0, len(OUTCOMES)
 _SECONDS = _FIRST_BUCKET + len(BUCKETS) + 1
+_RESENT = _SECONDS + 1
 _HEADER = 256
 _RETURNS = (Result, End)
 _READS = 100
@@ -140,15 +141,22 @@ class TaskRing:
 
     def _failed(self, answer: Message | None) -> int:
         outcome = LOST
+        if isinstance(answer, Missing):
+            # It has not run: the client sends it again, and that time counts.
+            self._note_error("its tensors could not be opened; the client sends it again")
+            self._counts[_RESENT] += 1
+            return CANCELLED
         if isinstance(answer, Failure):
             outcome = CANCELLED if answer.cancelled else FAILED
-            said = f"{answer.type_name}: {answer.text}".removeprefix(": ")
-            error = said.encode(errors="replace")[: _TEXT - len(self._text)]
-            start = self._at + _TEXT_AT + len(self._text)
-            self._memory[start : start + len(error)] = error
-            _ERROR.pack_into(self._memory, self._at + _ERROR_AT, len(error))
+            self._note_error(f"{answer.type_name}: {answer.text}".removeprefix(": "))
         self._counts[outcome] += 1
         return outcome
+
+    def _note_error(self, said: str) -> None:
+        error = said.encode(errors="replace")[: _TEXT - len(self._text)]
+        start = self._at + _TEXT_AT + len(self._text)
+        self._memory[start : start + len(error)] = error
+        _ERROR.pack_into(self._memory, self._at + _ERROR_AT, len(error))
 
     # The agent's end.
 
@@ -191,7 +199,7 @@ class TaskRing:
         last = self.read(begun) if begun else None
         counts = self._counts
         return TaskTotals(
-            begun,
+            begun - counts[_RESENT],
             int(last is not None and last.outcome == RUNNING),
             counts[FAILED],
             counts[CANCELLED],
