@@ -53,6 +53,11 @@ class _Wanted:
     has_failed: bool = False
     """Whether it is being told why its pod has failed."""
 
+    @property
+    def has_run(self) -> bool:
+        done = self.running.done() and not self.running.cancelled()
+        return done and self.running.exception() is None
+
     def fail(self, problem: BaseException) -> None:
         if not self.running.done():
             self.running.set_exception(problem)
@@ -134,8 +139,7 @@ class Pods:
         try:
             async with asyncio.timeout(seconds):
                 found = await asyncio.shield(wanted.running)
-            if self._request.keep and not self._stays:
-                await self._stay()
+            await self._stay()
             return found
         except TimeoutError:
             await self._give_up(node)
@@ -151,8 +155,14 @@ class Pods:
             raise
 
     async def _stay(self) -> None:
-        """Take the deadline from the Job: its pods end by themselves, and not with this process."""
-        if all(each.running.done() for each in self._wanted.values()):
+        """Take the lease from the Job of a pool that stays, when each of its nodes has a pod.
+
+        Its pods end by themselves, and not with this process.
+        """
+        nodes = self._wanted.values()
+        if not self._request.keep or self._stays or self.closed or not nodes:
+            return
+        if all(each.has_run for each in nodes):
             self._stays = True
             await asyncio.to_thread(jobs.stay, self.access, self.job, self._request.ttl)
 
@@ -164,6 +174,7 @@ class Pods:
             self._wanted.pop(node, None)
         if not self._wanted and self._started_at is None:
             self._close()
+        await self._stay()
 
     async def _give_up(self, node: int) -> None:
         """Leave nothing of a node whose pod does not run; what fails now has failed before."""
@@ -197,7 +208,10 @@ class Pods:
             return
         # The other nodes of the pool may be released as well.
         await asyncio.sleep(GATHER_SECONDS)
-        if not self._wanted and (not self._keep or (final and self.is_own)):
+        if self.closed and self._removing is None:
+            return  # Another node has left the Job to others meanwhile.
+        # A start that fails leaves a Job that it has found.
+        if not self._wanted and (self.is_own if final else not self._keep):
             if self._removing is None:
                 self._removing = self.loop.create_task(self.remove())
             await asyncio.shield(self._removing)
@@ -208,6 +222,7 @@ class Pods:
             if name:
                 await asyncio.to_thread(self.access.delete, "pods", name, gracePeriodSeconds=5)
             await self._resize()
+            await self._stay()
             await self._until_ended(name)
 
     async def _settle_later(self) -> None:
