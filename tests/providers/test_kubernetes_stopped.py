@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Request
+from skyward.providers.kubernetes import jobs
 from skyward.providers.kubernetes.access import Access, ConflictError, Object
 from skyward.providers.kubernetes.manifests import JOB, Pod
 from skyward.providers.kubernetes.pods import Pods
@@ -67,6 +69,9 @@ class Cluster:
 
     def delete_all(self, kind: str, **query: str) -> None:
         self._running = 0
+
+    def run(self, pods: int) -> None:
+        self._running = pods
 
     def stop_watching(self) -> None: ...
 
@@ -130,3 +135,26 @@ def test_a_pool_stays_when_its_client_leaves_while_a_node_is_pending(no_events: 
     assert None not in before
     assert cluster.deadlines[-1] is None
     assert ("jobs", "sky-a") not in cluster.deleted
+
+
+def test_a_stopped_pool_has_no_deadline_and_its_ttl_counts_from_the_next_start(
+    no_events: None,
+) -> None:
+    cluster = Cluster(1, has_job=True)
+    cluster.job["spec"]["activeDeadlineSeconds"] = 500
+    jobs.empty(cast(Access, cluster), "sky-a")
+    assert cluster.job["spec"] == {"parallelism": 0, "activeDeadlineSeconds": None}
+
+    async def start() -> None:
+        pods = cluster.pods(dataclasses.replace(REQUEST, ttl=600.0))
+        await get(pods, 0)
+        await pods.leave()
+
+    cluster.run(1)
+    asyncio.run(start())
+    (again,) = cluster.deadlines[1:]
+    assert again is not None
+    assert again >= 600
+    # Another client leaves the deadline as it is.
+    asyncio.run(start())
+    assert cluster.deadlines[1:] == [again]

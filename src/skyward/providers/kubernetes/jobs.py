@@ -215,8 +215,11 @@ def stay(access: Access, name: str, seconds: float | None) -> None:
 
 
 def empty(access: Access, name: str) -> None:
-    """Have the Job keep no pods, and wait until they have ended; its nodes stay on it."""
-    access.patch("jobs", name, {"spec": {"parallelism": 0}})
+    """Have the Job keep no pods, and wait until they have ended; its nodes stay on it.
+
+    It has no deadline then: nothing ends a pool that is stopped.
+    """
+    access.patch("jobs", name, {"spec": {"parallelism": 0, "activeDeadlineSeconds": None}})
     end_pods(access, name)
 
 
@@ -323,6 +326,13 @@ def is_live(pod: Object) -> bool:
         return False
     states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
     return not states or not all("terminated" in state for state in states)
+
+
+def is_running(pod: Object) -> bool:
+    """Whether the pod's containers run."""
+    status = pod.get("status") or {}
+    states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+    return bool(states) and all("running" in state for state in states) and "podIP" in status
 
 
 # Claims.

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,8 @@ class Pods:
         """Whether the Job was made here, and not found."""
         self._stays = False
         """Whether the Job outlives this process, since its pool stays."""
+        self._dated = False
+        """Whether the Job's deadline is that of a pool that stays."""
         self.closed = False
 
     # Nodes.
@@ -157,13 +159,13 @@ class Pods:
     async def _stay(self) -> None:
         """Take the lease from the Job of a pool that stays, when each of its nodes has a pod.
 
-        Its pods end by themselves, and not with this process.
+        Its pods end by themselves or with the pool's ttl, and not with this process.
         """
         nodes = self._wanted.values()
-        if not self._request.keep or self._stays or self.closed or not nodes:
+        if not self._request.keep or self._dated or self.closed or not nodes:
             return
         if all(each.has_run for each in nodes):
-            self._stays = True
+            self._stays = self._dated = True
             await asyncio.to_thread(jobs.stay, self.access, self.job, self._request.ttl)
 
     async def _settle(self, node: int) -> None:
@@ -321,8 +323,10 @@ class Pods:
         job, self.is_own = jobs.make(
             self.access, self.job, self._pool, self._pod, self._request, nodes
         )
-        # One that was found stays already.
+        # One that was found stays already; one that was stopped has lost the deadline of its ttl.
         self._stays = self._request.keep and not self.is_own
+        has_deadline = job["spec"].get("activeDeadlineSeconds") is not None
+        self._dated = self._stays and (self._request.ttl is None or has_deadline)
         self._started_at = time.monotonic() - jobs.age(self.access, job)
         if not self._follows:
             self._follows = True
@@ -435,7 +439,7 @@ class Pods:
                     self._start(self._label(wanted.pod, node))
             if wanted.pod:
                 wanted.refusal = pending.refusal(self._pods[wanted.pod]) or wanted.refusal
-            if wanted.pod and is_running(self._pods[wanted.pod]):
+            if wanted.pod and jobs.is_running(self._pods[wanted.pod]):
                 wanted.running.set_result(self._pods[wanted.pod])
 
     def _free_pod(self, node: int) -> str:
@@ -490,10 +494,3 @@ def is_usable(pod: Object) -> bool:
     """Whether the pod runs, or will."""
     gone = pod["metadata"].get("deletionTimestamp") is not None
     return not gone and (pod.get("status") or {}).get("phase") in (None, "Pending", "Running")
-
-
-def is_running(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod's containers run."""
-    status = pod.get("status") or {}
-    states = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
-    return bool(states) and all("running" in state for state in states) and "podIP" in status
