@@ -29,7 +29,7 @@ def test_a_pod_that_is_deleted_is_replaced_for_a_client_that_attached(
 
 @only_in_all
 def test_a_pool_that_nobody_uses_takes_its_job_with_it(namespace: kube.Namespace) -> None:
-    """The container waits for half a minute, and so does the cluster."""
+    """The container waits for more than a minute, and the cluster for half of one."""
     kept_pools.start(namespace.provider(), "pods", keep=1)
     namespace.until_empty(seconds=180)
     with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 
 import skyward as sky
+from skyward.nodes.cleaning import REMOVE_SECONDS
 from skyward.providers import Request
-from skyward.providers.kubernetes import jobs
+from skyward.providers.kubernetes import jobs, manifests
 from skyward.providers.kubernetes.access import Access, ConflictError, Object
 from skyward.providers.kubernetes.manifests import JOB, Pod
 from skyward.providers.kubernetes.pods import Pods
@@ -158,3 +160,15 @@ def test_a_stopped_pool_has_no_deadline_and_its_ttl_counts_from_the_next_start(
     # Another client leaves the deadline as it is.
     asyncio.run(start())
     assert cluster.deadlines[1:] == [again]
+
+
+def test_a_container_of_a_pool_that_stays_outlives_the_stop_of_the_slowest_agent() -> None:
+    def main(request: Request) -> str:
+        made = manifests.job("sky-a", "a", Pod("busybox"), request, [0, 1])
+        command = made["spec"]["template"]["spec"]["containers"][0]["command"]
+        return str(command[2])
+
+    seconds = [int(each) for each in re.findall(r"\bleft=(\d+)", main(REQUEST))]
+    assert min(seconds) >= 2 * REMOVE_SECONDS
+    others = main(dataclasses.replace(REQUEST, keep=False))
+    assert f"left={manifests.AGENTLESS_SECONDS}\n" in others

@@ -25,6 +25,9 @@ IDLE_SECONDS = 120
 """A container ends itself after so long without an agent or a command of the client's."""
 AGENTLESS_SECONDS = 30
 """A container ends itself so long after its agent has ended."""
+KEPT_AGENTLESS_SECONDS = 75
+"""The same in a pool that stays: `sky stop` waits for the last agent before it removes the pods. If
+a container ended by itself before that, the cluster would take the Job for done."""
 LEASE_SECONDS = 300
 """How long a pool's objects outlive a client that no longer extends the Job's deadline."""
 TTL_SECONDS = 30
@@ -64,7 +67,9 @@ exit 1
 Job. Commands of the client's leave marks with the numbers of their processes. As process 1 it also
 takes up processes whose parents have ended. Its arguments are a command that runs beside the
 agent."""
-_KEPT_MAIN = _MAIN.removesuffix("exit 1\n") + "exit 0\n"
+_KEPT_MAIN = (_MAIN.removesuffix("exit 1\n") + "exit 0\n").replace(
+    f"left={AGENTLESS_SECONDS}\n", f"left={KEPT_AGENTLESS_SECONDS}\n"
+)
 """The same in a pool that stays. Nobody may be there who would start an agent in another pod: when
 the agents have ended by themselves, the Job is done."""
 
