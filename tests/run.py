@@ -3,7 +3,8 @@
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
-others. A test that fails in a file that needs software of others gets a second chance, alone.
+others. A test that fails in a file that needs software of others gets a second chance, alone; an
+error in its fixtures, where leaks show, gets none.
 """
 
 from __future__ import annotations
@@ -208,8 +209,9 @@ class Suite:
             (outcome, test)
             for outcome in self.outcomes
             if not outcome.problem
-            for test in outcome.failed
-            if needs_outside(test)
+            for test, kinds in outcome.failed.items()
+            # An error is one of a fixture, and may be a leak, which would not show again.
+            if "errors" not in kinds and needs_outside(test)
         ]
         if not failed or len(failed) > AGAIN or self._stopped:
             return
@@ -340,7 +342,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
             print(f"{number:5}  {reason}")
     again = [name for each in outcomes for name in each.passed_again]
     if again:
-        print("\n== passed only when run again")
+        print(f"\n== PASSED ONLY WHEN RUN AGAIN: {len(again)}; what failed before is above")
         print("\n".join(again))
     bad = [each for each in outcomes if not each.is_good]
     if bad:

@@ -25,6 +25,16 @@ class TestIt:
         pass
 """
 
+LEAKS = """@pytest.fixture
+    def leak(self):
+        yield
+        self.end()
+
+    def test_leaks(self, leak):
+        pass
+
+    def end(self):"""
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -54,11 +64,23 @@ def test_what_needs_software_of_others_is_run_again_alone(
     assert run.main() == 0
     said = capsys.readouterr().out
     assert (
-        "== passed only when run again\ntests/providers/test_pods.py::TestIt::test_fails_first\n"
-        in said
+        "== PASSED ONLY WHEN RUN AGAIN: 1; what failed before is above\n"
+        "tests/providers/test_pods.py::TestIt::test_fails_first\n" in said
     )
-    assert said.index("no such pod") < said.index("== passed only when run again")
+    assert said.index("no such pod") < said.index("== PASSED ONLY")
     assert "== 1 passed, 1 passed when run again in" in said
+
+
+def test_an_error_in_a_fixture_gets_no_second_chance(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = FAILS_FIRST.format(needs="import pytest\nkube = 1", words="left behind")
+    teardown = words.replace("def test_fails_first(self):", LEAKS)
+    (tmp_path / "tests/providers/test_pods.py").write_text(teardown)
+    assert run.main() == 1
+    said = capsys.readouterr().out
+    assert "== failed\ntests/providers/test_pods.py::TestIt::test_leaks\n" in said
+    assert "running again" not in said
 
 
 def test_our_own_code_gets_no_second_chance(
