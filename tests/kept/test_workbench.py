@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 
 import skyward as sky
 from skyward.cli.main import sky as command
+from skyward.compute.workbench.jobs import JobOutput
 
 from .conftest import QUIET
 
@@ -317,6 +318,20 @@ def test_a_job_that_is_followed_is_one_document_at_its_end(
     told = json.loads(run("run", path, "--on", train, "--json", code=3).stdout)
     assert (told["output"], told["state"], told["code"]) == ("1\n", "failed", 3)
     assert json.loads(run("logs", train, told["id"], "-f", "--json", code=3).stdout) == told
+
+
+def test_ctrl_c_leaves_a_document_with_what_came(
+    train: str, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: JobOutput) -> Iterator[tuple[int, bytes]]:
+        yield 0, b"ready\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JobOutput, "parts", interrupted)
+    path = script("import time; time.sleep(600)")
+    told = json.loads(run("run", path, "--on", train, "--json", code=130).stdout)
+    assert (told["state"], told["code"], told["output"]) == ("running", None, "ready\n")
+    run("cancel", train, told["id"])
 
 
 def test_options_that_do_not_go_together_are_refused(

@@ -30,9 +30,9 @@ def follow_job(
     """Show a job's output; returns the exit code that the command has then.
 
     Ctrl-C stops showing, and says how to go on and how to end the job. With `--json`, the job and
-    its output are one document.
+    its output are one document, which has what came until then if showing was stopped.
     """
-    from skyward.compute.workbench.jobs import JobOutput
+    from skyward.compute.workbench.jobs import JobOutput, look_at
 
     with contextlib.closing(JobOutput(pool, node, job, tail=tail, follow=follow)) as shown:
         collected = bytearray()
@@ -52,16 +52,22 @@ def follow_job(
                 f"end it: sky cancel {name} {job}",
                 err=True,
             )
+            if as_json:
+                _print_document(look_at(pool, node, job), collected)
             return INTERRUPTED
     ended = shown.job
     assert ended is not None, "the output has ended"
     if as_json:
-        output.as_json(job_document(ended) | {"output": collected.decode("utf-8", "replace")})
+        _print_document(ended, collected)
     if not follow:
         return 0
     if ended.state != "done" and not as_json:
         click.echo(ending(ended), err=True)
     return exit_code(ended)
+
+
+def _print_document(job: JobView, collected: bytearray) -> None:
+    output.as_json(job_document(job) | {"output": collected.decode("utf-8", "replace")})
 
 
 def job_document(job: JobView) -> dict[str, object]:
