@@ -154,6 +154,21 @@ def test_down_refuses_while_others_are_attached(bench: str, script: Script) -> N
     assert "Traceback" not in problems
 
 
+def test_a_script_that_runs_is_not_ended_by_accident(bench: str, tmp_path: Path) -> None:
+    path = tmp_path / "fit.py"
+    path.write_text("import time; time.sleep(600)")
+    job = documents("run", str(path), "--on", bench, "--detach")["id"]
+    for verb in ("stop", "down"):
+        refused = run(verb, bench, code=1).stderr
+        assert f"{bench}: runs {job} of " in refused
+        assert "--force" in refused
+    with sky.attach(bench) as compute, pytest.raises(sky.PoolError, match=f"runs {job}"):
+        compute.down()
+    assert documents("jobs", bench)[0]["state"] == "running"
+    run("stop", bench, "--force")
+    assert documents("ps")[0]["state"] == "stopped"
+
+
 def test_a_client_with_an_imported_record_does_not_undo_down(
     bench: str, home: Path, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

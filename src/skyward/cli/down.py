@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=names.recorded_pools)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
 @click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
-@click.option("--force", is_flag=True, help="Also end a pool that stays and has clients.")
+@click.option("--force", is_flag=True, help="Also end a pool that stays and is in use.")
 @click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")
 def down(name: str | None, everything: bool, yes: bool, force: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
     NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A pool that
-    stays is removed only by its name, or with --all; if it has clients, --force is needed. --forget
-    removes nothing: it is for machines that are gone, or that nobody can reach any more.
+    stays is removed only by its name, or with --all; if it has clients, or scripts run on it,
+    --force is needed. --forget removes nothing: it is for machines that are gone, or that nobody
+    can reach any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")

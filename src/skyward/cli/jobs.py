@@ -28,8 +28,8 @@ def jobs(name: str) -> None:
     """List the jobs of the pool NAME, in the order of their start.
 
     A job is a script that `sky run SCRIPT --on NAME` has started, or a call that a client has
-    submitted with a name. Scripts that have ended are kept until the pool ends, the last 50 of
-    them; calls until they are forgotten.
+    submitted with a name. Scripts that have ended are kept until the pool ends or is stopped,
+    the last 50 of them; calls so long, too, or until they are forgotten.
     """
     show_jobs(name)
 

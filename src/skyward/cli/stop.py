@@ -12,12 +12,13 @@ from skyward.market import money
 
 @click.command(cls=Command)
 @click.argument("name", shell_complete=names.kept_pools)
-@click.option("--force", is_flag=True, help="Also if the pool has clients.")
+@click.option("--force", is_flag=True, help="Also if the pool has clients, or scripts run on it.")
 def stop(name: str, force: bool) -> None:
     """End the agents and workers of the pool NAME, and stop its machines.
 
     `sky start NAME` starts them again. The machines of AWS and containers keep their disks, pods
-    are made anew; hosts and this machine stay as they are.
+    are made anew; hosts and this machine stay as they are. The list of jobs, their output, and
+    results of calls by name go: fetch what you need first.
     """
     from skyward.compute.restarting import stop_pool
 

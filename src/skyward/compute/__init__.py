@@ -33,6 +33,7 @@ from skyward.former import explained
 from skyward.market import Allocation
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.keeping import KeptPool
+from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import Plugin
@@ -352,12 +353,15 @@ class Compute(Looking):
     def down(self, *, force: bool = False) -> None:
         """End a pool that stays, for all its clients.
 
-        Refuses while other clients are attached, and names them, unless `force` is given.
+        Refuses while other clients are attached or scripts run on it, and names them, unless
+        `force` is given.
 
         >>> sky.attach("train").down()
         """
         pool = self._open_pool
         with pool.lock(force=force):
+            if not force:
+                check_jobs(self.name, [each.index for each in pool.nodes], pool.service)
             close_despite_interrupts(pool.close, self._hurry)
         self.close()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from skyward.console.measures import duration, size
-from skyward.errors import PoolError, SkywardError
+from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.cleaning import Cleaned, clean, halt
 from skyward.nodes.deliveries import Deliveries, SentFolder
@@ -18,6 +20,8 @@ from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import MachinesGone, ReachedPool, check_here, provider_of
 from skyward.providers.staying import stops
+from skyward.wire.asking import ServiceConnection
+from skyward.worker.kept_jobs import JOB, JobView
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ def end(
             else:
                 head.close()
                 held.enter_context(reached.lock(force=force))
+                if not force:
+                    check_jobs(record.name, reached.nodes, reached.service)
                 unwritten += _write_back(reached)
                 brought = _bring_back(reached, unwritten)
                 reached.tell_end()
@@ -149,6 +155,30 @@ def end(
         elif not stop:
             keeping.forget(record.name, record.id)
     return dataclasses.replace(cleaned, unwritten=tuple(unwritten), brought=brought)
+
+
+def check_jobs(
+    name: str, nodes: Iterable[int], service: Callable[[int, str], ServiceConnection]
+) -> None:
+    """Raise `PoolError` if a script runs on a node, unless this process belongs to it.
+
+    Calls by name are clients of the pool: who takes its lock hears of them.
+    """
+    found = []
+    for node in nodes:
+        with contextlib.suppress(NodeLostError, OSError, EOFError):
+            with service(node, "jobs") as connection:
+                jobs = msgspec.convert(connection.ask("list"), list[JobView])
+            found += [
+                f"{job.id} of {job.by or 'an unknown user'} on node {node}"
+                for job in jobs
+                if job.kind == "script" and job.state == "running" and job.id != os.environ.get(JOB)
+            ]
+    if found:
+        raise PoolError(
+            f"{name}: runs {', '.join(found)}; wait until it ends, end it with `sky cancel {name} "
+            "JOB`, or pass --force (in Python, force=True)"
+        )
 
 
 def _write_back(pool: ReachedPool) -> list[str]:
