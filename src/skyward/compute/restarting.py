@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
+
 from skyward.bootstrap import preparation
 from skyward.compute import Compute
 from skyward.errors import PoolError
@@ -14,7 +16,7 @@ from skyward.nodes.journal import Journal, PoolRecord
 from skyward.nodes.keeper import note_pool
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.occupancy import end, recorded_pools
-from skyward.nodes.reaching import provider_of
+from skyward.nodes.reaching import provider_of, stopped_machines
 from skyward.providers import providers_with
 from skyward.providers.staying import Stopper, stops, why_not_stop
 
@@ -68,9 +70,11 @@ def _check(record: KeptPool) -> None:
 def start_pool(name: str) -> int:
     """Start a stopped pool again, and return the number of its nodes."""
     record = keeping.read(name)
-    if not record.stopped:
-        raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")
     provider = provider_of(record)
+    if not record.stopped:
+        if not stopped_machines(record, provider):
+            raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")
+        record = _noted_as_stopped(record)
     compute = Compute._again(record)
     try:
         with compute:
@@ -98,6 +102,15 @@ def _stop_again(record: KeptPool, provider: Stopper, problem: BaseException) -> 
             f"machines of {record.name} may be running still: {'; '.join(failures)}; "
             f"`sky down {record.name}` removes them"
         )
+
+
+def _noted_as_stopped(record: KeptPool) -> KeptPool:
+    """Write down that a pool is stopped: its machines were, or have ended by themselves."""
+    count = len(record.nodes) or record.count
+    stopped = msgspec.structs.replace(record, nodes=[], stopped=True, count=count)
+    with keeping.changing(record.name):
+        keeping.write(stopped)
+    return stopped
 
 
 async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:

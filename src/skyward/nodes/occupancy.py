@@ -18,7 +18,13 @@ from skyward.nodes.cleaning import Cleaned, clean, halt
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool
-from skyward.nodes.reaching import MachinesGone, ReachedPool, check_here, provider_of
+from skyward.nodes.reaching import (
+    MachinesGone,
+    MachinesStopped,
+    ReachedPool,
+    check_here,
+    provider_of,
+)
 from skyward.providers.staying import stops
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import JOB, JobView
@@ -45,6 +51,8 @@ def occupancy(record: KeptPool) -> Occupancy:
         with ReachedPool(record) as pool, pool.head() as head:
             told = head.ask("who")
             values = _values(pool)
+    except MachinesStopped:
+        return Occupancy("stopped")
     except MachinesGone:
         return Occupancy("gone")
     except (SkywardError, OSError, EOFError):

@@ -28,7 +28,7 @@ from skyward.providers import (
     find_provider,
     is_here,
 )
-from skyward.providers.staying import has_ended
+from skyward.providers.staying import has_ended, stops
 from skyward.spec import Image
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.identity import Credentials
@@ -58,20 +58,34 @@ def provider_of(record: KeptPool) -> Provider:
 
 
 def found_machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
-    """The machines of a pool's nodes, as far as its provider has them still."""
+    """The machines of a pool's nodes that run, as far as its provider has them still."""
+    there = _machines(record, provider)
+    return {index: found for index, found in there.items() if not has_ended(found[1])}
+
+
+def stopped_machines(record: KeptPool, provider: Provider) -> list[Machine]:
+    """The machines of a pool of which none runs, but some can be started again."""
+    if not stops(provider):
+        return []
+    found = [machine for _, machine in _machines(record, provider).values()]
+    return found if all(map(has_ended, found)) else []
+
+
+def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
     if is_here(provider):
         at: Any = provider
         return {node.index: (node, at.machine_at(node.machine)) for node in record.nodes}
     finding = provider_loop.submit(_find(provider, record.id))
     try:
-        found = [each for each in finding.result(FIND_SECONDS) if not has_ended(each)]
+        found = finding.result(FIND_SECONDS)
     except concurrent.futures.TimeoutError:
         finding.cancel()
         raise PoolError(
             f"{record.name}: the provider {record.provider} did not find its machines within "
             f"{FIND_SECONDS:.0f} s; see whether it can be reached, and try again"
         ) from None
-    machines = {machine.node: machine for machine in found}
+    # One that runs goes before another of the same node that does not.
+    machines = {each.node: each for each in sorted(found, key=has_ended, reverse=True)}
     return {
         node.index: (node, machines[node.index]) for node in record.nodes if node.index in machines
     }
@@ -83,6 +97,10 @@ async def _find(provider: Provider, pool: str) -> list[Machine]:
 
 class MachinesGone(PoolError):
     """The machines of a pool that stays are gone, and only its record is left."""
+
+
+class MachinesStopped(PoolError):
+    """The machines of a pool that stays are stopped, though `sky stop` did not stop them."""
 
 
 def check_here(record: KeptPool, provider: Provider) -> None:
@@ -102,12 +120,12 @@ class ReachedPool(Closing):
     def __init__(self, record: KeptPool, *, forget: bool = False) -> None:
         """With `forget`, the record of a pool whose machines are gone is removed."""
         self.record, self._forget = record, forget
-        provider = provider_of(record)
+        provider = self._provider = provider_of(record)
         check_here(record, provider)
         # Twice: the answer of some providers lags behind.
         self.machines = found_machines(record, provider) or found_machines(record, provider)
         if record.nodes and not self.machines:
-            raise self._gone()
+            raise self._unused()
         roster, adopting = Roster(), []
         for index, (kept, machine) in sorted(self.machines.items()):
             host = Host(provider, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush)
@@ -145,14 +163,21 @@ class ReachedPool(Closing):
             except NodeLostError as failure:
                 problem = problem or failure
         if all(node.host.has_ended() for node in self._roster.nodes):
-            raise self._gone()
+            raise self._unused()
         raise PoolError(
             f"{self.record.name}: none of its {len(self.nodes)} agents answers: {problem}; try "
             f"again, or end it with `sky down {self.record.name}`"
         )
 
-    def _gone(self) -> MachinesGone:
+    def _unused(self) -> PoolError:
+        """Why no machine of the pool can be used: they are stopped, or gone."""
         name = self.record.name
+        if stopped := stopped_machines(self.record, self._provider):
+            ids = ", ".join(sorted(machine.id for machine in stopped))
+            return MachinesStopped(
+                f"{name} is stopped: its machines do not run any more ({ids}); `sky start {name}` "
+                f"starts them again, and `sky down {name}` removes them"
+            )
         if not self._forget:
             return MachinesGone(f"{name}: its machines are gone; `sky down {name}` removes it")
         keeping.forget(name, self.record.id)
