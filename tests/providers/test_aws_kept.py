@@ -12,7 +12,7 @@ import pytest
 import skyward as sky
 from skyward.nodes import keeping
 from skyward.providers import Order
-from skyward.providers.aws import machine, network
+from skyward.providers.aws import machine, network, stopping
 
 from ..conftest import only_in_all
 from . import kept_pools
@@ -116,6 +116,36 @@ def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
 
     assert "no room now to start the instance i-" in asyncio.run(attempt())
     assert len(aws.made("RunInstances")) == 1
+
+
+class StoppedAgain:
+    """Instances of which one does not start, though AWS agrees to start it."""
+
+    def __init__(self) -> None:
+        self.account = self
+        self.looks = 0
+
+    def call(self, *_: str, **__: Any) -> None:
+        """AWS agrees."""
+
+    async def look(self, *, fresh: bool) -> dict[str, Any]:
+        self.looks += 1
+        assert self.looks < 1000, "nobody gives up"
+        return {"i-1": self.instance}
+
+    instance: dict[str, Any] = {  # noqa: RUF012
+        "InstanceId": "i-1",
+        "State": {"Name": "stopped"},
+        "StateReason": {"Code": "Client.InvalidKMSKey.InvalidState", "Message": "key is disabled"},
+    }
+
+
+def test_an_instance_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(stopping, "START_SECONDS", 0.0, raising=False)
+    instances: Any = StoppedAgain()
+    with pytest.raises(sky.UnavailableError, match="i-1 is still stopped .*: key is disabled"):
+        asyncio.run(stopping.start(instances, StoppedAgain.instance))
 
 
 async def nobody_answers(_: str) -> bool:

@@ -14,6 +14,8 @@ from skyward.providers.aws.instances import ENDED, PAUSES, Instance, Instances, 
 
 STOP_SECONDS = 600.0
 """How long instances may take to stop; large ones take minutes."""
+START_SECONDS = 120.0
+"""How long AWS may call an instance stopped after it was asked to start it."""
 STOPPED = frozenset({"stopping", "stopped"})
 GB_MONTH = 0.08
 """What a gigabyte of a disk costs in a month, in US dollars, in most regions."""
@@ -74,11 +76,25 @@ async def start(instances: Instances, instance: Instance) -> Instance:
             f"AWS has no room now to start the instance {id} again, and it stays stopped: "
             f"{problem}; try later"
         ) from problem
+    deadline = time.monotonic() + START_SECONDS
     while True:
         found = (await instances.look(fresh=True)).get(id)
         if found is None or state_of(found) != "stopped":
             return await instances.running(id)
+        if time.monotonic() > deadline:
+            raise _did_not_start(found)
         await asyncio.sleep(PAUSES[0])
+
+
+def _did_not_start(instance: Instance) -> RequestError:
+    """The error for an instance that AWS stops again at once, as for a key that it may not use."""
+    reason = instance.get("StateReason", {})
+    return RequestError(
+        f"AWS: the instance {instance['InstanceId']} is still stopped {START_SECONDS:.0f} s after "
+        f"it was started: {reason.get('Message') or 'no reason given'}; see that its volumes are "
+        "there and their keys may be used, and try again",
+        str(reason.get("Code", "")),
+    )
 
 
 def disks_price(account: Account, pool: str) -> float:
