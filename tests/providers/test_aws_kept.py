@@ -144,7 +144,7 @@ def test_an_instance_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stopping, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(stopping, "START_SECONDS", 0.0, raising=False)
     instances: Any = StoppedAgain()
-    with pytest.raises(sky.UnavailableError, match="i-1 is still stopped .*: key is disabled"):
+    with pytest.raises(sky.UnavailableError, match=r"i-1 is still stopped .*: key is disabled"):
         asyncio.run(stopping.start(instances, StoppedAgain.instance))
 
 

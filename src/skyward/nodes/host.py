@@ -257,8 +257,9 @@ class Host:
             self.hostname = equipment.hostname
             self.accelerators, self.accelerator = equipment.accelerators, equipment.accelerator
             return
-        if self._may_have_remains:
+        if self._may_have_remains or order.request.keep:
             # On a host that came back, this removes the old agent's folder, and ends the old agent.
+            # So may a machine be that stays, and ended without `sky stop`.
             await preparation.remove(machine, order.pool, order.node)
             self._may_have_remains = False
         environment = await preparation.prepare(
