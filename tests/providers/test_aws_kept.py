@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ import pytest
 import skyward as sky
 from skyward.nodes import keeping
 from skyward.providers import Order
-from skyward.providers.aws import machine, network, stopping
+from skyward.providers.aws import machine, network, stopping, user_data
 
 from ..conftest import only_in_all
 from . import kept_pools
@@ -116,6 +120,24 @@ def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
 
     assert "no room now to start the instance i-" in asyncio.run(attempt())
     assert len(aws.made("RunInstances")) == 1
+
+
+def test_an_instance_watches_itself_after_every_boot(tmp_path: Path) -> None:
+    """Without a login: the client may be gone before the instance that it starts has booted."""
+    document = json.loads(user_data.user_data("a", "b", idle=300, ttl=None).partition("\n")[2])
+    (script,) = document["write_files"]
+    assert script["path"].startswith("/var/lib/cloud/scripts/per-boot/")
+    assert script["permissions"] == "0755"
+    assert script["content"].startswith("#!/bin/sh\n")
+    # Run with a stand-in for the command that starts a process on its own.
+    stand_in = tmp_path / "setsid"
+    stand_in.write_text(f'#!/bin/sh\nprintf "%s" "$3" >{tmp_path}/started\n')
+    stand_in.chmod(0o755)
+    search = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        ["sh", "-c", script["content"] + "wait"], env={"PATH": search}, timeout=30, check=True
+    )
+    assert "-ge 300 ]" in (tmp_path / "started").read_text()
 
 
 class StoppedAgain:

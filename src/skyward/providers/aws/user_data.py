@@ -35,6 +35,8 @@ done
 """Ends an instance that has had no agent and no command of ours for IDLE seconds, or after TTL
 seconds. Needs nothing but a shell: the client may vanish before anything is installed. The brackets
 keep the script from finding itself. A container has no `shutdown`; the last resort ends it."""
+EVERY_BOOT = "/var/lib/cloud/scripts/per-boot/skyward-watch"
+"""What is there, cloud-init runs at every boot; `runcmd` only at the first one."""
 FOREVER = 10 * 365 * 24 * 3600
 
 
@@ -51,10 +53,14 @@ def user_data(private: str, public: str, *, idle: float, ttl: float | None) -> s
 
     The client made the host's key, of both halves, so it knows the instance before the first login.
     """
+    start = watch(idle=idle, ttl=ttl)
+    script = {"path": EVERY_BOOT, "permissions": "0755", "content": f"#!/bin/sh\n{start}\n"}
     # YAML reads JSON, and cloud-init reads YAML.
     document = {
         "ssh_keys": {"ed25519_private": private, "ed25519_public": public},
-        "runcmd": [["sh", "-c", watch(idle=idle, ttl=ttl)]],
+        # A stopped instance that is started again must end, too, if its client is gone meanwhile.
+        "write_files": [script],
+        "runcmd": [["sh", "-c", start]],
     }
     return "#cloud-config\n" + json.dumps(document)
 
