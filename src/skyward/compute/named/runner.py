@@ -48,7 +48,7 @@ class NamedRun:
         self._pool, self._folder = pool, folder
         self._lock = threading.Lock()
         self._tasks: list[Task] = []
-        self._log: OutputLog | None = OutputLog(folder / OUTPUT, OUTPUT_KEPT)
+        self._log: OutputLog | None = None
         self._everywhere = False
         self.cancelled = False
 
@@ -70,6 +70,12 @@ class NamedRun:
 
     def run(self) -> CallEnd:
         """Run the call, write its result, and tell how it ended."""
+        try:
+            # Not in `__init__`: a full disk is the problem of this call, not of the others.
+            with self._lock:
+                self._log = OutputLog(self._folder / OUTPUT, OUTPUT_KEPT)
+        except OSError as problem:
+            return CallEnd(time.time(), "failed", f"its output could not be written: {problem}")
         try:
             found = self._outcomes()
         except Exception as problem:
