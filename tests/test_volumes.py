@@ -512,7 +512,7 @@ class TestKilledUsers:
 
 
 def test_a_process_is_told_from_another_by_its_start_and_uses_nothing_after_its_end() -> None:
-    with subprocess.Popen(["sleep", "1000"]) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         began = volumes._began(process.pid)
         assert began == volumes._began(process.pid) != volumes._began(os.getpid())
         process.kill()

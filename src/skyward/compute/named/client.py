@@ -49,13 +49,22 @@ class NamedCall:
     """Why it has no result; empty if it has one, or may still get one."""
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A future that waits for a call."""
+
+    future: Future[Any]
+    began: float | None = None
+    """When that call was made: a later one of the same name is another call."""
+
+
 class NamedCalls:
     """The calls by name of one pool, for one client."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = weakref.ref(pool)
         self._lock = threading.Lock()
-        self._futures: dict[str, list[Future[Any]]] = {}
+        self._futures: dict[str, list[_Waiting]] = {}
         self._watching: threading.Thread | None = None
         self._connection: ServiceConnection | None = None
         self._left = False
@@ -84,23 +93,18 @@ class NamedCalls:
         """What comes of a call."""
         future: Future[Any] = Future()
         future._bind(lambda: self._cancel_quietly(name), lambda: self._runs(name))
-        with self._lock:
-            if self._left:
-                raise PoolClosedError("this client has left the pool")
-            self._futures.setdefault(name, []).append(future)
-            if self._watching is None:
-                self._watching = threading.Thread(
-                    target=self._watch, name="skyward-named", daemon=True
-                )
-                self._watching.start()
+        waiting = _Waiting(future)
+        if not self._add(name, [waiting]):
+            raise PoolClosedError("this client has left the pool")
         # It may have ended before anybody here was told of ends.
         try:
-            ended = _has_ended(self.look(name))
+            view = self.look(name)
+            waiting.began = view.began
+            if _has_ended(view):
+                self._settle_or_watch(name)
         except BaseException:
             self._take(name, future)
             raise
-        if ended:
-            self._settle(name)
         return future
 
     def result(self, name: str, timeout: float | None) -> Any:
@@ -157,13 +161,8 @@ class NamedCalls:
             connection = self._connection
         if connection is not None:
             connection.channel.abort()
-        for name, futures in waiting.items():
-            problem = PoolClosedError(
-                f"its client left the pool; {name} goes on, unless the pool was ended: "
-                f"compute.result({name!r}) gets its result after the next sky.attach"
-            )
-            for future in futures:
-                _fail(future, problem)
+        for name, each in waiting.items():
+            _fail(each, _left(name))
 
     # How it is asked.
 
@@ -214,13 +213,14 @@ class NamedCalls:
                     with self._lock:
                         self._connection = agent
                     told = agent.ask("ended", since=None)
-                    since, deadline = int(told["since"]), 0.0
+                    since = int(told["since"])
                     self._settle_ended()
+                    deadline = 0.0
                     while self._goes_on():
                         told = agent.ask("ended", since=since)
                         since = int(told["since"])
                         for name in told["names"]:
-                            self._settle(name)
+                            self._settle_told(name)
             except SkywardError as problem:
                 # The way there may be cut for a moment, or the node is started again.
                 deadline = deadline or time.monotonic() + AGAIN_SECONDS
@@ -228,6 +228,9 @@ class NamedCalls:
                     self._fail_all(problem)
                 else:
                     time.sleep(PAUSE_SECONDS)
+            except Exception as problem:
+                # Nobody else would tell those who wait.
+                self._fail_all(problem)
             finally:
                 with self._lock:
                     self._connection = None
@@ -239,37 +242,69 @@ class NamedCalls:
             self._watching = None
             return False
 
+    def _add(self, name: str, waiting: list[_Waiting]) -> bool:
+        """Have futures settled when their call ends; False if the client has left."""
+        with self._lock:
+            if self._left:
+                return False
+            self._futures.setdefault(name, []).extend(waiting)
+            if self._watching is None:
+                self._watching = threading.Thread(
+                    target=self._watch, name="skyward-named", daemon=True
+                )
+                self._watching.start()
+            return True
+
     def _settle_ended(self) -> None:
         """Settle the futures of calls that have ended, or that a new agent does not know."""
         for name in list(self._futures):
             try:
-                ended = _has_ended(self.look(name))
-            except NodeLostError:
-                raise
+                self._settle(name)
             except ConfigurationError as problem:
                 self._fail(name, _lost(0, problem))
-                continue
-            if ended:
-                self._settle(name)
+
+    def _settle_told(self, name: str) -> None:
+        """Settle the futures of a call whose end was told; it may be forgotten already."""
+        try:
+            self._settle(name)
+        except ConfigurationError as problem:
+            self._fail(name, problem)
+
+    def _settle_or_watch(self, name: str) -> None:
+        """Settle the futures of a call that has ended, or have the watcher try again."""
+        try:
+            self._settle(name)
+        except NodeLostError:
+            with self._lock:
+                connection = self._connection
+            if connection is not None:
+                # With another connection it looks at all calls.
+                connection.channel.abort()
 
     def _settle(self, name: str) -> None:
+        """Settle the futures of a call if it has ended: a told end may be that of an earlier one.
+
+        If the result cannot be fetched now, they wait on.
+        """
+        if name not in self._futures or not _has_ended(self.look(name)):
+            return
         with self._lock:
-            futures = self._futures.pop(name, [])
-        for future in futures:
-            # Each its own objects, as if it were the only one.
-            try:
-                value = self._fetch(name)
-            except BaseException as problem:
-                _fail(future, problem)
-            else:
-                with contextlib.suppress(Exception):  # cancelled in the meantime
-                    future.set_result(value)
+            waiting = self._futures.pop(name, [])
+        try:
+            while waiting:
+                # Each its own objects, as if it were the only one.
+                view, block = self._read(name)
+                if not _has_ended(view):
+                    return
+                _set(waiting.pop(0), view, block)
+        finally:
+            if waiting and not self._add(name, waiting):
+                _fail(waiting, _left(name))
 
     def _fail(self, name: str, problem: BaseException) -> None:
         with self._lock:
-            futures = self._futures.pop(name, [])
-        for future in futures:
-            _fail(future, problem)
+            waiting = self._futures.pop(name, [])
+        _fail(waiting, problem)
 
     def _fail_all(self, problem: BaseException) -> None:
         for name in list(self._futures):
@@ -278,14 +313,13 @@ class NamedCalls:
     def _take(self, name: str, future: Future[Any]) -> None:
         """Forget a future that nobody waits for."""
         with self._lock:
-            futures = self._futures.get(name, [])
-            if future in futures:
-                futures.remove(future)
-            if not futures:
-                self._futures.pop(name, None)
+            left = [each for each in self._futures.get(name, []) if each.future is not future]
+            self._futures[name] = left
+            if not left:
+                del self._futures[name]
 
-    def _fetch(self, name: str) -> Any:
-        """What came of a call that has ended: its value, or its exception."""
+    def _read(self, name: str) -> tuple[JobView, bytearray]:
+        """A call, and what came of it as the pool keeps it; no bytes if there is nothing."""
         block = bytearray()
         with self._asking() as agent:
             agent.send("read", name=name)
@@ -297,15 +331,32 @@ class NamedCalls:
                 block[at : at + len(data)] = data
                 at += len(data)
                 reply, data = agent.next_part()
-        view = msgspec.convert(reply.value, JobView)
-        if not block:
-            raise _without_result(view)
-        everywhere, found = outcomes.read(memoryview(block))
-        if everywhere:
-            return values_of(f"{view.command[0]} ({name})", found)
-        if found[0].error is not None:
-            raise found[0].error
-        return found[0].value
+        return msgspec.convert(reply.value, JobView), block
+
+
+def _set(waiting: _Waiting, view: JobView, block: bytearray) -> None:
+    """Settle a future with what came of a call that has ended."""
+    try:
+        if waiting.began not in (None, view.began):
+            raise PoolError(f"{view.id} was forgotten before its result was here")
+        value = _decoded(view, block)
+    except BaseException as problem:
+        _fail([waiting], problem)
+    else:
+        with contextlib.suppress(Exception):  # cancelled in the meantime
+            waiting.future.set_result(value)
+
+
+def _decoded(view: JobView, block: bytearray) -> Any:
+    """The value of a call that has ended; raises its exception."""
+    if not block:
+        raise _without_result(view)
+    everywhere, found = outcomes.read(memoryview(block))
+    if everywhere:
+        return values_of(f"{view.command[0]} ({view.id})", found)
+    if found[0].error is not None:
+        raise found[0].error
+    return found[0].value
 
 
 def _without_result(view: JobView) -> SkywardError:
@@ -328,9 +379,17 @@ def _lost(head: int, problem: BaseException) -> NodeLostError:
     )
 
 
-def _fail(future: Future[Any], problem: BaseException) -> None:
-    with contextlib.suppress(Exception):  # cancelled in the meantime
-        future.set_exception(problem)
+def _left(name: str) -> PoolClosedError:
+    return PoolClosedError(
+        f"its client left the pool; {name} goes on, unless the pool was ended: "
+        f"compute.result({name!r}) gets its result after the next sky.attach"
+    )
+
+
+def _fail(waiting: list[_Waiting], problem: BaseException) -> None:
+    for each in waiting:
+        with contextlib.suppress(Exception):  # cancelled in the meantime
+            each.future.set_exception(problem)
 
 
 _of_pools: weakref.WeakKeyDictionary[Pool, NamedCalls] = weakref.WeakKeyDictionary()
