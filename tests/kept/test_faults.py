@@ -123,8 +123,9 @@ def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
             import time
             from skyward.nodes import keeping
             with sky.attach({bench!r}) as compute:
+                before = keeping.read({bench!r}).nodes[1].pid
                 print("attached", flush=True)
-                while not compute.stats().nodes_lost:
+                while keeping.read({bench!r}).nodes[1].pid == before:
                     time.sleep(0.01)
                 while any(node.state != "ready" for node in compute.nodes):
                     time.sleep(0.01)
@@ -135,10 +136,12 @@ def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
         assert other.stdout is not None
         assert other.stdout.readline() == "attached\n", other.communicate()[1]
     with sky.attach(bench) as compute:
-        os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+        before = keeping.read(bench).nodes[1].pid
+        os.kill(before, signal.SIGKILL)
         eventually(
             lambda: (
-                compute.stats().nodes_lost and all(each.state == "ready" for each in compute.nodes)
+                keeping.read(bench).nodes[1].pid != before
+                and all(each.state == "ready" for each in compute.nodes)
             ),
             30,
             "both nodes",

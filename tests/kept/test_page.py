@@ -45,10 +45,12 @@ def die() -> None:
 
 @pytest.fixture(scope="module")
 def kept(home: Path) -> Iterator[str]:
-    with sky.Compute(name="stays", nodes=2, keep=True, options=QUIET):
+    # A page shows all pools of a name, also those of another run of these tests.
+    name = f"stays-{os.getpid()}"
+    with sky.Compute(name=name, nodes=2, keep=True, options=QUIET):
         pass
-    yield "stays"
-    sky.attach("stays").down()
+    yield name
+    sky.attach(name).down()
 
 
 @pytest.fixture
@@ -66,10 +68,10 @@ def told(kept: str) -> Iterator[Iterator[dict[str, Any]]]:
     gathering.close()
 
 
-def test_a_pool_without_a_client_shows_its_nodes(told: Iterator[dict[str, Any]]) -> None:
+def test_a_pool_without_a_client_shows_its_nodes(kept: str, told: Iterator[dict[str, Any]]) -> None:
     pool = next(message for message in told if message["type"] == "pool")
     assert (pool["name"], [row[:2] for row in pool["nodes"]]) == (
-        "stays",
+        kept,
         [[0, "ready"], [1, "ready"]],
     )
     sample = next(message for message in told if message["type"] == "sample")
