@@ -22,7 +22,7 @@ import skyward as sky
 from skyward import accelerators
 from skyward.providers import Order
 from skyward.providers import aws as aws_module
-from skyward.providers.aws import interruption
+from skyward.providers.aws import interruption, stopping
 from skyward.providers.aws.account import Account
 
 from .aws_gateway import Gateway
@@ -466,6 +466,11 @@ def test_the_policy_in_the_documentation_is_enough(
         assert len(await sky.AWS().find(outcome.pool)) == 2
         call("ec2", "get_console_output", InstanceId=machine.id)
         call("ssm", "start_session", Target=machine.id, DocumentName="AWS-StartSSHSession")
+        await sky.AWS().stop(outcome.pool)
+        assert await sky.AWS().stopped_price(outcome.pool) is not None
+        stopped = (await machine._instances.look(fresh=True))[machine.id]
+        assert stopped["State"]["Name"] == "stopped"
+        await stopping.start(machine._instances, stopped)
 
     assert sky.AWS().offers(a_request(accelerators.L4(), allocation="spot-if-available"))
     assert attempt(sky.AWS(), nodes=2, then=then).problems == []
