@@ -230,6 +230,21 @@ def test_all_kinds_of_methods_can_be_called_from_a_task(pool: sky.Compute) -> No
     assert found == (0, 4950, "gpt", 2, 10, [-3] * len(group))
 
 
+def test_a_group_is_used_and_closed_by_a_task(pool: sky.Compute) -> None:
+    @sky.function
+    def uses(group: Any) -> tuple[list[int], list[int]]:
+        one_by_one = [each.predict(1)[0] for each in group]
+        together = [future.result()[0] for future in group.predict.submit(2)]
+        group.close()
+        return one_by_one, together
+
+    group = Model("all", scale=2) @ pool
+    assert pool.run(uses(group), on=1) == ([2] * len(group), [4] * len(group))
+    for each in group:
+        with pytest.raises(sky.InstanceLostError):
+            each.predict(1)
+
+
 def test_a_handle_in_shared_state_works_in_tasks_and_is_the_clients_own_here(
     pool: sky.Compute,
 ) -> None:

@@ -311,14 +311,35 @@ class TaskHandleGroup:
     def __getitem__(self, rank: int) -> TaskHandle:
         return self._members[rank]
 
-    def __getattr__(self, name: str) -> Any:
-        methods = [getattr(member, name) for member in vars(self).get("_members", ())]
+    def __iter__(self) -> Iterator[TaskHandle]:
+        return iter(self._members)
 
-        def call(*args: Any, **kwargs: Any) -> list[Any]:
-            calls = [method.submit(*args, **kwargs) for method in methods]
-            return [each.result() for each in calls]
+    def __getattr__(self, name: str) -> TaskGroupMethod:
+        return TaskGroupMethod([getattr(member, name) for member in vars(self).get("_members", ())])
 
-        return call
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        methods = [TaskMethod(member, "__call__") for member in self._members]
+        return TaskGroupMethod(methods)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Close all objects."""
+        for member in self._members:
+            member.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TaskHandleGroup, (self._members,)
+
+
+class TaskGroupMethod:
+    """A method of the objects of a group, as a task has it."""
+
+    def __init__(self, methods: list[TaskMethod]) -> None:
+        self._methods = methods
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the method of all objects at once."""
+        return [each.result() for each in self.submit(*args, **kwargs)]
+
+    def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
+        """Call the method of all objects without waiting."""
+        return [each.submit(*args, **kwargs) for each in self._methods]
