@@ -395,6 +395,14 @@ class Pool:
         """The number of an open device's process on its node."""
         return self._fleet.devices.desk.process_of(index)
 
+    def keep_device(self, index: int) -> None:
+        """Note that tensors of a sky device stay there when this client leaves."""
+        self._fleet.devices.desk.keep(index)
+
+    def finish_devices(self, note: Callable[[str], None]) -> None:
+        """Wait until all that was issued on devices with kept tensors is done."""
+        self._fleet.devices.desk.finish(note)
+
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
         return self._fleet.capacity.workers()

@@ -92,6 +92,21 @@ def test_what_belongs_together_stays_together(bench: str) -> None:
         compute.forget("together")
 
 
+def test_leaving_waits_for_the_last_operations_and_raises_what_failed(bench: str) -> None:
+    with (
+        pytest.raises(IndexError, match="index 9 is out of bounds") as raised,
+        sky.attach(bench) as compute,
+    ):
+        tensor = torch.arange(4, device=compute.device("cpu"))
+        compute.keep("last", tensor)
+        for place in (0, 9):  # the first of a kind is waited for
+            tensor[torch.tensor([place]).to(tensor.device)] = 0
+    assert "noticed when the client left the pool" in raised.value.__notes__[-1]
+    with sky.attach(bench) as compute:
+        assert compute.kept("last").tolist() == [0, 1, 2, 3]
+        compute.forget("last")
+
+
 def test_two_names_of_one_tensor_are_one_tensor(bench: str) -> None:
     with sky.attach(bench) as compute:
         tensor = torch.zeros(4, device=compute.device("cpu"))

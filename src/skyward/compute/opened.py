@@ -77,24 +77,34 @@ class OpenedPool:
                 ) from problem
 
     def close(self, seconds: float) -> None:
-        """Take everything down, or leave a pool that stays; a second call does nothing more."""
+        """Take everything down, or leave a pool that stays; a second call does nothing more.
+
+        Whatever fails of it, all of it is done; then the failure is raised.
+        """
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._end, seconds)
+            if self.pool.stays and not self.pool.closed:
+                last_first.callback(self.pool.finish_devices, self._note)
+            last_first.callback(self._around.close)
+
+    def _note(self, text: str) -> None:
+        self._console.note(f"{self._spec.name}: {text}")
+
+    def _end(self, seconds: float) -> None:
         pool, stays = self.pool, ""
-        try:
-            self._around.close()
-        finally:
-            leave(pool)
-            if pool.stays and not pool.closed:
-                pool.detach(seconds)
-                stays = f"it stays, until `sky down {self._spec.name}`"
-            else:
-                pool.close(seconds)
-            listening, self._listening = self._listening, None
-            if listening is not None:
-                pool.events.emit(PoolClosed, pool.ledger.cost)
-                listening.close()
-            showing, self.showing = self.showing, None
-            if showing is not None:
-                showing.close()
+        leave(pool)
+        if pool.stays and not pool.closed:
+            pool.detach(seconds)
+            stays = f"it stays, until `sky down {self._spec.name}`"
+        else:
+            pool.close(seconds)
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            pool.events.emit(PoolClosed, pool.ledger.cost)
+            listening.close()
+        showing, self.showing = self.showing, None
+        if showing is not None:
+            showing.close()
         if not self._closed:
             self._closed = True
             self._console.close(self._last_line(stays))

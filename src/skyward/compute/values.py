@@ -63,6 +63,7 @@ class Keeping(Naming):
                 self.run(_fill(path, value), on=node)
             else:
                 pid = self._open_pool.device_process(devices[0])
+                self._open_pool.keep_device(devices[0])
                 numbers, size = resident.numbers, resident.bytes
                 self.run(_store(path, resident.encoded), on=node)
             service.ask(
@@ -166,6 +167,7 @@ class Keeping(Naming):
         try:
             index = self._open_pool.resident_device(node, found["device"], found["pid"])
             if self._open_pool.device_process(index) == found["pid"]:
+                self._open_pool.keep_device(index)
                 return residents.decode(encoded, index, residents.adopted(encoded, index))
             return residents.decode(encoded, index, self._copied(name, node, encoded, index))
         except Exception:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
+LAST_SECONDS = 5.0
+"""How long leaving a pool waits for its devices before it says so."""
 
 
 class DeviceDesk:
@@ -43,6 +45,10 @@ class DeviceDesk:
         self._open: dict[int, tuple[int, set[str], Device]] = {}
         self._lost: list[tuple[int, set[str], int]] = []
         """The node, kinds and index of lost devices whose tensors a checkpoint has."""
+        self._kept: set[int] = set()
+        """The indices of devices whose processes hold kept tensors."""
+        self._finished: queue.SimpleQueue[Exception | str] = queue.SimpleQueue()
+        """How waiting for each of these devices ended; "hurry" if it is to end now."""
         self._lock = threading.RLock()
 
     def get(self, node: int, kind: str, *, back: bool = True) -> int:
@@ -239,6 +245,54 @@ class DeviceDesk:
 
         # On a thread of its own: `get` holds the lock while it waits for the calling thread.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
+
+    def keep(self, index: int) -> None:
+        """Have `finish` wait for a device: its tensors stay when this client leaves."""
+        self._kept.add(index)
+
+    def finish(self, note: Callable[[str], None]) -> None:
+        """Wait for all that was issued on devices with kept tensors; raises the first failure.
+
+        A call of `hurry` ends the wait: the next `close` drops what is not done.
+        """
+        waiting = [
+            (node, device.index)
+            for node, _, device in list(self._open.values())
+            if device.index in self._kept
+        ]
+        for node, index in waiting:
+            threading.Thread(
+                target=self._wait_for, args=(node, index), name="skyward-device-last", daemon=True
+            ).start()
+        for _ in waiting:
+            try:
+                ended = self._finished.get(timeout=LAST_SECONDS)
+            except queue.Empty:
+                note("waits for the last operations on kept tensors; Ctrl-C leaves them undone")
+                ended = self._finished.get()
+            if isinstance(ended, Exception):
+                raise ended
+            if ended == "hurry":
+                return
+
+    def _wait_for(self, node: int, index: int) -> None:
+        import torch
+
+        try:
+            torch.accelerator.synchronize(index)
+        except Exception as failure:
+            # Whatever an operation raised: nobody else would hear of it.
+            failure.add_note(
+                f"This failed on sky:{index} (node {node}) after tensors of that device were "
+                "kept, and was noticed when the client left the pool."
+            )
+            self._finished.put(failure)
+        else:
+            self._finished.put("done")
+
+    def hurry(self) -> None:
+        """End the wait of `finish`."""
+        self._finished.put("hurry")
 
     def close(self, why: str) -> None:
         """Close every device and end their processes."""

@@ -370,6 +370,7 @@ class Fleet:
 
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
+        self.devices.desk.hurry()
         for node in self.nodes:
             node.host.stop(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -22,15 +23,32 @@ _lock = threading.Lock()
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Begin to run a coroutine on the providers' loop; the future can cancel it."""
+    try:
+        loop = _running()
+    except BaseException:
+        work.close()  # else Python would warn that nobody has awaited it
+        raise
+    return asyncio.run_coroutine_threadsafe(work, loop)
+
+
+def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            _loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
+            made: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
             threading.Thread(
-                target=_loop.run_forever, name="skyward-providers", daemon=True
+                target=_run, args=(made,), name="skyward-providers", daemon=True
             ).start()
-        return asyncio.run_coroutine_threadsafe(work, _loop)
+            _loop = made.get()
+        return _loop
+
+
+def _run(made: queue.SimpleQueue[asyncio.AbstractEventLoop]) -> None:
+    # Made on this thread: a Ctrl-C interrupts the main thread, and would leave half a loop.
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
+    made.put(loop)
+    loop.run_forever()
 
 
 def _forget() -> None:
