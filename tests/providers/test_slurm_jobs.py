@@ -72,6 +72,25 @@ def wait_for(
     return asyncio.run(scenario())
 
 
+def test_a_job_waits_for_the_late_order_of_a_node_that_comes_together_with_others(
+    site: Site,
+) -> None:
+    site.answers("squeue", WAITING.replace("Priority", "BadConstraints").strip())
+    site.changes("scancel", "squeue", ENDED)
+
+    async def scenario() -> None:
+        jobs = pool_jobs(sky.Slurm())
+        together = frozenset({0, 1})
+        first, second = (Order("p", node, request(), together=together) for node in (0, 1))
+        getting = asyncio.create_task(jobs.get(first, None))
+        await asyncio.sleep(5 * jobs_module.GATHER_SECONDS)
+        await asyncio.gather(getting, jobs.get(second, None), return_exceptions=True)
+
+    asyncio.run(scenario())
+    submitted = [call for call in site.calls("sbatch") if "--test-only" not in call]
+    assert ["--nodes=2" in call for call in submitted] == [True]
+
+
 def test_a_job_that_waits_too_long_is_cancelled_once_for_all_its_nodes(site: Site) -> None:
     site.answers("squeue", WAITING.strip())
     site.changes("scancel", "squeue", ENDED)

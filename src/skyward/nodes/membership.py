@@ -130,7 +130,7 @@ class Membership:
         with self._roster.lock:
             if self._roster.closed:
                 return []
-            added = [self._startup.new_node(index) for index in indexes]
+            added = self._startup.new_nodes(indexes)
             self._roster.add(added)
         for node in added:
             self._startup.start(node)

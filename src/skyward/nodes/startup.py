@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -106,11 +106,22 @@ class Startup:
         self._versions = my_versions()
         self._told_out_of_reach: set[Node] = set()
 
-    def new_node(self, index: int) -> Node:
-        """A new node; its start has not begun."""
-        return Node(index, self._host(index), self._roster.lock, events=self._events)
+    def new_nodes(self, indexes: Iterable[int]) -> list[Node]:
+        """New nodes; their starts have not begun."""
+        together = frozenset(indexes)
+        return [
+            Node(
+                index,
+                self._host(index, together=together),
+                self._roster.lock,
+                events=self._events,
+            )
+            for index in sorted(together)
+        ]
 
-    def _host(self, index: int, lost: Host | None = None) -> Host:
+    def _host(
+        self, index: int, lost: Host | None = None, together: frozenset[int] = frozenset()
+    ) -> Host:
         return Host(
             self._spec.provider,
             Order(
@@ -120,6 +131,7 @@ class Startup:
                 tell=lambda reason: self._phase(index, reason),
                 note=self._console.note,
                 name=self._spec.name,
+                together=together,
             ),
             self._journal,
             phase=lambda phase: self._phase(index, phase),

@@ -38,6 +38,11 @@ class AskedJob:
         """Whether it is being cancelled because it did not run in time."""
         return self.giving_up is not None and not self.giving_up.done()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes have been ordered that are to come together."""
+        return all(order.together <= self.orders.keys() for order in self.orders.values())
+
     def add(self, order: Order) -> asyncio.Future[SlurmMachine]:
         """Have the job include a node, and give what will be the node's machine."""
         self.orders[order.node] = order
