@@ -18,6 +18,8 @@ import skyward as sky
 from skyward.nodes import keeping
 from skyward.worker import detached
 
+from ..conftest import PATIENCE
+
 QUIET = sky.Options(console=False, orphan_timeout=5)
 
 Script = Callable[[str], subprocess.Popen[str]]
@@ -49,12 +51,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def script(home: Path) -> Script:
+def script(home: Path) -> Iterator[Script]:
     """Start a script in another process."""
+    started = []
 
     def start(text: str) -> subprocess.Popen[str]:
         program = "import os, sys\nimport skyward as sky\n" + textwrap.dedent(text)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,13 +66,19 @@ def script(home: Path) -> Script:
             # A client that is killed leaves a socket there.
             env={**os.environ, "XDG_RUNTIME_DIR": str(home)},
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:  # after a test that failed
+            process.kill()
+            process.communicate()
 
 
 def said(process: subprocess.Popen[str]) -> str:
     """What a script printed, after its end."""
-    out, problems = process.communicate(timeout=60)
+    out, problems = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, problems
     return out.strip()
 
@@ -77,7 +86,7 @@ def said(process: subprocess.Popen[str]) -> str:
 @pytest.fixture(scope="module", params=["unix", "tcp"])
 def kept(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
     """The name of a pool of two nodes that stays; once with Unix sockets, once with TLS."""
-    name = f"kept-{request.param}"
+    name = f"kept-{os.getpid()}-{request.param}"  # `sky stacks` finds those of all processes
     with sky.Compute(
         sky.Local(transport=request.param), nodes=2, name=name, keep=True, options=QUIET
     ):

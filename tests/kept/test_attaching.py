@@ -21,6 +21,8 @@ from skyward.wire.connecting import connect
 from skyward.wire.identity import CLIENT, Authority, node_name
 from skyward.wire.messages import Hello
 
+from ..conftest import PATIENCE
+
 Eventually = Callable[..., None]
 Script = Callable[[str], "subprocess.Popen[str]"]
 
@@ -54,7 +56,7 @@ def last_forever(marker: str) -> None:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    out, problems = process.communicate(timeout=60)
+    out, problems = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, problems
     return out.strip()
 
@@ -97,7 +99,7 @@ with sky.attach({kept!r}) as compute:
 
 
 def said_after(process: subprocess.Popen[str], words: str) -> str:
-    out, problems = process.communicate(words, timeout=60)
+    out, problems = process.communicate(words, timeout=PATIENCE)
     assert process.returncode == 0, problems
     return out
 
@@ -124,9 +126,9 @@ def test_a_client_that_is_killed_leaves_the_pool_to_others(
     other.communicate()
     with sky.attach(kept) as compute:
         assert not set(pid() @ compute) & set(theirs)
-    eventually(lambda: not any(map(psutil.pid_exists, theirs)), 20, "the end of its executors")
+    eventually(lambda: not any(map(psutil.pid_exists, theirs)), what="the end of its executors")
     with reach(kept) as pool, pool.head() as head:
-        eventually(lambda: head.ask("who")["clients"] == [], 20, "the pool to be free")
+        eventually(lambda: head.ask("who")["clients"] == [], what="the pool to be free")
 
 
 def test_a_client_can_be_ended_by_sigterm_without_hurting_the_pool(

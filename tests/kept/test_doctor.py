@@ -13,6 +13,7 @@ import skyward as sky
 from skyward.cli import names, reach
 from skyward.nodes import keeping
 
+from ..conftest import PATIENCE
 from .conftest import QUIET
 
 
@@ -33,7 +34,7 @@ def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
 
     process = psutil.Process(agent)
     os.kill(agent, signal.SIGKILL)
-    process.wait(20)
+    process.wait(PATIENCE)
     (found,) = reach.kept("asked")
     assert found.state == "problem"
     assert "`sky down asked` removes it" in found.advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from skyward.compute.attaching import reach
 from skyward.compute.workbench.commands import NodeCommand
 from skyward.nodes import keeping
 from skyward.worker import detached
+
+from ..conftest import PATIENCE
 
 Eventually = Callable[..., None]
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -62,12 +65,12 @@ def test_a_client_killed_while_it_starts_a_pool_leaves_nothing(
     home: Path, script: Script, eventually: Eventually
 ) -> None:
     other = script("sky.Compute(nodes=2, name='half', keep=True).__enter__()")
-    eventually(lambda: agents(home), 30, "the first agent")
+    eventually(lambda: agents(home), what="the first agent")
     other.kill()
     other.communicate()
     if "half" in keeping.names():
         CliRunner().invoke(command, ["down", "half", "--yes"])
-    eventually(lambda: agents(home) == [], 30, "the end of its agents")
+    eventually(lambda: agents(home) == [], what="the end of its agents")
     result = CliRunner().invoke(command, ["down", "half", "--yes"])
     assert result.exit_code in (0, 1)
     assert not list(home.glob("sky-*"))
@@ -78,7 +81,7 @@ def test_a_node_whose_agent_was_killed_is_started_again(bench: str, eventually: 
         before = pid() @ compute
         killed = keeping.read(bench).nodes[1].pid
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: keeping.read(bench).nodes[1].pid != killed, 30, "another agent")
+        eventually(lambda: keeping.read(bench).nodes[1].pid != killed, what="another agent")
         assert len(pid() @ compute) == 2
     with sky.attach(bench) as compute:
         after = pid() @ compute
@@ -97,8 +100,7 @@ def test_a_node_that_two_clients_have_lost_is_started_once(
                 lambda each=each: (
                     each.stats().nodes_lost and all(view.state == "ready" for view in each.nodes)
                 ),
-                30,
-                "both nodes",
+                what="both nodes",
             )
             assert len(pid() @ each) == 2
         assert sorted(agents(home)) == sorted(node.pid for node in keeping.read(bench).nodes)
@@ -143,11 +145,10 @@ def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
                 keeping.read(bench).nodes[1].pid != before
                 and all(each.state == "ready" for each in compute.nodes)
             ),
-            30,
-            "both nodes",
+            what="both nodes",
         )
         mine = [node.pid for node in keeping.read(bench).nodes]
-        out, problems = other.communicate("\n", timeout=60)
+        out, problems = other.communicate("\n", timeout=PATIENCE)
         assert out.split() == [str(each) for each in mine], problems
         assert sorted(agents(home)) == sorted(mine)
         assert len(pid() @ compute) == 2
@@ -171,7 +172,7 @@ def test_a_pool_whose_agents_are_all_gone_is_forgotten(bench: str, eventually: E
     killed = [node.pid for node in keeping.read(bench).nodes]
     for each in killed:
         os.kill(each, signal.SIGKILL)
-    eventually(lambda: not any(map(psutil.pid_exists, killed)), 20, "the end of the agents")
+    eventually(lambda: not any(map(psutil.pid_exists, killed)), what="the end of the agents")
     with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach(bench)
     assert bench not in keeping.names()
@@ -209,9 +210,9 @@ def test_a_broadcast_goes_on_while_another_client_comes_and_goes(
             "@sky.function\ndef pid():\n    return os.getpid()\n"
             f"with sky.attach({bench!r}) as c:\n    print(pid() @ c)"
         )
-        out, problems = other.communicate(timeout=60)
+        out, problems = other.communicate(timeout=PATIENCE)
         (tmp_path / "go").touch()
-        running.join(60)
+        running.join(PATIENCE)
         assert len(thread_result[0]) == 2
         assert not set(json.loads(out)) & set(thread_result[0]), problems
 
@@ -219,7 +220,7 @@ def test_a_broadcast_goes_on_while_another_client_comes_and_goes(
 def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Eventually) -> None:
     with sky.Compute(name="brief", keep=0.5, options=QUIET):
         pass
-    eventually(lambda: agents(home) == [], 30, "the end of the pool")
+    eventually(lambda: agents(home) == [], what="the end of the pool")
     with pytest.raises(sky.PoolError, match="its machines are gone"):
         sky.attach("brief")
 
@@ -227,13 +228,14 @@ def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Event
 def test_a_command_on_one_node_keeps_all_nodes_of_the_pool(
     home: Path, eventually: Eventually
 ) -> None:
-    with sky.Compute(sky.Local(transport="tcp"), nodes=3, name="used", keep=0.5, options=QUIET):
-        pass
-    with reach("used") as pool, NodeCommand(pool, 1, ["sleep", "600"]):
+    with contextlib.ExitStack() as command:
+        with sky.Compute(sky.Local(transport="tcp"), nodes=3, name="used", keep=0.5, options=QUIET):
+            pool = command.enter_context(reach("used"))
+            command.enter_context(NodeCommand(pool, 1, ["sleep", "600"]))
         # Nodes 0 and 2 would end half a second after the client has left.
         time.sleep(2.5)
         assert len(agents(home)) == 3
-    eventually(lambda: agents(home) == [], 30, "the end of the pool")
+    eventually(lambda: agents(home) == [], what="the end of the pool")
 
 
 def test_a_pool_of_no_name_cannot_stay() -> None:

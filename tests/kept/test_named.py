@@ -21,7 +21,7 @@ from skyward.cli.main import sky as command
 from skyward.compute.named.client import NamedCall
 from skyward.compute.named.runner import NamedRun
 
-from ..conftest import only_in_all
+from ..conftest import PATIENCE, only_in_all
 from .conftest import QUIET, said
 
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -72,7 +72,7 @@ def fail(text: str) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "not within a minute"
         time.sleep(0.02)
@@ -295,10 +295,10 @@ def test_a_result_that_cannot_be_fetched_is_fetched_again_or_told(
     gate.touch()
     if isinstance(problem, KeyError):
         with pytest.raises(KeyError, match="since"):
-            future.result(60)
+            future.result(PATIENCE)
     else:
-        assert future.result(60) == "through the gate"
-    assert compute.result(name, 60) == "through the gate"
+        assert future.result(PATIENCE) == "through the gate"
+    assert compute.result(name, PATIENCE) == "through the gate"
 
 
 def test_a_call_whose_output_cannot_be_written_fails_alone(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_the_command_line_lists_follows_and_cancels_calls(
     assert "jobs and calls" in plain
     assert "out of reach" not in plain
     assert "shown: interrupted" in sky_says("cancel", pool, "shown")
-    _, problems = follower.communicate(timeout=60)
+    _, problems = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 1
     assert "shown was cancelled" in problems
     assert "[node 0] here\n[node 1] here\n" in "".join(sorted(_log(pool, "all")))

@@ -20,6 +20,7 @@ from skyward.page import metrics
 from skyward.page.gathering import Gathering, _Watching
 from skyward.page.kept_state import KeptState
 
+from ..conftest import PATIENCE
 from .conftest import QUIET, Script
 
 
@@ -59,8 +60,8 @@ def told(kept: str) -> Iterator[Iterator[dict[str, Any]]]:
     viewer = gathering.join()
 
     def messages() -> Iterator[dict[str, Any]]:
-        while (batch := viewer.next(30)) is not None:
-            assert batch, "nothing was told for 30 s"
+        while (batch := viewer.next(PATIENCE)) is not None:
+            assert batch, "nothing was told"
             yield from json.loads(batch)
 
     yield messages()
@@ -82,7 +83,7 @@ def test_a_pool_without_a_client_shows_its_nodes(kept: str, told: Iterator[dict[
 
 def after(told: Iterator[dict[str, Any]], wanted: Callable[[dict[str, Any]], Any]) -> Any:
     """What `wanted` returns for the first message for which it returns something."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     for message in told:
         if (found := wanted(message)) or time.monotonic() > deadline:
             break
@@ -124,7 +125,7 @@ def test_calls_of_every_client_are_shown_with_the_client(
         failed = after(
             told, lambda message: [n for n in message.get("notes", ()) if n["name"] == "fail"]
         )
-    other.communicate("\n", timeout=30)
+    other.communicate("\n", timeout=PATIENCE)
     assert near[6:8] == ["ok", near[7]]
     assert far[2:4] in ([0, 0], [1, 0])
     assert clients[near[7]]["pid"] == str(os.getpid())
@@ -142,7 +143,7 @@ def test_what_happened_before_somebody_looked_is_shown(
     try:
         pool = next(
             message
-            for batch in iter(lambda: viewer.next(30), None)
+            for batch in iter(lambda: viewer.next(PATIENCE), None)
             for message in json.loads(batch or "[]")
             if message["type"] == "pool"
         )

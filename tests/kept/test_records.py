@@ -99,6 +99,6 @@ def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[...,
         eventually(lambda: not head.ask("who")["clients"])
         assert head.ask("who")["idle"] == 0.0
         os.kill(agent, 0)
-    eventually(lambda: not detached.running(Path(keeping.read("brief").nodes[0].machine)), 30)
+    eventually(lambda: not detached.running(Path(keeping.read("brief").nodes[0].machine)))
     with pytest.raises(sky.PoolError, match="its machines are gone"):
         sky.attach("brief")

@@ -15,7 +15,7 @@ import skyward as sky
 from skyward.nodes import keeping
 from skyward.nodes.occupancy import occupancy
 
-from ..conftest import ALL, Eventually
+from ..conftest import ALL, PATIENCE, Eventually
 from .conftest import QUIET, Script, said
 
 torch = pytest.importorskip("torch")
@@ -189,7 +189,7 @@ def test_a_client_that_is_killed_leaves_what_it_has_kept(bench: str, script: Scr
 
 
 def said_by_killed(process: subprocess.Popen[str]) -> str:
-    out, problems = process.communicate(timeout=60)
+    out, problems = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGKILL, problems
     return out
 

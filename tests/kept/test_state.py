@@ -8,6 +8,7 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import PATIENCE
 from .conftest import Script
 
 
@@ -71,5 +72,5 @@ def test_a_client_that_is_killed_beside_its_pool_frees_its_locks_at_once(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.kill()
-    with sky.attach(kept), sky.lock("mine", timeout=60) as lock:
+    with sky.attach(kept), sky.lock("mine", timeout=PATIENCE) as lock:
         assert lock.abandoned

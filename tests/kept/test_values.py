@@ -11,6 +11,7 @@ import pytest
 import skyward as sky
 from skyward.worker import values
 
+from ..conftest import PATIENCE
 from .conftest import said
 
 torch = pytest.importorskip("torch")
@@ -33,7 +34,7 @@ def test_a_value_is_found_by_the_next_client(bench: str, script: Script) -> None
         compute.keep("settings", {"rate": 0.1, "layers": [1, 2]})
         compute.keep("settings", {"rate": 0.2, "layers": [1, 2]})
     other = script(f"print(sky.attach({bench!r}).kept('settings'))")
-    out, problems = other.communicate(timeout=60)
+    out, problems = other.communicate(timeout=PATIENCE)
     assert out.strip() == "{'rate': 0.2, 'layers': [1, 2]}", problems
 
 

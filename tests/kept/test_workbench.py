@@ -23,6 +23,7 @@ import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.workbench.jobs import JobOutput
 
+from ..conftest import PATIENCE
 from .conftest import QUIET
 
 SKY = [sys.executable, "-m", "skyward"]
@@ -92,7 +93,7 @@ def test_piped_input_and_ctrl_c_reach_the_command(train: str) -> None:
         [*SKY, "exec", train, "--all", "--", "wc", "-c"],
         input=b"x" * 3_000_000,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == [b"[node 0] 3000000", b"[node 1] 3000000"]
@@ -102,7 +103,7 @@ def test_piped_input_and_ctrl_c_reach_the_command(train: str) -> None:
     )
     begun(process, b"ready\n")
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == b"caught\n"
+    assert process.communicate(timeout=PATIENCE)[0] == b"caught\n"
     assert process.returncode == 5
 
 
@@ -134,7 +135,7 @@ class Person:
         os.write(self.mine, keys.encode())
 
     def sees(self, text: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         os.set_blocking(self.mine, False)
         while text.encode() not in self._seen:
             assert time.monotonic() < deadline, self._seen
@@ -144,7 +145,7 @@ class Person:
         self._seen = self._seen.partition(text.encode())[2]
 
     def leaves(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(PATIENCE)
         assert termios.tcgetattr(self._theirs) == self.before, "the terminal is as it was"
         os.close(self.mine)
         os.close(self._theirs)
@@ -183,7 +184,11 @@ def test_a_terminal_is_restored_when_the_command_is_ended(train: str) -> None:
 
 def test_a_shell_without_a_terminal_is_refused(train: str) -> None:
     done = subprocess.run(
-        [*SKY, "shell", train], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        [*SKY, "shell", train],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 1
     assert "a shell needs a terminal here" in done.stderr
@@ -228,7 +233,7 @@ def test_a_script_runs_here_with_a_pool(
 
     def started(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*SKY, "run", str(script), *args], capture_output=True, text=True, timeout=100
+            [*SKY, "run", str(script), *args], capture_output=True, text=True, timeout=PATIENCE
         )
 
     done = started("21", "--epochs", "3", "--nodes", "1")
@@ -291,7 +296,7 @@ def test_ctrl_c_leaves_a_job_alone_and_says_how_to_go_on(
     )
     begun(process, b"ready\n")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
 
     assert process.returncode == 130
     job = errors.split()[1].decode()
@@ -372,7 +377,7 @@ def test_the_output_of_tasks_is_followed(train: str) -> None:
     assert process.stdout is not None
     with sky.attach(train) as compute:
         os.set_blocking(process.stdout.fileno(), False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         seen = b""
         # Until the command follows, its output is not there.
         while b"again" not in seen and time.monotonic() < deadline:
@@ -380,7 +385,7 @@ def test_the_output_of_tasks_is_followed(train: str) -> None:
             time.sleep(0.1)
             seen += process.stdout.read() or b""
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert b"[node " in seen
     assert b"] again on " in seen
     assert b"from a task" not in seen
