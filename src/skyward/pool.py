@@ -222,12 +222,10 @@ class Pool:
         """End the machines at once, while `close` still gives them time."""
         self._fleet.hurry()
 
-    def resize(self, nodes: int | Nodes) -> None:
-        """Grow or shrink to that many nodes."""
+    def resize(self, nodes: int | Nodes, *, force: bool = False) -> None:
+        """Grow or shrink to that many nodes; with `force`, also while others use the pool."""
         self._check_open()
-        count = nodes if isinstance(nodes, int) else nodes.desired
-        with self._fleet.lock(force=count >= len(self.nodes)):
-            self._fleet.resize(nodes)
+        self._fleet.resize(nodes, force=force)
 
     def prepare(
         self,

@@ -21,6 +21,7 @@ from skyward.compute.quoting import without_end
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 
+from ..conftest import PATIENCE
 from .conftest import QUIET
 
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -149,7 +150,7 @@ def test_down_refuses_while_others_are_attached(bench: str, script: Script) -> N
     assert f"process {other.pid}" in refused.stderr
     assert "--force" in refused.stderr
     run("down", bench, "--force")
-    _, problems = other.communicate("\n", timeout=60)
+    _, problems = other.communicate("\n", timeout=PATIENCE)
     assert other.returncode == 0, problems
     assert "Traceback" not in problems
 
@@ -167,6 +168,24 @@ def test_a_script_that_runs_is_not_ended_by_accident(bench: str, tmp_path: Path)
     assert documents("jobs", bench)[0]["state"] == "running"
     run("stop", bench, "--force")
     assert documents("ps")[0]["state"] == "stopped"
+
+
+def test_a_pool_on_which_a_script_runs_does_not_shrink(bench: str, tmp_path: Path) -> None:
+    path = tmp_path / "fit.py"
+    path.write_text("import time; time.sleep(600)")
+    with sky.attach(bench) as compute:
+        compute.resize((1, 2))
+        compute.resize(2)
+        job = documents("run", str(path), "--on", bench, "--detach")["id"]
+        with pytest.raises(sky.PoolError, match=f"{bench}: runs {job} of .*force=True"):
+            compute.resize(1)
+        assert compute._open_pool._fleet._shrink(lambda count: 1) == 2, "nor for idleness"
+        assert len(pid() @ compute) == 2
+        with pytest.raises(sky.ConfigurationError, match=r"resize\(\(0, 2\)\): .* at least one"):
+            compute.resize((0, 2))
+        compute.resize(1, force=True)
+        assert len(pid() @ compute) == 1
+    assert documents("jobs", bench)[0]["state"] == "running"
 
 
 def test_a_client_with_an_imported_record_does_not_undo_down(
@@ -194,7 +213,7 @@ def test_a_client_with_an_imported_record_does_not_undo_down(
         assert other.stdout is not None
         other.stdout.readline()
     run("down", bench, "--force")
-    out, problems = other.communicate("\n", timeout=60)
+    out, problems = other.communicate("\n", timeout=PATIENCE)
     assert "node 0 was ended by" in out, problems
     assert f"process {os.getpid()}" in out
     assert not list(home.glob("sky-*"))

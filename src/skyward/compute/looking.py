@@ -50,22 +50,29 @@ class Looking(Keeping):
         """The nodes as they are now: state, address, accelerator, running tasks."""
         return self._open_pool.views()
 
-    def resize(self, nodes: int | tuple[int, int] | Nodes) -> None:
+    def resize(self, nodes: int | tuple[int, int] | Nodes, *, force: bool = False) -> None:
         """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
 
-        Returns when that many nodes are ready; with bounds, when `min` nodes are ready.
+        Returns when that many nodes are ready; with bounds, when `min` nodes are ready. A pool that
+        stays does not shrink while other clients are attached, calls by name go on or scripts run
+        on it: the error names them. `force` shrinks it all the same.
 
         >>> compute.resize(4)
         >>> compute.resize(sky.Nodes(8, min=4))
         """
         if isinstance(nodes, (tuple, list, Nodes)):
-            self._open_pool.resize(Nodes.of(nodes))
+            if self._open_pool.stays and not Nodes.of(nodes).floor:
+                raise ConfigurationError(
+                    f"resize({nodes!r}): a pool that stays has at least one node, which knows its "
+                    "clients; give (1, n)"
+                )
+            self._open_pool.resize(Nodes.of(nodes), force=force)
             return
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise ConfigurationError(
                 f"resize({nodes!r}): give a whole number of nodes, 1 or more, (min, max) or Nodes"
             )
-        self._open_pool.resize(nodes)
+        self._open_pool.resize(nodes, force=force)
 
     def stats(self) -> Stats:
         """The pool's numbers so far: calls, losses, bytes and cost.

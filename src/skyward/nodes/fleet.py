@@ -30,6 +30,7 @@ from skyward.nodes.ledger import Ledger
 from skyward.nodes.losses import Losses
 from skyward.nodes.membership import Membership
 from skyward.nodes.node import Node
+from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.pool_devices import PoolDevices
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.pulse import Pulse
@@ -294,10 +295,18 @@ class Fleet:
                     break
         return held
 
+    def _lock_unused(self) -> contextlib.ExitStack:
+        """Lock a pool that loses nodes; `PoolError` if another client or a script uses it."""
+        with self.lock(force=False) as held:
+            if self.stays:
+                indexes = [node.index for node in self.nodes]
+                check_jobs(self._spec.name, indexes, self.services.open)
+            return held.pop_all()
+
     def _shrink(self, target: Callable[[int], int]) -> int:
         """Remove idle nodes, unless they are those of other clients, too."""
         try:
-            with self.lock(force=False):
+            with self._lock_unused():
                 return self._membership.shrink(target)
         except PoolError:
             self._scaler.keep()
@@ -314,8 +323,18 @@ class Fleet:
             node.stop()
             self._ending.forget(node)
 
-    def resize(self, nodes: int | Nodes) -> None:
-        """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well."""
+    def resize(self, nodes: int | Nodes, *, force: bool) -> None:
+        """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well.
+
+        Without `force`, `PoolError` if nodes would go while another client or a script uses the
+        pool.
+        """
+        count = nodes if isinstance(nodes, int) else nodes.desired
+        goes = count < len(self.nodes) and not force
+        with self._lock_unused() if goes else self.lock(force=True):
+            self._resize(nodes)
+
+    def _resize(self, nodes: int | Nodes) -> None:
         self._allow_descriptors(nodes if isinstance(nodes, int) else nodes.ceiling)
         if isinstance(nodes, int):
             self._scaler.keep()
