@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from ..conftest import Eventually
 from .conftest import Run
 
 QUIET = sky.Options(console=False)
+HANGS = f"hangs-{os.getpid()}"
+"""Another run of these tests may have a pool, too, and all are asked."""
 
 
 @sky.function
@@ -30,12 +33,12 @@ def waits(file: str, marker: str) -> None:
 def test_a_pool_of_any_process_is_shown_with_its_tasks(
     run: Run, run_json: Callable[..., Any], tmp_path: Path, eventually: Eventually
 ) -> None:
-    with sky.Compute(nodes=2, name="hangs", options=QUIET) as compute:
+    with sky.Compute(nodes=2, name=HANGS, options=QUIET) as compute:
         running = compute.submit(waits(f"{tmp_path}/go", f"{tmp_path}/there"), on=1)
         eventually((tmp_path / "there").exists)
-        shown = run("stacks", "hangs").stdout
+        shown = run("stacks", HANGS).stdout
         everything = run("stacks", "--all").stdout
-        (document,) = run_json("stacks", "hangs")
+        (document,) = run_json("stacks", HANGS)
         told = run("stacks", "other", code=1).stderr
         (tmp_path / "go").touch()
         running.result()
@@ -45,8 +48,8 @@ def test_a_pool_of_any_process_is_shown_with_its_tasks(
     assert f'File "{__file__}"' in shown
     assert "executor.py" not in shown
     assert "executor.py" in everything
-    assert document["name"] == "hangs"
-    assert "hangs" in told.partition("no pool is called 'other'; there are: ")[2]
+    assert document["name"] == HANGS
+    assert HANGS in told.partition("no pool is called 'other'; there are: ")[2]
     idle, busy = document["processes"]
     assert (idle["node"], idle["tasks"]) == (0, [])
     assert busy["tasks"][0][1] == "waits"

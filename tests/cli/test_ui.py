@@ -22,6 +22,9 @@ from skyward.page import sockets
 from skyward.page.door import Door
 from skyward.page.gathering import Gathering
 
+# A page shows all pools of a name, also those of another run of these tests.
+ELSEWHERE, LATER, ALONE = (f"{name}-{os.getpid()}" for name in ("elsewhere", "later", "alone"))
+
 
 @sky.function
 def square(x: int) -> int:
@@ -30,7 +33,7 @@ def square(x: int) -> int:
 
 @pytest.fixture(scope="module")
 def compute() -> Iterator[sky.Compute]:
-    with sky.Compute(name="elsewhere", options=sky.Options(console=False)) as compute:
+    with sky.Compute(name=ELSEWHERE, options=sky.Options(console=False)) as compute:
         yield compute
 
 
@@ -52,11 +55,11 @@ def address(process: Any) -> str:
 def test_it_shows_the_pools_of_another_process(
     compute: sky.Compute, start: Any, eventually: Any
 ) -> None:
-    process = start("ui", "elsewhere", "later", "--json")
+    process = start("ui", ELSEWHERE, LATER, "--json")
     url = address(process)
     told = messages(url)
     assert next(told)["type"] == "hello"
-    pool = next(message for message in told if message.get("name") == "elsewhere")
+    pool = next(message for message in told if message.get("name") == ELSEWHERE)
     assert [row[1] for row in pool["nodes"]] == ["ready"]
     square(3) >> compute
     for message in told:
@@ -64,8 +67,8 @@ def test_it_shows_the_pools_of_another_process(
             break
     assert [call[1] for call in message["ended"]] == ["square"]
 
-    with sky.Compute(name="later", options=sky.Options(console=False)):
-        later = next(message for message in told if message.get("name") == "later")
+    with sky.Compute(name=LATER, options=sky.Options(console=False)):
+        later = next(message for message in told if message.get("name") == LATER)
     gone = next(message for message in told if message["type"] == "gone")
     assert gone["pool"] == later["pool"]
 
@@ -75,19 +78,20 @@ def test_it_shows_the_pools_of_another_process(
         connection.request("GET", f"/metrics?{parts.query}")
         text = connection.getresponse().read().decode()
         connection.close()
-        assert 'skyward_calls_total{pool="elsewhere"' in text
+        assert f'skyward_calls_total{{pool="{ELSEWHERE}"' in text
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0
     eventually(lambda: not compute._open_pool.events.listened)  # nobody looks any more
 
 
 def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:
-    process = start("ui", "shown-alone", "--json")
+    process = start("ui", ALONE, "--json")
     told = messages(address(process))
-    assert b"no pool that stays is called 'shown-alone' (there are: " in process.stderr.readline()
-    with sky.Compute(name="shown-alone", options=sky.Options(console=False)):
+    told_so = process.stderr.readline().decode()
+    assert f"no pool that stays is called '{ALONE}' (there are: " in told_so
+    with sky.Compute(name=ALONE, options=sky.Options(console=False)):
         pool = next(message for message in told if message["type"] == "pool")
-    assert pool["name"] == "shown-alone"
+    assert pool["name"] == ALONE
     process.terminate()
     assert process.wait(20) == 0
 

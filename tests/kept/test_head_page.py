@@ -23,7 +23,7 @@ from skyward.compute.workbench.forwarding import Forwarding
 from skyward.compute.workbench.head_page import HeadPage, stop_page
 from skyward.nodes.reaching import ReachedPool
 
-from ..conftest import only_in_all
+from ..conftest import PATIENCE, only_in_all
 from .conftest import QUIET
 
 Eventually = Callable[[Callable[[], Any]], Any]
@@ -47,7 +47,8 @@ def serving(name: str) -> list[int]:
 # With TLS, the head has a record of its own; with Unix sockets, it reads the user's.
 @pytest.fixture(scope="module", params=["tcp", pytest.param("unix", marks=only_in_all)])
 def pool(request: pytest.FixtureRequest, home: Path) -> Iterator[ReachedPool]:
-    name = f"headed-{request.param}"
+    # `serving` finds the processes of every run of these tests.
+    name = f"headed-{request.param}-{os.getpid()}"
     local = sky.Local(transport=request.param)
     with sky.Compute(local, nodes=2, name=name, keep=True, options=QUIET):
         pass
@@ -59,7 +60,7 @@ def pool(request: pytest.FixtureRequest, home: Path) -> Iterator[ReachedPool]:
 
 def get(url: str, path: str = "", **headers: str) -> tuple[int, str]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE)
     connection.request("GET", f"{path or '/'}?{parts.query}", headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -69,7 +70,7 @@ def get(url: str, path: str = "", **headers: str) -> tuple[int, str]:
 
 def messages(url: str) -> Iterator[dict[str, Any]]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE)
     connection.request("GET", f"/stream?{parts.query}")
     with connection.getresponse() as answer:
         while line := answer.readline():
@@ -124,7 +125,7 @@ def test_the_command_brings_it_here_and_leaves_it_there(
     assert (told["pool"], told["node"]) == (name, 0)
     assert get(told["url"])[0] == 200
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE) == 0
     process.stdout.close()
     with HeadPage(pool) as page:
         assert page.found
@@ -140,7 +141,7 @@ def test_a_port_that_nobody_serves_is_closed_at_once(pool: ReachedPool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with Forwarding(pool, 1, port) as forwarding:
-        with socket.create_connection(("127.0.0.1", forwarding.port), 20) as connection:
+        with socket.create_connection(("127.0.0.1", forwarding.port), PATIENCE) as connection:
             assert connection.recv(1) == b""
     with pool.service(1, "forward") as service:
         with pytest.raises(sky.PoolError, match=f"nothing answers at port {port} of the node"):
@@ -154,7 +155,7 @@ def test_bytes_go_both_ways_and_each_way_ends_alone(pool: ReachedPool) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         Forwarding(pool, 0, server.getsockname()[1]) as forwarding,
-        socket.create_connection(("127.0.0.1", forwarding.port), 20) as here,
+        socket.create_connection(("127.0.0.1", forwarding.port), PATIENCE) as here,
     ):
         there, _ = server.accept()
         sent = os.urandom(3 << 20)
