@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,11 +99,16 @@ def test_a_silent_holder_loses_its_lock_after_its_lease() -> None:
     assert silent.ask(owner, "lock", "release", token) is False
 
 
-def test_deadlines_end_waits_in_their_order(eventually: Eventually) -> None:
+def test_deadlines_end_waits_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("skyward.state.owner.time", SimpleNamespace(monotonic=lambda: now))
     owner, session = Owner(KINDS), Recorded()
-    for seconds in (0.02, 0.01, 60.0):
+    for seconds in (2.0, 1.0, 60.0):
         session.ask(owner, "queue", "get", wait=seconds)
-    eventually(lambda: owner.expire() is not None and len(session.answers) == 2)
+    assert owner.expire() == 1.0
+    assert session.answers == []
+    now = 110.0
+    assert owner.expire() == 50.0
     assert [number for number, *_ in session.answers] == [2, 1]
     assert len(session.waiters) == 1
 
