@@ -17,7 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 import skyward as sky
+from skyward.calls.answers import Streaming
 from skyward.cli.main import sky as command
+from skyward.compute.named import outcomes
 from skyward.compute.named.client import NamedCall
 from skyward.compute.named.runner import NamedRun
 
@@ -202,6 +204,78 @@ def test_the_items_of_a_generator_are_kept(compute: sky.Compute) -> None:
             next(items)
 
 
+@sky.function
+def two_items(path: str) -> Iterator[str]:
+    yield "first"
+    while not os.path.exists(path):
+        time.sleep(0.02)
+    yield "second"
+
+
+def test_items_come_while_their_generator_goes_on(
+    pool: str, compute: sky.Compute, gate: Path
+) -> None:
+    mine = compute.submit(two_items(str(gate)), name="going").result()
+    assert next(mine) == "first"
+    with sky.attach(pool) as other:
+        theirs = other.result("going")
+        assert next(theirs) == "first"
+        assert found(other, "going").state == "running"
+    with pytest.raises(sky.PoolClosedError, match=r"left the pool; going goes on"):
+        next(theirs)
+    gate.touch()
+    assert list(mine) == ["second"]
+    assert list(compute.result("going")) == ["first", "second"]
+    until(lambda: found(compute, "going").state == "done")
+
+
+def test_generators_of_a_broadcast_have_items_of_their_own(
+    compute: sky.Compute, gate: Path
+) -> None:
+    @sky.function
+    def where(path: str) -> Iterator[int]:
+        yield sky.instance_info().node
+        yield from range(3)
+        while not os.path.exists(path):
+            time.sleep(0.02)
+
+    zero, one = compute.broadcast(where(str(gate)), name="everywhere").result()
+    assert [next(one) for _ in range(4)] == [1, 0, 1, 2]
+    assert next(zero) == 0
+    gate.touch()
+    assert (list(zero), list(one)) == ([0, 1, 2], [])
+
+
+def test_a_connection_that_breaks_between_items_is_made_again(
+    compute: sky.Compute, gate: Path
+) -> None:
+    items = compute.submit(two_items(str(gate)), name="broken").result()
+    assert next(items) == "first"
+    (connection,) = compute._calls._streams._reading
+    connection.channel.abort()
+    gate.touch()
+    assert list(items) == ["second"]
+
+
+def test_an_item_is_on_the_disk_before_the_next_one_is_asked_for(tmp_path: Path) -> None:
+    class Items:
+        """A stream that ends after three items."""
+
+        asked = 0
+
+        def next_item(self) -> object:
+            assert path.stat().st_size >= self.asked * 10_000
+            self.asked += 1
+            return ((memoryview(bytes(10_000)), [], []),) if self.asked < 4 else None
+
+        def close(self) -> None: ...
+
+    path = tmp_path / "stream-0"
+    with path.open("wb") as file:
+        outcomes.write_items(file, Streaming(Items))  # type: ignore[arg-type]
+    assert path.stat().st_size >= 30_000
+
+
 def test_retries_and_timeouts_are_those_of_any_call(compute: sky.Compute, tmp_path: Path) -> None:
     @sky.function(retries=1)
     def die_once(mark: str) -> str:
@@ -303,7 +377,7 @@ def test_a_result_that_cannot_be_fetched_is_fetched_again_or_told(
 
 def test_a_call_whose_output_cannot_be_written_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("no folder")
-    end = NamedRun(None, "full", tmp_path).run()  # type: ignore[arg-type]
+    end = NamedRun(None, "full", tmp_path, str).run()  # type: ignore[arg-type]
     assert end.state == "failed"
     assert end.problem.startswith("its output could not be written: ")
 
@@ -327,6 +401,8 @@ def test_calls_that_have_not_begun_outlive_the_process_that_runs_them(
     begun = compute.submit(wait_for(str(gate)), name="begun", on=0)
     until(lambda: found(compute, "begun").state == "running")
     queued = compute.submit(place(5), name="queued", on=0)
+    items = compute.submit(two_items(str(gate)), name="cut-off", on=1).result()
+    assert next(items) == "first"
     with compute._open_pool.service(0, "about") as about:
         agent = psutil.Process(about.ask("facts")["pid"])
     module = "skyward.compute.named.runner"
@@ -336,6 +412,12 @@ def test_calls_that_have_not_begun_outlive_the_process_that_runs_them(
         begun.result()
     assert queued.result() == 0
     assert found(compute, "begun").state == "lost"
+    with pytest.raises(sky.WorkerDiedError, match=r"cut-off is lost"):
+        next(items)
+    again = compute.result("cut-off")
+    assert next(again) == "first"
+    with pytest.raises(sky.WorkerDiedError, match=r"cut-off is lost"):
+        next(again)
 
 
 def test_a_client_that_leaves_says_that_the_call_goes_on(pool: str, gate: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import msgspec
@@ -45,10 +45,7 @@ def objects(block: memoryview) -> Iterator[tuple[Any, Pieces]]:
     while at < len(block):
         begin = at + _LENGTH
         at = begin + int.from_bytes(block[at:begin], "little")
-        try:
-            facts, length, lengths, storages = msgspec.msgpack.decode(block[begin:at], type=Head)
-        except msgspec.DecodeError as problem:
-            raise ProtocolError(f"a file of encoded objects is damaged: {problem}") from problem
+        facts, length, lengths, storages = _head(block[begin:at])
         pickle = block[at : at + length]
         at += length
         buffers = []
@@ -58,6 +55,42 @@ def objects(block: memoryview) -> Iterator[tuple[Any, Pieces]]:
             at += each
         at = _aligned(at)
         yield facts, (pickle, buffers, storages)
+
+
+def arriving(parts: Iterable[bytes | bytearray]) -> Iterator[tuple[Any, Pieces, int]]:
+    """The objects of a file that comes in parts: each with its facts, and where it ends.
+
+    Each has memory of its own, and only one is in memory.
+    """
+    waiting, end = bytearray(), 0
+    for part in parts:
+        waiting += part
+        while (size := _size(waiting)) and len(waiting) >= size:
+            block = memoryview(bytearray(waiting[:size]))
+            del waiting[:size]
+            end += size
+            for facts, pieces in objects(block):
+                yield facts, pieces, end
+
+
+def _size(data: bytearray) -> int:
+    """How many bytes the first object of the data has; 0 if that is not there yet."""
+    at = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    if len(data) < max(at, _LENGTH):
+        return 0
+    _, length, lengths, _ = _head(memoryview(data)[_LENGTH:at])
+    at += length
+    for each in lengths:
+        at = _aligned(at) + each
+    return _aligned(at)
+
+
+def _head(data: memoryview) -> Head:
+    try:
+        head: Head = msgspec.msgpack.decode(data, type=Head)
+    except msgspec.DecodeError as problem:
+        raise ProtocolError(f"a file of encoded objects is damaged: {problem}") from problem
+    return head
 
 
 def _aligned(at: int) -> int:

@@ -1,8 +1,9 @@
 """Calls by name: calls of a pool that go on without a client, with their results kept.
 
 The head's agent has them. Each has a folder: `about.json` says what it is, `call` is the encoded
-call, `output` is its log, `result` what came of it, and `ended.json` says how it ended. A process
-on the node that is a client of the pool, the runner, runs them; the agent starts it when needed.
+call, `output` is its log, `result` what came of it, `stream-0` the items of a generator, and
+`ended.json` says how it ended. A process on the node that is a client of the pool, the runner, runs
+them; the agent starts it when needed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ _TOLD = 2000
 """How many characters of a runner's output an error tells."""
 
 
+def stream_file(number: int) -> str:
+    """The name of the file with the items of a call's stream."""
+    return f"stream-{number}"
+
+
 class CallAbout(msgspec.Struct):
     """What a call is."""
 
@@ -56,6 +62,7 @@ class _Live:
 
     def __init__(self) -> None:
         self.started = False
+        self.streams = False
         self.given = 0
         """How many runners were given it."""
 
@@ -70,7 +77,7 @@ class KeptCalls:
         self._begun: set[str] = set()
         """The calls that are still being sent."""
         self._ended: list[str] = []
-        """The calls that have ended, in this order."""
+        """The calls that have ended, or whose items come, in this order."""
         self._unwritten: dict[str, CallEnd] = {}
         """The ends that no file tells: the disk was full."""
         self._runner: Channel | None = None
@@ -225,10 +232,11 @@ class KeptCalls:
             problem="" if end is None else end.problem,
             by=about.by,
             kind="call",
+            streams=live is not None and live.streams,
         )
 
     def ended_since(self, count: int | None, seconds: float) -> tuple[int, list[str]]:
-        """How many calls have ended, and which since that number; waits for one to end.
+        """How many calls have ended or stream, and which since that number; waits for one.
 
         Without a number, nothing is waited for.
         """
@@ -256,6 +264,14 @@ class KeptCalls:
         with self._changed:
             if name in self._live:
                 self._live[name].started = True
+
+    def streams(self, name: str) -> None:
+        """Note that clients may read the result of a call, whose items still come."""
+        with self._changed:
+            if name in self._live:
+                self._live[name].streams = True
+                self._ended.append(name)
+                self._changed.notify_all()
 
     def ended(self, name: str, end: CallEnd) -> None:
         """Note that a call has ended; the runner has written its result."""

@@ -37,6 +37,8 @@ JOB = "SKYWARD_JOB"
 """The environment variable with the job's name."""
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
+LIVE = ("queued", "running")
+"""The states of a job or a call that has not ended."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _ABOUT = "job.json"
 _CANCELLED = "cancelled"
@@ -66,6 +68,8 @@ class JobView(msgspec.Struct):
     by: str = ""
     kind: Literal["script", "call"] = "script"
     """Whether it is a program of its own, or a call by name."""
+    streams: bool = False
+    """Of a call that runs: whether its items come already."""
 
 
 class KeptJobs:

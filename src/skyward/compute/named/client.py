@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -14,25 +15,20 @@ from typing import Any
 import msgspec
 
 from skyward.compute.broadcasting import refuse_one_shot_streams, values_of
-from skyward.compute.named import outcomes, sending
+from skyward.compute.named import outcomes, problems, sending
+from skyward.compute.named.items import AGAIN_SECONDS, PAUSE_SECONDS, ItemStreams
 from skyward.errors import (
     ConfigurationError,
     NodeLostError,
     PoolClosedError,
     PoolError,
     SkywardError,
-    TaskCancelledError,
-    WorkerDiedError,
 )
 from skyward.functions import Pending
 from skyward.future import Future
 from skyward.pool import Pool
 from skyward.wire.asking import ServiceConnection
-from skyward.worker.kept_jobs import JobState, JobView
-
-AGAIN_SECONDS = 30.0
-"""How long a client tries to reach the head again before it takes the calls for lost."""
-PAUSE_SECONDS = 0.2
+from skyward.worker.kept_jobs import LIVE, JobState, JobView
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,7 @@ class NamedCalls:
         self._watching: threading.Thread | None = None
         self._connection: ServiceConnection | None = None
         self._left = False
+        self._streams = ItemStreams(self._asking)
 
     # What a client asks.
 
@@ -100,7 +97,7 @@ class NamedCalls:
         try:
             view = self.look(name)
             waiting.began = view.began
-            if _has_ended(view):
+            if _is_readable(view):
                 self._settle_or_watch(name)
         except BaseException:
             self._take(name, future)
@@ -161,8 +158,9 @@ class NamedCalls:
             connection = self._connection
         if connection is not None:
             connection.channel.abort()
+        self._streams.leave()
         for name, each in waiting.items():
-            _fail(each, _left(name))
+            _fail(each, problems.left(name))
 
     # How it is asked.
 
@@ -179,7 +177,7 @@ class NamedCalls:
             with pool.service(pool.head, "calls") as agent:
                 yield agent
         except (EOFError, OSError, NodeLostError) as problem:
-            raise _lost(pool.head, problem) from problem
+            raise problems.lost(pool.head, problem) from problem
         except PoolError as problem:
             if type(problem) is not PoolError:
                 raise
@@ -261,7 +259,7 @@ class NamedCalls:
             try:
                 self._settle(name)
             except ConfigurationError as problem:
-                self._fail(name, _lost(0, problem))
+                self._fail(name, problems.lost(0, problem))
 
     def _settle_told(self, name: str) -> None:
         """Settle the futures of a call whose end was told; it may be forgotten already."""
@@ -284,9 +282,10 @@ class NamedCalls:
     def _settle(self, name: str) -> None:
         """Settle the futures of a call if it has ended: a told end may be that of an earlier one.
 
-        If the result cannot be fetched now, they wait on.
+        Also if it streams: then they have the items as these come. If the result cannot be fetched
+        now, they wait on.
         """
-        if name not in self._futures or not _has_ended(self.look(name)):
+        if name not in self._futures or not _is_readable(self.look(name)):
             return
         with self._lock:
             waiting = self._futures.pop(name, [])
@@ -294,12 +293,12 @@ class NamedCalls:
             while waiting:
                 # Each its own objects, as if it were the only one.
                 view, block = self._read(name)
-                if not _has_ended(view):
+                if not _is_readable(view):
                     return
-                _set(waiting.pop(0), view, block)
+                self._set(waiting.pop(0), view, block)
         finally:
             if waiting and not self._add(name, waiting):
-                _fail(waiting, _left(name))
+                _fail(waiting, problems.left(name))
 
     def _fail(self, name: str, problem: BaseException) -> None:
         with self._lock:
@@ -333,57 +332,34 @@ class NamedCalls:
                 reply, data = agent.next_part()
         return msgspec.convert(reply.value, JobView), block
 
+    def _set(self, waiting: _Waiting, view: JobView, block: bytearray) -> None:
+        """Settle a future with what came of a call."""
+        try:
+            if waiting.began not in (None, view.began):
+                raise PoolError(f"{view.id} was forgotten before its result was here")
+            value = self._decoded(view, block)
+        except BaseException as problem:
+            _fail([waiting], problem)
+        else:
+            with contextlib.suppress(Exception):  # cancelled in the meantime
+                waiting.future.set_result(value)
 
-def _set(waiting: _Waiting, view: JobView, block: bytearray) -> None:
-    """Settle a future with what came of a call that has ended."""
-    try:
-        if waiting.began not in (None, view.began):
-            raise PoolError(f"{view.id} was forgotten before its result was here")
-        value = _decoded(view, block)
-    except BaseException as problem:
-        _fail([waiting], problem)
-    else:
-        with contextlib.suppress(Exception):  # cancelled in the meantime
-            waiting.future.set_result(value)
-
-
-def _decoded(view: JobView, block: bytearray) -> Any:
-    """The value of a call that has ended; raises its exception."""
-    if not block:
-        raise _without_result(view)
-    everywhere, found = outcomes.read(memoryview(block))
-    if everywhere:
-        return values_of(f"{view.command[0]} ({view.id})", found)
-    if found[0].error is not None:
-        raise found[0].error
-    return found[0].value
-
-
-def _without_result(view: JobView) -> SkywardError:
-    """Why a call that has ended has no result."""
-    if view.state == "cancelled":
-        return TaskCancelledError(f"{view.id} was cancelled before it started")
-    if view.state == "lost":
-        return WorkerDiedError(f"{view.id} is lost: {view.problem}; forget it, and submit it again")
-    return PoolError(f"{view.id} has no result: {view.problem}")
+    def _decoded(self, view: JobView, block: bytearray) -> Any:
+        """The value of a call; raises its exception."""
+        if not block:
+            raise problems.without_result(view)
+        items_of = functools.partial(self._streams.items, view)
+        everywhere, found = outcomes.read(memoryview(block), items_of)
+        if everywhere:
+            return values_of(f"{view.command[0]} ({view.id})", found)
+        if found[0].error is not None:
+            raise found[0].error
+        return found[0].value
 
 
-def _has_ended(view: JobView) -> bool:
-    return view.state not in ("queued", "running")
-
-
-def _lost(head: int, problem: BaseException) -> NodeLostError:
-    return NodeLostError(
-        f"node {head}, the head, which has the pool's calls by name, is lost or out of reach: "
-        f"{problem}"
-    )
-
-
-def _left(name: str) -> PoolClosedError:
-    return PoolClosedError(
-        f"its client left the pool; {name} goes on, unless the pool was ended: "
-        f"compute.result({name!r}) gets its result after the next sky.attach"
-    )
+def _is_readable(view: JobView) -> bool:
+    """Whether what came of a call can be read: it has ended, or its items come."""
+    return view.streams or view.state not in LIVE
 
 
 def _fail(waiting: list[_Waiting], problem: BaseException) -> None:

@@ -1,9 +1,13 @@
-"""What came of a call by name, as a file: written by the runner, read by any client."""
+"""What came of a call by name, as files: written by the runner, read by any client.
+
+One file has the answers of all workers. Each generator has another, to which its items are written
+as they come, so that clients can read them meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -33,17 +37,17 @@ class Facts(msgspec.Struct):
     text: str = ""
     everywhere: bool = False
     """Whether the call is a broadcast."""
+    stream: int = 0
+    """Which of the call's streams has the items."""
 
 
 @dataclass(slots=True)
 class Settled:
-    """The answer of one worker, complete."""
+    """The answer of one worker; the items of a stream are not in it."""
 
     node: int
     worker: int
     answer: Answer
-    items: list[Pieces] | None = None
-    """The items of a stream, whose end `answer` is."""
 
 
 class FoundValue(Answer):
@@ -64,42 +68,33 @@ class FoundValue(Answer):
             raise cannot_rebuild(self._place, problem) from problem
 
 
-@dataclass(slots=True)
-class _Partial:
-    """The outcome of one worker while the file is read."""
-
-    node: int
-    worker: int
-    answer: Answer | None = None
-    items: list[Pieces] | None = None
-
-
-def settled(node: int, worker: int, answer: Answer) -> Settled:
-    """The answer of a worker, after all items of a stream have come."""
-    if not isinstance(answer, Streaming):
-        return Settled(node, worker, answer)
-    stream = answer.get()
-    items: list[Pieces] = []
-    while isinstance(item := stream.next_item(), tuple):
-        items.append(item[0])
-    return Settled(node, worker, answer if item is None else item, items)
-
-
 def write(file: IO[bytes], outcomes: list[Settled], *, everywhere: bool) -> None:
-    """Write what came of a call, for each of its workers."""
+    """Write what came of a call, for each of its workers; streams by their numbers."""
     _append(file, Facts("call", everywhere=everywhere), _NOTHING)
-    for each in outcomes:
+    for number, each in enumerate(outcomes):
         place = each.node, each.worker
-        if each.items is not None:
-            _append(file, Facts("stream", *place), _NOTHING)
-            for item in each.items:
-                _append(file, Facts("item", *place), item)
         if isinstance(each.answer, Failed):
             _write_failed(file, place, each.answer)
         elif isinstance(each.answer, Value):
             _append(file, Facts("value", *place, where=each.answer.place), each.answer.pieces)
+        elif isinstance(each.answer, Streaming):
+            _append(file, Facts("stream", *place, stream=number), _NOTHING)
         else:
             _append(file, Facts("end", *place), _NOTHING)
+
+
+def write_items(file: IO[bytes], answer: Streaming) -> Answer:
+    """Write the items of a stream as they come, then its end; returns the end."""
+    # Closed if an item cannot be written, so that its generator ends.
+    with contextlib.closing(answer.get()) as stream:
+        while isinstance(item := stream.next_item(), tuple):
+            _append(file, Facts("item"), item[0])
+            file.flush()
+    if not isinstance(item, Failed):
+        _append(file, Facts("end"), _NOTHING)
+        return answer
+    _write_failed(file, (0, 0), item)
+    return item
 
 
 def _write_failed(file: IO[bytes], place: tuple[int, int], failed: Failed) -> None:
@@ -131,26 +126,34 @@ def _append(file: IO[bytes], facts: Facts, pieces: Pieces) -> None:
     stored.append(file, [pickle], buffers, storages, msgspec.to_builtins(facts))
 
 
-def read(block: memoryview) -> tuple[bool, list[Outcome]]:
-    """Whether a call is a broadcast, and what came of it, for each of its workers."""
-    found: list[_Partial] = []
+def read(block: memoryview, items_of: Callable[[int], Iterator[Any]]) -> tuple[bool, list[Outcome]]:
+    """Whether a call is a broadcast, and what came of it, for each of its workers.
+
+    `items_of` has the items of a stream of that number.
+    """
+    found: list[Outcome] = []
     everywhere = False
     for told, pieces in stored.objects(block):
         facts = msgspec.convert(told, Facts)
         if facts.kind == "call":
             everywhere = facts.everywhere
-            continue
-        if facts.kind == "item":
-            assert found[-1].items is not None
-            found[-1].items.append(pieces)
-            continue
-        if not found or found[-1].answer is not None:
-            found.append(_Partial(facts.node, facts.worker))
-        if facts.kind == "stream":
-            found[-1].items = []
+        elif facts.kind == "stream":
+            found.append(Outcome(facts.node, facts.worker, items_of(facts.stream)))
         else:
-            found[-1].answer = _answer(facts, pieces)
-    return everywhere, [_outcome(each) for each in found]
+            found.append(_outcome(facts, pieces))
+    return everywhere, found
+
+
+def read_item(told: Any, pieces: Pieces) -> tuple[bool, Any]:
+    """Whether an object of a stream is an item, and the item; raises what ended the stream."""
+    facts = msgspec.convert(told, Facts)
+    with encoding.own_classes():
+        if facts.kind == "item":
+            return True, encoding.decode(*pieces)
+        answer = _answer(facts, pieces)
+        if isinstance(answer, Failed):
+            answer.get()
+    return False, None
 
 
 def _answer(facts: Facts, pieces: Pieces) -> Answer:
@@ -174,23 +177,9 @@ def _problem(facts: Facts, pieces: Pieces | None) -> BaseException:
     return RemoteError(f"{facts.name}: {facts.text}", type_name=facts.name)
 
 
-def _outcome(found: _Partial) -> Outcome:
-    assert found.answer is not None
-    if found.items is not None:
-        return Outcome(found.node, found.worker, _stream(found.items, found.answer))
+def _outcome(facts: Facts, pieces: Pieces) -> Outcome:
     try:
         with encoding.own_classes():
-            return Outcome(found.node, found.worker, found.answer.get())
+            return Outcome(facts.node, facts.worker, _answer(facts, pieces).get())
     except Exception as problem:
-        return Outcome(found.node, found.worker, error=not_the_end(problem))
-
-
-def _stream(items: list[Pieces], end: Answer) -> Iterator[Any]:
-    """The items of a generator, then its exception if it raised one."""
-    for pieces in items:
-        with encoding.own_classes():
-            item = encoding.decode(*pieces)
-        yield item
-    if isinstance(end, Failed):
-        with encoding.own_classes():
-            end.get()
+        return Outcome(facts.node, facts.worker, error=not_the_end(problem))

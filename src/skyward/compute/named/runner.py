@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from skyward import context
-from skyward.calls.answers import Failed
+from skyward.calls.answers import Answer, Failed, Streaming
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.task import Task
 from skyward.compute.attaching import attach
@@ -32,7 +32,7 @@ from skyward.events import CallStarted, Event
 from skyward.objects import stored
 from skyward.pool import Pool
 from skyward.wire.asking import ServiceConnection
-from skyward.worker.kept_calls import CALL, OUTPUT, RESULT, CallEnd
+from skyward.worker.kept_calls import CALL, OUTPUT, RESULT, CallEnd, stream_file
 from skyward.worker.kept_jobs import FOLDER, JOB, OUTPUT_KEPT
 from skyward.worker.output_log import OutputLog
 
@@ -43,11 +43,17 @@ LINGER_SECONDS = 2.0
 class NamedRun:
     """One call that the runner has, until its result is written."""
 
-    def __init__(self, pool: Pool, name: str, folder: Path) -> None:
+    def __init__(
+        self, pool: Pool, name: str, folder: Path, on_stream: Callable[[str], None]
+    ) -> None:
+        """`on_stream` is told when clients may read the result, while items still come."""
         self.name = name
-        self._pool, self._folder = pool, folder
+        self._pool, self._folder, self._on_stream = pool, folder, on_stream
         self._lock = threading.Lock()
         self._tasks: list[Task] = []
+        self._found: dict[int, outcomes.Settled] = {}
+        """What workers have answered, by the number of the task."""
+        self._unwritten: OSError | None = None
         self._log: OutputLog | None = None
         self._everywhere = False
         self.cancelled = False
@@ -77,17 +83,16 @@ class NamedRun:
         except OSError as problem:
             return CallEnd(time.time(), "failed", f"its output could not be written: {problem}")
         try:
-            found = self._outcomes()
+            found = self._answers()
         except Exception as problem:
-            found = [outcomes.Settled(0, 0, Failed.because(problem))]
-        try:
-            self._write(found)
-        except OSError as problem:
-            (self._folder / RESULT).unlink(missing_ok=True)
-            return CallEnd(time.time(), "failed", f"its result could not be written: {problem}")
+            found = [Failed.because(problem)]
+            self._write([outcomes.Settled(0, 0, found[0])])
         finally:
             self._close_log()
-        failed = [each.answer for each in found if isinstance(each.answer, Failed)]
+        if (unwritten := self._unwritten) is not None:
+            (self._folder / RESULT).unlink(missing_ok=True)
+            return CallEnd(time.time(), "failed", f"its result could not be written: {unwritten}")
+        failed = [each for each in found if isinstance(each, Failed)]
         if not failed:
             return CallEnd(time.time(), "done")
         state: Any = "cancelled" if self.cancelled else "failed"
@@ -101,11 +106,15 @@ class NamedRun:
 
     def _write(self, found: list[outcomes.Settled]) -> None:
         new = self._folder / f"{RESULT}.new"
-        with new.open("wb") as file:
-            outcomes.write(file, found, everywhere=self._everywhere)
-        new.rename(self._folder / RESULT)
+        try:
+            with new.open("wb") as file:
+                outcomes.write(file, found, everywhere=self._everywhere)
+            new.rename(self._folder / RESULT)
+        except OSError as problem:
+            self._unwritten = problem
 
-    def _outcomes(self) -> list[outcomes.Settled]:
+    def _answers(self) -> list[Answer]:
+        """Run the call; returns when its result is written."""
         facts, call = read_call(self._folder / CALL, self.name)
         self._everywhere = facts.everywhere
         if facts.everywhere:
@@ -117,12 +126,16 @@ class NamedRun:
             self._tasks = tasks
             if self.cancelled:
                 problem = TaskCancelledError(f"{self.name} was cancelled before it started")
-                return [outcomes.Settled(*place, Failed.because(problem)) for place in places]
+                failed: list[Answer] = [Failed.because(problem) for _ in places]
+                self._write(
+                    [outcomes.Settled(*at, each) for at, each in zip(places, failed, strict=True)]
+                )
+                return failed
             self._submit(tasks)
         try:
             # At once: the generators of a broadcast may wait for each other.
             with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
-                return list(waiting.map(self._settled, tasks, places))
+                return list(waiting.map(self._settled, range(len(tasks)), tasks, places))
         finally:
             for task in tasks:
                 task.together = ()
@@ -135,12 +148,34 @@ class NamedRun:
             task.together = tasks
         self._pool.submit_all(tasks)
 
-    def _settled(self, task: Task, place: tuple[int, int]) -> outcomes.Settled:
+    def _settled(self, number: int, task: Task, place: tuple[int, int]) -> Answer:
+        """The answer of a worker, after all items of a stream have come."""
         answer = task.wait()
-        self._pool.flush_output(task)
         load = task.load
         where = place if load is None else (load.node, load.worker)
-        return outcomes.settled(*where, answer)
+        if isinstance(answer, Streaming):
+            try:
+                with (self._folder / stream_file(number)).open("wb") as file:
+                    self._answered(number, outcomes.Settled(*where, answer))
+                    answer = outcomes.write_items(file, answer)
+            except OSError as problem:
+                self._unwritten = problem
+            self._pool.flush_output(task)
+        else:
+            self._pool.flush_output(task)
+            self._answered(number, outcomes.Settled(*where, answer))
+        return answer
+
+    def _answered(self, number: int, settled: outcomes.Settled) -> None:
+        """Write the result once every worker has answered, also if it is a stream that goes on."""
+        with self._lock:
+            self._found[number] = settled
+            if len(self._found) < len(self._tasks):
+                return
+        found = [self._found[each] for each in range(len(self._tasks))]
+        self._write(found)
+        if any(isinstance(each.answer, Streaming) for each in found):
+            self._on_stream(self.name)
 
 
 def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
@@ -185,7 +220,7 @@ class CallRunner:
                 run.cancel()
 
     def _begin(self, name: str) -> None:
-        run = NamedRun(self._pool, name, self._folder / name)
+        run = NamedRun(self._pool, name, self._folder / name, self._report_stream)
         with self._lock:
             self._runs[name] = run
             if self._leaving is not None:
@@ -215,10 +250,13 @@ class CallRunner:
             if not self._runs:
                 self._agent.send("leave")
 
-    def _report(self, name: str, end: CallEnd | None) -> None:
+    def _report(self, name: str, end: CallEnd | None, *, streams: bool = False) -> None:
         told = None if end is None else msgspec.to_builtins(end)
         with self._lock:
-            self._agent.send("report", name=name, end=told)
+            self._agent.send("report", name=name, end=told, streams=streams)
+
+    def _report_stream(self, name: str) -> None:
+        self._report(name, None, streams=True)
 
     # What happens in the pool.
 

@@ -14,10 +14,12 @@ from skyward.errors import PoolError, ProtocolError
 from skyward.wire.asking import PART, next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
-from skyward.worker.kept_calls import CALL, RESULT, CallEnd
+from skyward.worker.kept_calls import CALL, RESULT, CallEnd, stream_file
+from skyward.worker.kept_jobs import LIVE, JobView
 from skyward.worker.programs import environment_of
 from skyward.worker.services import ServedNode
 from skyward.worker.services.copying import why
+from skyward.worker.services.jobs import wait_or_leave
 
 _REFUSALS = (PoolError, ValueError, OSError, msgspec.ValidationError)
 WAIT_SECONDS = 0.5
@@ -43,8 +45,18 @@ class CallQuestion(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
+class StreamQuestion(msgspec.Struct, forbid_unknown_fields=True):
+    """The items of a stream of a call, from a position in its file on, as they come."""
+
+    name: str
+    began: float
+    """When the call was made: a later one of the same name is another call."""
+    stream: Annotated[int, msgspec.Meta(ge=0)]
+    position: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class EndedQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """Which calls have ended since so many had; without a number, how many have."""
+    """Which calls have ended or stream since so many did; without a number, how many do."""
 
     since: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
@@ -61,6 +73,8 @@ class RunnerReport(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     end: CallEnd | None = None
+    streams: bool = False
+    """Whether its result can be read already, while items still come."""
 
 
 def serve(node: ServedNode, channel: Channel) -> None:
@@ -85,6 +99,8 @@ def _answer(node: ServedNode, channel: Channel, what: str, asked: dict[str, Any]
         return _submit(node, channel, msgspec.convert(asked, CallRequest))
     if what == "ended":
         return _ended(node, channel, msgspec.convert(asked, EndedQuestion))
+    if what == "stream":
+        return _send_stream(node, channel, msgspec.convert(asked, StreamQuestion))
     if what == "list":
         return [msgspec.to_builtins(each) for each in node.calls.all()]
     answers: dict[str, Callable[[str], Any]] = {
@@ -162,7 +178,8 @@ def _send_result(node: ServedNode, channel: Channel, name: str) -> Any:
     """Send what came of a call, in parts; returns the call."""
     found = node.calls.get(name)
     path = Path(found.folder, RESULT)
-    if not path.exists():
+    # Of a call that runs, the file may not be the last word, unless it streams.
+    if not path.exists() or (found.state in LIVE and not found.streams):
         return msgspec.to_builtins(found)
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -170,6 +187,29 @@ def _send_result(node: ServedNode, channel: Channel, name: str) -> Any:
         while data := file.read(PART):
             channel.send(Reply({"size": size}, more=True), (data,))
     return msgspec.to_builtins(found)
+
+
+def _send_stream(node: ServedNode, channel: Channel, asked: StreamQuestion) -> Any:
+    """Send the items of a stream as they come; returns the call as it is after the last."""
+    found = _same(node, asked)
+    with Path(found.folder, stream_file(asked.stream)).open("rb") as file:
+        file.seek(asked.position)
+        while True:
+            # Before its items: what has come until its end is there.
+            goes_on = found.state in LIVE
+            while data := file.read(PART):
+                channel.send(Reply(more=True), (data,))
+            if not goes_on:
+                return msgspec.to_builtins(found)
+            wait_or_leave(channel)
+            found = _same(node, asked)
+
+
+def _same(node: ServedNode, asked: StreamQuestion) -> JobView:
+    found = node.calls.get(asked.name)
+    if found.began != asked.began:
+        raise PoolError(f"the call {asked.name!r} was forgotten before all of its items were read")
+    return found
 
 
 def _serve_runner(node: ServedNode, channel: Channel, hello: RunnerHello) -> None:
@@ -187,7 +227,9 @@ def _serve_runner(node: ServedNode, channel: Channel, hello: RunnerHello) -> Non
                     return
                 continue
             report = msgspec.convert(question.arguments, RunnerReport)
-            if report.end is None:
+            if report.streams:
+                calls.streams(report.name)
+            elif report.end is None:
                 calls.started(report.name)
             else:
                 calls.ended(report.name, report.end)

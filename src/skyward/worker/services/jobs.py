@@ -15,7 +15,7 @@ from skyward.wire.asking import PART, next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
-from skyward.worker.kept_jobs import JobView
+from skyward.worker.kept_jobs import LIVE, JobView
 from skyward.worker.programs import environment_of
 from skyward.worker.services import ServedNode
 from skyward.worker.services.copying import why
@@ -147,7 +147,7 @@ def _follow(node: ServedNode, channel: Channel, request: FollowRequest) -> Any:
             told = {"position": start + len(data), "dropped": start - position}
             channel.send(Reply(told, more=True), (data,))
             position = start + len(data)
-        if found.state not in ("queued", "running") or not request.follow:
+        if found.state not in LIVE or not request.follow:
             return msgspec.to_builtins(found)
         wait_or_leave(channel)
 
