@@ -15,6 +15,8 @@ import pytest
 import skyward as sky
 from skyward.device import properties
 
+from .test_defects import device_processes
+
 torch = pytest.importorskip("torch")
 
 WITHOUT_SKYWARD = """
@@ -47,10 +49,21 @@ def test_a_device_is_named_and_described_by_its_node(device: torch.device) -> No
     assert f"sky:{device.index}, {found.name}" in torch.sky.memory_summary(device)
 
 
-def test_the_properties_of_a_closed_device_say_that_it_is_closed() -> None:
+def test_the_process_of_a_cpu_imports_torch_when_an_operator_of_pythons_is_named() -> None:
+    """Only the libraries are loaded at first: that makes a device ready 1.5 s earlier."""
+    library = torch.library.Library("swift", "DEF")
+    library.define("unknown(Tensor x) -> Tensor")
     with sky.Compute(options=sky.Options(console=False)) as compute:
         device = compute.device("cpu")
+        assert torch.arange(4, device=device).sum().item() == 6
+        (process,) = device_processes(compute)
+        python = "libtorch_python"
+        assert not any(python in each.path for each in process.memory_maps())
+        with pytest.raises(NotImplementedError, match="swift::unknown"):
+            torch.ops.swift.unknown(torch.ones(2, device=device))
+        assert any(python in each.path for each in process.memory_maps())
         assert torch.sky.get_device_properties(device).type == "cpu"
+    # Whoever asks a closed device for its properties is told that it is closed.
     with pytest.raises(sky.DeviceError, match="is gone: its pool was closed"):
         torch.sky.get_device_properties(device)
 

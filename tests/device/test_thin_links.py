@@ -22,6 +22,7 @@ from skyward.device import build, remembered
 from skyward.device.core import core
 from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
 
+from ..conftest import Eventually
 from .comparison import moved
 from .test_defects import device_processes
 
@@ -343,7 +344,7 @@ def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_aro
 
 
 def test_the_client_runs_ahead_of_the_worker_only_so_far(
-    far: tuple[sky.Compute, torch.device],
+    far: tuple[sky.Compute, torch.device], eventually: Eventually
 ) -> None:
     compute, device = far
     x = torch.ones(4, device=device)
@@ -358,17 +359,24 @@ def test_the_client_runs_ahead_of_the_worker_only_so_far(
         y.sum().item()
         done.set()
 
+    def issued() -> int:
+        return sky.device_stats(device).bytes_sent - started
+
+    def rests() -> bool:
+        before = issued()
+        return not done.wait(1) and issued() == before
+
     thread = threading.Thread(target=issue, daemon=True)
     worker.send_signal(signal.SIGSTOP)
     try:
         thread.start()
-        assert not done.wait(5)
-        issued = sky.device_stats(device).bytes_sent - started
+        eventually(lambda: issued() > 4 << 20, 60, "4 MiB of operations")
+        eventually(rests, 60, "the end of running ahead")
+        assert issued() < 12 << 20
     finally:
         worker.send_signal(signal.SIGCONT)
     assert done.wait(60)
     thread.join()
-    assert 4 << 20 < issued < 12 << 20
 
 
 # Answers on disk.

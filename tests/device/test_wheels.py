@@ -111,7 +111,7 @@ def test_the_core_of_a_wheel_is_taken_only_where_it_fits(
         return found == path
 
     monkeypatch.setattr(build, "SHIPPED", tmp_path)
-    monkeypatch.setattr(build, "_cached", lambda part: Path(__file__))
+    monkeypatch.setattr(build, "_cached", lambda *_: Path(__file__))
     system, machine = platform.system().lower(), platform.machine()
     fits = build.shipped_name("worker", "2.13", 1, system, machine)
     assert is_taken("2.13.0", fits)
@@ -122,6 +122,23 @@ def test_the_core_of_a_wheel_is_taken_only_where_it_fits(
     assert not is_taken("2.13.0", build.shipped_name("worker", "2.13", 1, system, other))
     assert not is_taken("2.13.0", build.shipped_name("worker", "2.13", 0, system, machine))
     assert not is_taken("2.13.0", fits.replace(fits[-12:], "0000.so")), "of other sources"
+
+
+def test_a_core_is_known_without_torch_unless_several_builds_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SHIPPED", tmp_path)
+    monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path / "cache"))
+    assert build.ready("worker", "2.13.0") is None
+    system, machine = platform.system().lower(), platform.machine()
+    paths = [
+        tmp_path / build.shipped_name("worker", "2.13", abi, system, machine) for abi in (1, 0)
+    ]
+    paths[0].touch()
+    assert build.ready("worker", "2.13.0") == paths[0]
+    assert build.ready("worker", "2.14.0") is None
+    paths[1].touch()
+    assert build.ready("worker", "2.13.0") is None
 
 
 def test_nodes_get_the_cores_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class Resources:
         gpus = sum(number(self.amounts.get(name, "0")) for name in _GPUS)
         if not gpus or os.environ.get("SKYWARD_DEVICE") == "cpu":
             return
-        from skyward.device.worker import available
+        from skyward.device.own_torch import available
 
         kinds = available()
         if kinds.get("cuda", 0) < gpus:

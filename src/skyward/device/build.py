@@ -48,7 +48,7 @@ def library(part: str) -> Path:
 
 def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
     """The cores of some parts; those that have to be made are made side by side."""
-    found = {part: _shipped(part) or _cached(part) for part in parts}
+    found = {part: _place(part) for part in parts}
     missing = {part: path for part, path in found.items() if not path.exists()}
     if missing:
         cache().mkdir(parents=True, exist_ok=True)
@@ -61,16 +61,34 @@ def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
             if still_missing:
                 _compile(still_missing)
     for path in found.values():
-        if path.parent == cache():
-            # The time says when it was last used. The cache may be read-only.
-            with contextlib.suppress(OSError):
-                os.utime(path)
+        _note_use(path)
     return list(found.values())
+
+
+def _note_use(path: Path) -> None:
+    if path.parent == cache():
+        # The time says when it was last used. The cache may be read-only.
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def ready(part: str, torch: str) -> Path | None:
+    """The core for a torch of this version, if it is there; torch need not be imported for that.
+
+    None also if there are several, for other builds of the same version.
+    """
+    shipped = [_shipped(part, torch, abi) for abi in (0, 1)]
+    found = [path for path in shipped if path is not None]
+    found = found or [path for abi in (0, 1) if (path := _cached(part, torch, abi)).exists()]
+    if len(found) != 1:
+        return None
+    _note_use(found[0])
+    return found[0]
 
 
 def is_there(part: str) -> bool:
     """Whether the core for this torch exists, so that nothing has to be compiled."""
-    return (_shipped(part) or _cached(part)).exists()
+    return _place(part).exists()
 
 
 def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> str:
@@ -100,25 +118,28 @@ def check() -> int:
     return checked
 
 
-def _shipped(part: str) -> Path | None:
-    """The core in the installed wheel, if there is one for this torch."""
+def _place(part: str) -> Path:
+    """Where the core for the torch of this process is, or would be."""
     import torch
 
+    version, abi = str(torch.__version__), _abi()
+    return _shipped(part, version, abi) or _cached(part, version, abi)
+
+
+def _shipped(part: str, torch: str, abi: int) -> Path | None:
+    """The core in the installed wheel, if there is one for this torch."""
     # A nightly or a vendor's own build, such as 2.13.0a0, may differ from the release.
-    released = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", torch.__version__)
+    released = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", torch)
     if released is None:
         return None
     system, machine = platform.system().lower(), platform.machine()
-    path = SHIPPED / shipped_name(part, released[1], _abi(), system, machine)
+    path = SHIPPED / shipped_name(part, released[1], abi, system, machine)
     return path if path.exists() else None
 
 
-def _cached(part: str) -> Path:
-    import torch
-
+def _cached(part: str, torch: str, abi: int) -> Path:
     digest = compiling.digest(compiling.files_of(part), compiling.flags_of(part))
-    name = f"{part}-{torch.__version__}-abi{_abi()}-{platform.machine()}-{digest}.so"
-    return cache() / name
+    return cache() / f"{part}-{torch}-abi{abi}-{platform.machine()}-{digest}.so"
 
 
 def _abi() -> int:

@@ -38,8 +38,26 @@ def read(kind: str) -> dict[str, Any]:
     """The properties of a device of this machine, as values that JSON can carry."""
     import torch
 
-    found = _of_gpu(kind) if "cuda" in kind else _of_host(kind)
-    return {"type": kind.partition(":")[0], "torch_version": str(torch.__version__), **found}
+    version = str(torch.__version__)
+    if "cuda" not in kind:
+        return of_host(kind, version, torch.backends.cpu.get_cpu_capability())
+    return {"type": "cuda", "torch_version": version, **_of_gpu(kind)}
+
+
+def of_host(kind: str, version: str, instructions: str) -> dict[str, Any]:
+    """The properties of a device that has the memory of its host."""
+    name = kind.partition(":")[0]
+    return {
+        "type": name,
+        "torch_version": version,
+        "name": _processor() if name == "cpu" else f"{name} of {_processor()}",
+        "total_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "major": 0,
+        "minor": 0,
+        "multi_processor_count": os.cpu_count() or 1,
+        "is_bf16_supported": True,
+        "instructions": instructions,
+    }
 
 
 def _of_gpu(kind: str) -> dict[str, Any]:
@@ -55,20 +73,6 @@ def _of_gpu(kind: str) -> dict[str, Any]:
     with torch.cuda.device(kind):
         plain["is_bf16_supported"] = torch.cuda.is_bf16_supported()
     return {**plain, "cuda_version": str(torch.version.cuda or torch.version.hip)}
-
-
-def _of_host(kind: str) -> dict[str, Any]:
-    import torch
-
-    return {
-        "name": _processor() if kind == "cpu" else f"{kind.partition(':')[0]} of {_processor()}",
-        "total_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "major": 0,
-        "minor": 0,
-        "multi_processor_count": os.cpu_count() or 1,
-        "is_bf16_supported": True,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 def _processor() -> str:

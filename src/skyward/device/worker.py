@@ -6,49 +6,20 @@ If the client has kept tensors there, the process stays, and serves the next cli
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import sys
 from typing import NoReturn
 
 import msgspec
 
-from skyward.device import properties
 from skyward.device.agent_line import AgentLine
-from skyward.device.graphs import running as graphs
+from skyward.device.own_torch import OwnTorch
 from skyward.device.peers import Peers
 from skyward.device.visit import NobodyCameError, Visit
 from skyward.wire.identity import Credentials
 from skyward.worker import lifeline, limits
 from skyward.worker.config import DeviceConfig
 from skyward.worker.inspection import Inspection
-
-
-def available() -> dict[str, int]:
-    """The kinds of torch device here, and how many of each."""
-    import torch
-
-    kinds = {"cpu": 1}
-    if torch.cuda.is_available():
-        kinds["cuda"] = torch.cuda.device_count()
-    if torch.backends.mps.is_available():
-        kinds["mps"] = 1
-    return kinds
-
-
-def choose(kind: str) -> str:
-    """The real device for "cuda", "cuda:1" or "auto"; an error names the devices of the node."""
-    kinds = available()
-    if kind == "auto":
-        kind = next((k for k in ("cuda", "mps") if k in kinds), "cpu")
-    name, _, index = kind.partition(":")
-    if name not in kinds or not (index or "0").isdigit() or int(index or 0) >= kinds[name]:
-        has = ", ".join(f"{count} x {k}" if count > 1 else k for k, count in kinds.items())
-        raise LookupError(
-            f"the node has no {kind!r}, it has {has}; ask for one of these, or set "
-            "SKYWARD_DEVICE=cpu to try GPU code without one"
-        )
-    return name if name == "cpu" else f"{name}:{index or 0}"
 
 
 def main() -> None:
@@ -58,19 +29,13 @@ def main() -> None:
     limits.raise_descriptors()
     sys.path[:] = config.search_path
     try:
-        from skyward.device import build
-
-        gc.disable()  # `import torch` takes 1.68 s so instead of 1.85 s.
-        kind = choose(config.kind)
-        gc.enable()
-        library = ctypes.CDLL(str(build.library("worker")))
-        described = properties.read(kind)
+        torch = OwnTorch(config.kind)
     except Exception as problem:
         os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
         return
     credentials = Credentials(*config.credentials) if config.credentials else None
-    peers = Peers(library, credentials)
-    line = AgentLine(config.line, library, kind)
+    peers = Peers(torch.core, credentials)
+    line = AgentLine(config.line, torch.core, torch.kind)
 
     def visited_at(where: str) -> Visit:
         visit = Visit(where, config.pool, credentials, peers, config.orphan_timeout)
@@ -78,22 +43,21 @@ def main() -> None:
         return visit
 
     visit = visited_at(config.where)
-    announcement = {"endpoint": visit.endpoint, "kind": kind, "properties": described}
+    announcement = {"endpoint": visit.endpoint, "kind": torch.kind, "properties": torch.properties}
     os.write(config.status, msgspec.json.encode(announcement) + b"\n")
     os.close(config.status)
-    programs = graphs.install(kind)
     while True:
-        why = _serve(visit, library, kind, peers, line)
+        why = _serve(visit, torch, peers, line)
         if not line.holds:
             _end(why)
         visit.close()
         peers.close()
-        programs.forget()
+        torch.forget()
         visit = visited_at(line.next_place())
         line.listens(visit.endpoint)
 
 
-def _serve(visit: Visit, library: ctypes.CDLL, kind: str, peers: Peers, line: AgentLine) -> str:
+def _serve(visit: Visit, torch: OwnTorch, peers: Peers, line: AgentLine) -> str:
     """Serve one client until it leaves; returns what went wrong, if anything."""
 
     def lost(why: str) -> None:
@@ -106,12 +70,12 @@ def _serve(visit: Visit, library: ctypes.CDLL, kind: str, peers: Peers, line: Ag
     except NobodyCameError as problem:
         return str(problem)
     message = ctypes.create_string_buffer(4096)
-    failed = library.sky_worker_serve(
+    failed = torch.core.sky_worker_serve(
         ops,
         (ctypes.c_int * len(bulk))(*bulk),
         len(bulk),
         int(visit.on_one_host),
-        kind.encode(),
+        torch.kind.encode(),
         peers.make_link,
         peers.end_link,
         message,

@@ -1,4 +1,5 @@
 // The worker core's C interface: one call is one client's session, without Python and without the GIL.
+#include <ATen/Version.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -28,6 +29,14 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
     snprintf(message, size, "%s", e.what());
     return 1;
   }
+}
+
+// Torch has not been imported yet: `import` does that, when an operator is named that only Python may know.
+extern "C" void sky_worker_import_later(void (*import)()) { sky::import_torch = import; }
+
+// The newest vector instructions of this processor that torch uses.
+extern "C" void sky_worker_instructions(char* name, size_t size) {
+  snprintf(name, size, "%s", at::get_cpu_capability().c_str());
 }
 
 // A link to the process of another device, over a connected socket; the other sockets lead to its carriers, first those

@@ -29,6 +29,9 @@
 
 namespace sky {
 
+// Imports torch, if that has not been done; set to null when it is called.
+extern void (*import_torch)();
+
 // How an argument is made from a template and a payload.
 struct Spec {
   Argument kind = kNone;

@@ -4,6 +4,20 @@
 
 namespace sky {
 
+void (*import_torch)() = nullptr;
+
+namespace {
+
+// Operators that Python registers are there when torch has been imported, and that takes long: not before one is named.
+std::optional<c10::OperatorHandle> find_operator(const std::string& name, const std::string& overload) {
+  auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (found || !import_torch) return found;
+  std::exchange(import_torch, nullptr)();
+  return c10::Dispatcher::singleton().findSchema({name, overload});
+}
+
+}  // namespace
+
 Spec Session::read_spec(Reader& r, bool is_item) {
   Spec s;
   s.kind = read_kind(r);
@@ -83,7 +97,7 @@ Template Session::read_template(Reader& r) {
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
   t.is_graph = name == "skyward::run";
-  t.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  t.op = find_operator(name, overload);
   t.payload = r.u32();
   auto n = r.u32();
   if (!t.op) return t;
