@@ -3,8 +3,9 @@
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
-others. A test that fails in a file that needs software of others gets a second chance, alone; an
-error in its fixtures, where leaks show, gets none.
+others. A few failed tests get a second chance, alone: those of files that need software of others,
+and two of our own, which must then pass three times. An error in fixtures, where leaks show, gets
+none. What passed only so is printed at the end: it is a defect that somebody has to find.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ RAY = re.compile(r"\bray_cluster\b")
 """The lanes that need software of others, and what files have in them that need Ray."""
 AGAIN = 4
 """As many failures of such files may be an accident: each of these tests is run again, alone."""
+OWN_AGAIN, OWN_TIMES = 2, 3
+"""As many failures of other tests may be one, and how often each must pass alone."""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -204,24 +207,29 @@ class Suite:
         return run_pytest(batch, batch.files, name, self.options)
 
     def run_again(self) -> None:
-        """Give failed tests of software of others a second chance, each in a process of its own."""
+        """Give a few failed tests a second chance, each in a process of its own."""
         failed = [
             (outcome, test)
             for outcome in self.outcomes
             if not outcome.problem
             for test, kinds in outcome.failed.items()
             # An error is one of a fixture, and may be a leak, which would not show again.
-            if "errors" not in kinds and needs_outside(test)
+            if "errors" not in kinds
         ]
-        if not failed or len(failed) > AGAIN or self._stopped:
+        outside = [each for each in failed if needs_outside(each[1])]
+        own = [each for each in failed if not needs_outside(each[1])]
+        if not failed or len(outside) > AGAIN or len(own) > OWN_AGAIN or self._stopped:
             return
-        print("\n== running again what failed and needs software of others", flush=True)
-        for number, (outcome, test) in enumerate(failed):
-            again, text = run_pytest(outcome.batch, [test], f"again-{number}", self.options)
-            print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
-            print(text, flush=True)
-            outcome.processor_seconds += again.processor_seconds
-            if again.is_good and again.counts["passed"]:
+        print("\n== running again what failed", flush=True)
+        for number, (outcome, test) in enumerate([*outside, *own]):
+            for _ in range(1 if number < len(outside) else OWN_TIMES):
+                again, text = run_pytest(outcome.batch, [test], f"again-{number}", self.options)
+                print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
+                outcome.processor_seconds += again.processor_seconds
+                if not again.is_good or not again.counts["passed"]:
+                    print(text, flush=True)
+                    break
+            else:
                 outcome.counts.subtract(outcome.failed.pop(test))
                 outcome.counts["passed when run again"] += 1
                 outcome.passed_again.append(test)

@@ -83,21 +83,43 @@ def test_an_error_in_a_fixture_gets_no_second_chance(
     assert "running again" not in said
 
 
-def test_our_own_code_gets_no_second_chance(
-    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+FAILS_AT = """
+import pathlib
+
+def test_fails_sometimes():
+    runs = pathlib.Path(__file__).with_suffix(".runs")
+    number = 1 + (len(runs.read_text()) if runs.exists() else 0)
+    runs.write_text("x" * number)
+    assert number not in {runs}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "code"), [([1], 0), ([1, 3], 1)], ids=["once", "again when alone"]
+)
+def test_our_own_code_must_pass_several_times_when_it_is_run_again(
+    run: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fails_at: list[int],
+    code: int,
 ) -> None:
-    words = FAILS_FIRST.format(needs="", words="wrong sum")
-    (tmp_path / "tests/providers/test_ours.py").write_text(words)
-    assert run.main() == 1
+    (tmp_path / "tests/test_ours.py").write_text(FAILS_AT.format(runs=fails_at))
+    assert run.main() == code
     said = capsys.readouterr().out
-    assert "== failed\ntests/providers/test_ours.py::TestIt::test_fails_first\n" in said
-    assert "run again" not in said
+    name = "tests/test_ours.py::test_fails_sometimes\n"
+    verdict = f"== failed\n{name}" if code else f"what failed before is above\n{name}"
+    assert verdict in said
+    ran = len((tmp_path / "tests/test_ours.runs").read_text())
+    assert ran == (max(fails_at) if code else 1 + run.OWN_TIMES)
 
 
+@pytest.mark.parametrize("needs", ["kube = 1", ""], ids=["of others", "our own"])
 def test_many_failures_are_no_accident(
-    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], needs: str
 ) -> None:
-    lines = ["kube = 1", *(f"def test_{number}(): assert 0" for number in range(run.AGAIN + 1))]
+    most = run.AGAIN if needs else run.OWN_AGAIN
+    lines = [needs, *(f"def test_{number}(): assert 0" for number in range(most + 1))]
     (tmp_path / "tests/providers/test_pods.py").write_text("\n".join(lines))
     assert run.main() == 1
     assert "running again" not in capsys.readouterr().out
