@@ -184,7 +184,8 @@ def read_stacks(nodes: Iterable[int], open_service: Open) -> Stacks:
         return Stacks()
     with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "skyward-stacks") as threads:
         found = threads.map(lambda node: node_stacks(node, open_service), asked)
-        return Stacks(each for stacks in found for each in stacks)
+        # A list first: while a tuple is filled from a generator, `gc.get_objects` breaks it.
+        return Stacks([each for stacks in found for each in stacks])
 
 
 def node_stacks(node: int, open_service: Open, seconds: float = ANSWER_SECONDS) -> Stacks:
@@ -197,7 +198,7 @@ def node_stacks(node: int, open_service: Open, seconds: float = ANSWER_SECONDS) 
             with open_service(node, "stacks") as agent:
                 opened.put(agent)
                 told = agent.ask("stacks")
-            answers.put(Stacks(_process(node, each) for each in told))
+            answers.put(Stacks([_process(node, each) for each in told]))
         except (SkywardError, OSError, EOFError) as problem:
             answers.put(Stacks([_silent(node, str(problem))]))
 
