@@ -488,6 +488,29 @@ def test_in_a_pipe_the_console_is_plain_lines_on_stderr():
     ]
 
 
+def test_lines_keep_their_order_for_a_client_that_stands_still():
+    """They wait in the executor's pipe, which is none of the agent's business then."""
+    done = run("""
+        import signal, subprocess
+
+        @sky.function
+        def many(client):
+            os.kill(client, signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {client}"])
+            for number in range(20_000):
+                print(f"line {number:44}")
+
+        lines = []
+        with sky.Compute(options=options(console=False)) as compute:
+            with sky.redirect_output(lines.append):
+                many(os.getpid()) >> compute
+        wrong = [(at, line) for at, line in enumerate(lines) if line != f"line {at:44}"]
+        print(len(lines), wrong[:3])
+    """)
+
+    assert done.stdout == "20000 []\n", done.stderr
+
+
 def test_a_quiet_console_shows_what_tasks_print_and_nothing_else():
     done = run("""
         with sky.Compute(nodes=2, options=options(console=False)) as compute:

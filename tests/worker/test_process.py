@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(
     fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
 
     def executor(code: str) -> ExecutorProcess:
-        stacks: Any = None
+        stacks: Any = SimpleNamespace(ask=lambda child: None, is_silent=True)
         return ExecutorProcess(0, 0, child_of(code), {"stdout": read_end}, stacks, announced=True)
 
     slow = executor("import time; time.sleep(1000)")
@@ -126,9 +127,14 @@ def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(
         executors._empty_full_pipes(slow, now=second)
         os.read(read_end, 10_000)
     assert told == []
-    # Twice, as a process that has only begun to wait may still look busy.
-    executors._empty_full_pipes(slow, now=6.0)
-    executors._empty_full_pipes(slow, now=16.0)
+    slow.stacks.is_silent = False  # its interpreter is free, so its reader waits for the client
+    for second in range(6, 30):
+        executors._empty_full_pipes(slow, now=second)
+    assert told == []
+    slow.stacks.is_silent = True
+    executors._empty_full_pipes(slow, now=31.0)
+    # Long after, as a process that has only begun to wait may still look busy.
+    executors._empty_full_pipes(slow, now=41.0)
     assert told == [Written(0, "stdout", "x" * 150_000, False)]
 
     starved = executor("while True: pass")

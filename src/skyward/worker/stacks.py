@@ -63,6 +63,8 @@ class StackSource:
         self._teller = 0
         """The thread of the child that answers; 0 if the child has not told."""
         self._names: dict[int, str] = {}
+        self._is_silent = False
+        """Whether the child has not answered since `ask`."""
         self._open = True
 
     @property
@@ -89,11 +91,7 @@ class StackSource:
             if not self._open:
                 return _ENDED
             tasks = self.tasks.running() if self.tasks is not None else []
-            # What the child said when it started, or answered too late last time.
-            for answer in _answers(self._read(0.0)):
-                self._teller = answer.teller
-            self._number = self._number % 255 + 1
-            if not child.ask(self._number):
+            if not self._asks(child):
                 return _ENDED
             threads = self._answer()
             if threads is not None:
@@ -109,6 +107,41 @@ class StackSource:
             problem = "" if threads else "it does not answer: stopped, or without a processor"
             return Sighting(threads, tasks, False, problem)
 
+    def ask(self, child: ChildProcess) -> None:
+        """Ask whether the child can answer in Python, and wait for nothing: see `is_silent`."""
+        with self._at_once() as may:
+            if may and self._asks(child):
+                self._is_silent = True
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the child has not answered what `ask` has asked."""
+        with self._at_once() as may:
+            if may:
+                self._note_answers()
+            return self._is_silent
+
+    @contextlib.contextmanager
+    def _at_once(self) -> Iterator[bool]:
+        """Whether the pipe can be used now: it is open, and nobody waits for an answer."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield self._open
+        finally:
+            self._lock.release()
+
+    def _asks(self, child: ChildProcess) -> bool:
+        # What the child said when it started, or answered too late last time.
+        self._note_answers()
+        self._number = self._number % 255 + 1
+        return child.ask(self._number)
+
+    def _note_answers(self) -> None:
+        for answer in _answers(self._read(0.0)):
+            self._teller, self._is_silent = answer.teller, False
+
     def _answer(self) -> list[ChildThread] | None:
         deadline = time.monotonic() + PATIENCE
         told = b""
@@ -120,7 +153,7 @@ class StackSource:
             if not told.endswith(b"\n"):
                 continue
             for answer in _answers(told):
-                self._teller = answer.teller
+                self._teller, self._is_silent = answer.teller, False
                 if answer.number == self._number:
                     return answer.threads
         return None

@@ -39,6 +39,17 @@ LEAVE_SECONDS = 3.0
 """How long executors have to leave their plugins' hooks before they are killed."""
 
 
+@dataclass(slots=True)
+class FullPipe:
+    """An output pipe with many bytes."""
+
+    waiting: int
+    since: float
+    """Since when so many bytes wait, unread and with none added."""
+    asked: float | None = None
+    """When the executor was asked whether its interpreter is free."""
+
+
 @dataclass(slots=True, eq=False)
 class ExecutorProcess:
     """One executor's process, and the read ends of its output."""
@@ -53,8 +64,8 @@ class ExecutorProcess:
     """What the client was told when the process was ready."""
     end_reason: str = ""
     stopped_since: float | None = None
-    full: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Since when so many bytes wait in an output pipe, unread and with none added."""
+    full: dict[str, FullPipe] = field(default_factory=dict)
+    """The output pipes that are not read."""
     number: int = field(default_factory=itertools.count(1).__next__)
     """Counts the executors that the agent has started."""
     is_past: bool = False
@@ -245,8 +256,8 @@ class ExecutorProcesses:
     def _empty_full_pipes(self, executor: ExecutorProcess, now: float) -> None:
         """Read output in place of an executor whose task holds the lock that its reader needs.
 
-        A reader that is only slow, or waits for a processor, keeps its output: lines read here are
-        of no task, and come out of order.
+        A reader that waits for its client or a processor keeps its output: lines read here are of
+        no task, and come out of order.
         """
         for name, end in executor.outputs.items():
             try:
@@ -256,14 +267,10 @@ class ExecutorProcesses:
             if waiting < PIPE_SIZE // 16 or not executor.announced:
                 executor.full.pop(name, None)
                 continue
-            since, before = executor.full.get(name, (now, waiting))
-            if waiting != before:
-                since = now
-            executor.full[name] = since, waiting
-            unread = now - since
-            if unread >= FULL_SECONDS and (
-                unread >= BUSY_SECONDS or not _is_busy(executor.process.pid)
-            ):
+            pipe = executor.full.setdefault(name, FullPipe(waiting, now))
+            if waiting != pipe.waiting:
+                pipe.waiting, pipe.since = waiting, now
+            if _is_abandoned(executor, pipe, now):
                 with contextlib.suppress(BlockingIOError):
                     text = os.read(end, waiting).decode("utf-8", "replace")
                     self._tell(Written(0, name, text, False))
@@ -326,6 +333,24 @@ def _is_busy(pid: int) -> bool:
     except OSError:
         return False
     return any(state.rpartition(")")[2].split()[0] == "R" for state in states)
+
+
+def _is_abandoned(executor: ExecutorProcess, pipe: FullPipe, now: float) -> bool:
+    """Whether nobody will read a pipe: the executor's interpreter is not free."""
+    unread = now - pipe.since
+    if pipe.asked is not None and not executor.stacks.is_silent:
+        # Its reader could read, and waits for the client.
+        pipe.since, pipe.asked = now, None
+        return False
+    if unread < FULL_SECONDS:
+        return False
+    if pipe.asked is None:
+        executor.stacks.ask(executor.process)
+        pipe.asked = now
+        return False
+    if now - pipe.asked < FULL_SECONDS:
+        return False
+    return unread >= BUSY_SECONDS or not _is_busy(executor.process.pid)
 
 
 def _readable_bytes(end: int) -> int:
