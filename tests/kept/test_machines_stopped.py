@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import skyward as sky
 from skyward.compute import restarting
-from skyward.nodes import keeping, reaching
+from skyward.nodes import keeping, occupancy, reaching
+from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.occupancy import occupancy
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Stopped:
     id: str
     node: int
     ended: bool = True
+    address: str = ""
 
 
 class Cloud:
@@ -30,12 +32,16 @@ class Cloud:
 
     def __init__(self, *machines: Stopped) -> None:
         self._machines = machines
+        self.steps: list[str] = []
 
     async def find(self, pool: str) -> Sequence[Stopped]:
         return self._machines
 
+    async def before_stop(self, pool: str) -> None:
+        self.steps.append("before stop")
+
     async def stop(self, pool: str) -> None:
-        """They are stopped."""
+        self.steps.append("stop")
 
 
 @pytest.fixture
@@ -59,10 +65,49 @@ def record(home: Path) -> KeptPool:
     return made
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> Cloud:
     cloud: Any = Cloud(*machines)
-    for module in (reaching, restarting):
+    for module in (reaching, restarting, occupancy):
         monkeypatch.setattr(module, "provider_of", lambda record: cloud)
+    return cast(Cloud, cloud)
+
+
+class Reached:
+    """A pool whose agents answer."""
+
+    nodes = (0,)
+
+    def __init__(self, steps: list[str]) -> None:
+        self._steps = steps
+
+    def head(self) -> Reached:
+        return self
+
+    def close(self) -> None: ...
+
+    def lock(self, *, force: bool) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def service(self, node: int, name: str) -> Any: ...
+
+    def tell_end(self) -> None:
+        self._steps.append("end")
+
+
+def test_what_must_not_be_lost_is_safe_before_an_agent_ends(
+    record: KeptPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever kills `sky stop` then, the machines end without their agents."""
+    cloud = use(monkeypatch, Stopped("i-0", 0))
+    reached: Any = Reached(cloud.steps)
+    monkeypatch.setattr(occupancy, "ReachedPool", lambda record: reached)
+    for name in ("check_jobs", "_write_back", "_bring_back"):
+        monkeypatch.setattr(occupancy, name, lambda *_: [])
+    journalled = occupancy.journalled(record)
+    occupancy.end(NoJournal(), journalled, record, force=False, stop=True)
+    assert cloud.steps == ["before stop", "end", "stop"]
+    assert keeping.read("cloud").stopped
+    keeping.forget("cloud")
 
 
 def test_it_is_not_forgotten(record: KeptPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +118,7 @@ def test_it_is_not_forgotten(record: KeptPool, monkeypatch: pytest.MonkeyPatch) 
     assert message.startswith("cloud is stopped: its machines do not run any more (i-0, i-1)")
     assert "`sky start cloud` starts them again, and `sky down cloud` removes them" in message
     assert keeping.read("cloud") == record
-    assert occupancy(record).state == "stopped"
+    assert occupancy.occupancy(record).state == "stopped"
     keeping.forget("cloud")
 
 
@@ -99,7 +144,7 @@ def test_a_pool_without_any_machine_is_forgotten(
     record: KeptPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch)
-    assert occupancy(record).state == "gone"
+    assert occupancy.occupancy(record).state == "gone"
     with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach("cloud")
     assert keeping.names() == []

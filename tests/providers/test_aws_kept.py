@@ -122,6 +122,44 @@ def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
     assert len(aws.made("RunInstances")) == 1
 
 
+def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> None:
+    """An instance whose client was killed shuts itself down, whenever that was."""
+    seen: list[str] = []
+
+    async def attempt() -> None:
+        seller, order = sky.AWS(), Order("p1", 0, a_request(keep=True))
+        bought = await seller.create(order)
+
+        def note() -> None:
+            told = aws.account.ec2().describe_instance_attribute(
+                InstanceId=bought.id, Attribute="instanceInitiatedShutdownBehavior"
+            )
+            seen.append(told["InstanceInitiatedShutdownBehavior"]["Value"])
+
+        try:
+            await bought.after_start()
+            note()
+            await seller.before_stop("p1")
+            note()
+            await seller.stop("p1")
+            again = await seller.create(order)
+            note()
+            await again.after_start()
+            note()
+            # It was stopped in the console of AWS.
+            await seller.stop("p1")
+            await seller.create(order)
+            note()
+        finally:
+            for each in await seller.find("p1"):
+                await each.destroy()
+            await seller.sweep("p1")
+
+    asyncio.run(attempt())
+    assert seen == ["terminate", "stop", "stop", "terminate", "stop"]
+    assert len(aws.made("ModifyInstanceAttribute")) == 4
+
+
 def test_an_instance_watches_itself_after_every_boot(tmp_path: Path) -> None:
     """Without a login: the client may be gone before the instance that it starts has booted."""
     document = json.loads(user_data.user_data("a", "b", idle=300, ttl=None).partition("\n")[2])

@@ -12,11 +12,11 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.cleaning import REMOVE_SECONDS
-from skyward.providers import Request
+from skyward.providers import Order, Request
 from skyward.providers.kubernetes import jobs, manifests
-from skyward.providers.kubernetes.access import Access, ConflictError, Object
+from skyward.providers.kubernetes.access import Access, ConflictError, NotFoundError, Object
 from skyward.providers.kubernetes.manifests import JOB, Pod
-from skyward.providers.kubernetes.pods import Pods
+from skyward.providers.kubernetes.pods import GATHER_SECONDS, Pods
 
 REQUEST = Request(
     accelerator=None, vcpus=None, memory_gb=None, image=sky.Image(), volumes=(), keep=True
@@ -28,21 +28,29 @@ class Cluster:
 
     def __init__(self, running: int, *, has_job: bool) -> None:
         self._running, self._has_job = running, has_job
+        self._new = running
+        """How many pods of a new Job run."""
         self.job: Object = {"metadata": {"name": "sky-a"}, "spec": {}}
         self.deleted: list[tuple[str, str]] = []
+        self.made: list[int] = []
+        """How many pods each Job was made for."""
         self.deadlines: list[int | None] = []
 
     def create(self, kind: str, manifest: Object, **query: str) -> Object:
         if kind != "jobs":
             return manifest
         if self._has_job:
-            self.job = manifest | {"spec": manifest["spec"] | self.job["spec"]}
+            self.job = manifest | self.job | {"metadata": manifest["metadata"]}
+            self.job["spec"] = manifest["spec"] | self.job["spec"]
             raise ConflictError(409, "AlreadyExists", "there is one", "making job")
-        self.job = manifest
+        self.job, self._running = manifest, self._new
+        self.made.append(manifest["spec"]["parallelism"])
         return manifest
 
     def get(self, kind: str, name: str = "", **query: str) -> Object:
         if kind == "jobs":
+            if ("jobs", name) in self.deleted and not self.made:
+                raise NotFoundError(404, "NotFound", "there is none", "looking at job")
             return self.job
         items = [self._pod(each) for each in range(self._running)] if kind == "pods" else []
         return {"items": items, "metadata": {"resourceVersion": "1"}}
@@ -68,6 +76,8 @@ class Cluster:
 
     def delete(self, kind: str, name: str, **options: Any) -> None:
         self.deleted.append((kind, name))
+        if kind == "jobs":
+            self._has_job = False
 
     def delete_all(self, kind: str, **query: str) -> None:
         self._running = 0
@@ -86,7 +96,7 @@ class Cluster:
 
 
 async def get(pods: Pods, node: int, seconds: float = 60.0) -> Object:
-    return await pods.get("a", node, lambda _: None, seconds)
+    return await pods.get(Order("a", node, REQUEST), seconds)
 
 
 @pytest.fixture
@@ -172,3 +182,112 @@ def test_a_container_of_a_pool_that_stays_outlives_the_stop_of_the_slowest_agent
     assert min(seconds) >= 2 * REMOVE_SECONDS
     others = main(dataclasses.replace(REQUEST, keep=False))
     assert f"left={manifests.AGENTLESS_SECONDS}\n" in others
+
+
+def test_nodes_that_are_ordered_together_get_one_job_however_late_an_order_is(
+    no_events: None,
+) -> None:
+    """A queue admits the pods that a Job has when it is made."""
+    cluster = Cluster(2, has_job=False)
+    both = frozenset((0, 1))
+
+    async def start() -> None:
+        pods = cluster.pods()
+        orders = [Order("a", node, REQUEST, together=both) for node in sorted(both)]
+        first = asyncio.create_task(pods.get(orders[0], 60))
+        await asyncio.sleep(6 * GATHER_SECONDS)
+        await asyncio.gather(first, pods.get(orders[1], 60))
+        await pods.leave()
+
+    asyncio.run(start())
+    assert cluster.made == [2]
+
+
+class TestNothingIsLost:
+    """Whenever `sky stop` or `sky start` is killed, the Job and its claims are there."""
+
+    async def start(self, cluster: Cluster, *nodes: int) -> Pods:
+        pods = cluster.pods()
+        orders = [Order("a", node, REQUEST, together=frozenset(nodes)) for node in nodes]
+        await asyncio.gather(*(pods.get(order, 60) for order in orders))
+        return pods
+
+    def test_a_job_that_is_spared_stays_so_until_all_its_nodes_have_agents(
+        self, no_events: None
+    ) -> None:
+        cluster = Cluster(2, has_job=True)
+        cluster.job["spec"]["ttlSecondsAfterFinished"] = 30
+        jobs.spare(cast(Access, cluster), "sky-a")
+        seen = []
+
+        async def start() -> None:
+            pods = await self.start(cluster, 0, 1)
+            seen.append(jobs.is_spared(cluster.job))
+            await pods.after_start(0)
+            seen.append(jobs.is_spared(cluster.job))
+            await pods.after_start(1)
+            seen.append(jobs.is_spared(cluster.job))
+            await pods.leave()
+
+        asyncio.run(start())
+        assert seen == [True, True, False]
+
+    def test_a_job_in_place_of_one_that_has_ended_is_spared_too(self, no_events: None) -> None:
+        cluster = Cluster(1, has_job=True)
+        cluster.job["spec"]["ttlSecondsAfterFinished"] = None
+        cluster.job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+        async def start() -> None:
+            pods = await self.start(cluster, 0)
+            assert ("jobs", "sky-a") in cluster.deleted
+            assert jobs.is_spared(cluster.job)
+            await pods.after_start(0)
+            await pods.leave()
+
+        asyncio.run(start())
+        assert cluster.job["spec"]["ttlSecondsAfterFinished"] == manifests.TTL_SECONDS
+
+    def test_a_job_that_has_ended_is_found_if_it_is_spared(self) -> None:
+        class Listing(Cluster):
+            def get(self, kind: str, name: str = "", **query: str) -> Object:
+                return {"items": [self.job]}
+
+        cluster: Any = Listing(0, has_job=True)
+        cluster.job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+        assert jobs.find(cluster, "a") == cluster.job
+        cluster.job["spec"]["ttlSecondsAfterFinished"] = manifests.TTL_SECONDS
+        assert jobs.find(cluster, "a") is None
+
+    def test_a_claim_whose_job_was_not_made_anew_spares_the_next_one(self) -> None:
+        class Claimed(Cluster):
+            claim: Object = {  # noqa: RUF012
+                "metadata": {"labels": {manifests.LEFT_BY: "sky-a"}, "ownerReferences": None}
+            }
+
+            def get(self, kind: str, name: str = "", **query: str) -> Object:
+                return self.claim if kind == "persistentvolumeclaims" else super().get(kind, name)
+
+            def create(self, kind: str, manifest: Object, **query: str) -> Object:
+                if kind == "persistentvolumeclaims":
+                    raise ConflictError(409, "AlreadyExists", "there is one", "making claim")
+                if kind == "jobs":
+                    manifest["metadata"]["uid"] = "1"
+                return super().create(kind, manifest, **query)
+
+            def patch(self, kind: str, name: str, change: Object) -> Object:
+                if kind != "jobs":
+                    self.claim["metadata"] |= change["metadata"]
+                    return self.claim
+                return super().patch(kind, name, change)
+
+        cluster: Any = Claimed(1, has_job=False)
+        volume = sky.Volume("pvc://data?size=1Gi&remove=yes", "/data")
+        request = dataclasses.replace(REQUEST, volumes=(volume,))
+        made, is_new = jobs.make(cluster, "sky-a", "a", Pod("busybox"), request, [0])
+        assert is_new
+        assert jobs.is_spared(made)
+        (owner,) = cluster.claim["metadata"]["ownerReferences"]
+        assert (owner["name"], cluster.claim["metadata"]["labels"]) == (
+            "sky-a",
+            {manifests.LEFT_BY: None},
+        )

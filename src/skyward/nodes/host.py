@@ -156,6 +156,23 @@ class Host:
         """Let the machine stay if this client loses sight of it, or leaves."""
         self._kept = True
 
+    def after_start(self) -> concurrent.futures.Future[None]:
+        """Begin to have the machine go with its pool again: its agent is on record now."""
+        return provider_loop.submit(self._after_start())
+
+    async def _after_start(self) -> None:
+        machine = self._machine
+        if machine is None:
+            return
+        try:
+            async with asyncio.timeout(DESTROY_SECONDS):
+                await staying.after_start(machine)
+        except Exception as problem:
+            self._note(
+                f"node {self._order.node}: when the pool ends by itself, {machine.id} is stopped "
+                f"and not removed: {str(problem) or type(problem).__name__}; `sky down` removes it"
+            )
+
     def condemn(self) -> None:
         """Have `stop` remove the machine also if it stays."""
         with self._lock:

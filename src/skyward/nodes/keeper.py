@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import getpass
 import os
@@ -77,6 +78,7 @@ class PoolKeeper:
             self._begun = record
             for node in serving:
                 self._let_stay(node, record)
+        concurrent.futures.wait([node.host.after_start() for node in serving])
 
     def add(self, node: Node) -> None:
         """Let a node stay that has come to a pool that stays."""
@@ -88,6 +90,7 @@ class PoolKeeper:
             if record.node(facts.index) != facts:
                 self._change([facts], [])
             self._let_stay(node, record)
+        concurrent.futures.wait([node.host.after_start()])
 
     def remove(self, nodes: Iterable[Node]) -> None:
         """Take nodes off the record that leave the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -25,7 +26,7 @@ from skyward.nodes.reaching import (
     check_here,
     provider_of,
 )
-from skyward.providers.staying import stops
+from skyward.providers.staying import before_stop, stops
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import JOB, JobView
 
@@ -128,15 +129,17 @@ def end(
     """
     unwritten: list[str] = []
     brought = 0
+    provider = provider_of(record)
     with contextlib.ExitStack() as held:
+        reached: ReachedPool | None = None
         if not record.stopped:
             if not force:
-                check_here(record, provider_of(record))
+                check_here(record, provider)
             try:
                 reached = ReachedPool(record)
                 head = reached.head()
             except (SkywardError, OSError, EOFError):
-                pass
+                reached = None
             else:
                 head.close()
                 held.enter_context(reached.lock(force=force))
@@ -144,13 +147,15 @@ def end(
                     check_jobs(record.name, reached.nodes, reached.service)
                 unwritten += _write_back(reached)
                 brought = _bring_back(reached, unwritten)
-                reached.tell_end()
+        if stop:
+            asyncio.run(before_stop(provider, pool.id))
+        if reached is not None:
+            reached.tell_end()
         # First: its clients start a lost node anew, as long as the record has the node.
         # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
         count = len(record.nodes) or record.count
         keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True, count=count))
         try:
-            provider = provider_of(record)
             if stop and stops(provider):
                 cleaned = halt(journal, pool, provider)
             else:

@@ -26,6 +26,24 @@ def stops(provider: Provider) -> TypeGuard[Stopper]:
     return hasattr(provider, "stop")
 
 
+async def before_stop(provider: Provider, pool: str) -> None:
+    """Have a pool's machines lose nothing, by a method `before_stop`, if they end by themselves.
+
+    It is called before the agents are ended: a machine without one may end itself, and its client
+    may be killed before it calls `stop`. Raises a `PoolError` if that is not possible.
+    """
+    prepare = getattr(provider, "before_stop", None)
+    if prepare is not None:
+        await prepare(pool)
+
+
+async def after_start(machine: Machine) -> None:
+    """Undo `before_stop`, by a method `after_start`: the machine has an agent and is on record."""
+    undo = getattr(machine, "after_start", None)
+    if undo is not None:
+        await undo()
+
+
 async def why_not_stop(provider: Stopper, pool: str) -> str:
     """Why a pool's machines cannot be stopped, by a method `why_not_stop`; empty if they can."""
     explain = getattr(provider, "why_not_stop", None)

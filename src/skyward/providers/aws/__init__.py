@@ -294,6 +294,7 @@ class AWS:
             instance = await stopping.start(known.instances, instance)
         offer = await asyncio.to_thread(known.launches.offer_of, instance, order.request)
         machine = self._found(known.instances, instance, offer)
+        machine.is_former = True
         order.bought(machine.id, offer)
         request = order.request
         try:
@@ -347,6 +348,12 @@ class AWS:
         from skyward.providers.aws import stopping
 
         return stopping.why_not((await (await self._pool(pool)).instances.all()).values())
+
+    async def before_stop(self, pool: str) -> None:
+        """Have the pool's instances keep their disks if they shut themselves down."""
+        from skyward.providers.aws import stopping
+
+        await stopping.spare((await self._pool(pool)).instances)
 
     async def stop(self, pool: str) -> None:
         """Stop the pool's instances; their disks stay."""

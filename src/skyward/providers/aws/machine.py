@@ -20,7 +20,7 @@ from skyward.errors import (
 )
 from skyward.market import Offer
 from skyward.providers import Order
-from skyward.providers.aws import interruption, session, tags
+from skyward.providers.aws import interruption, session, stopping, tags
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
 from skyward.providers.aws.keys import Keys
@@ -78,6 +78,8 @@ class AWSMachine:
         """Its own address: its public one belongs to the network, and nothing can listen there."""
         self.python = python
         self.offer = offer
+        self.is_former = False
+        """Whether the node had it before, and it may have been stopped meanwhile."""
         self.notice = interruption.__name__ if offer and offer.allocation == "spot" else ""
 
     def __repr__(self) -> str:
@@ -138,6 +140,12 @@ class AWSMachine:
         if problem is not None:
             raise problem
         return True
+
+    async def after_start(self) -> None:
+        """Have the instance go with its disk if it shuts itself down, as a new one would."""
+        if self.is_former:
+            await stopping.on_shutdown(self._instances, self.id, "terminate")
+            self.is_former = False
 
     async def destroy(self) -> None:
         """Terminate the instance."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from typing import Literal
 
 from skyward.errors import PoolError, UnavailableError
 from skyward.providers.aws import failures, tags
@@ -28,6 +29,27 @@ def why_not(instances: Iterable[Instance]) -> str:
     if spot:
         return f"AWS does not stop spot instances of this kind ({', '.join(sorted(spot))})"
     return ""
+
+
+async def spare(instances: Instances) -> None:
+    """Have the instances of a pool keep their disks if they shut themselves down."""
+    running = _there((await instances.all()).values())
+    changes = (on_shutdown(instances, str(each["InstanceId"]), "stop") for each in running)
+    await asyncio.gather(*changes)
+
+
+async def on_shutdown(
+    instances: Instances, instance: str, behaviour: Literal["stop", "terminate"]
+) -> None:
+    """Say what becomes of an instance that shuts itself down; terminated, it loses its disk."""
+    await asyncio.to_thread(
+        instances.account.call,
+        "ec2",
+        "modify_instance_attribute",
+        InstanceId=instance,
+        Attribute="instanceInitiatedShutdownBehavior",
+        Value=behaviour,
+    )
 
 
 async def stop(instances: Instances) -> None:
@@ -67,6 +89,8 @@ async def start(instances: Instances, instance: Instance) -> Instance:
     while state_of(instance) == "stopping" and time.monotonic() < deadline:
         await asyncio.sleep(PAUSES[0])
         instance = (await instances.look(fresh=True)).get(id, instance)
+    # First: without a client, the instance shuts itself down.
+    await on_shutdown(instances, id, "stop")
     try:
         await asyncio.to_thread(instances.account.call, "ec2", "start_instances", InstanceIds=[id])
     except RequestError as problem:

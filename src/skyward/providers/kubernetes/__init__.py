@@ -148,7 +148,7 @@ class Kubernetes:
     async def create(self, order: Order) -> PodMachine:
         """Have the pool's Job keep a pod for the node, and wait until the pod runs."""
         shared = await self._shared(order)
-        pod = await shared.get(order.pool, order.node, order.tell, self.timeout)
+        pod = await shared.get(order, self.timeout)
         return self._machine(shared.access, shared.job, order.node, pod, shared)
 
     async def _shared(self, order: Order) -> Pods:
@@ -179,6 +179,18 @@ class Kubernetes:
     async def find(self, pool: str) -> Sequence[PodMachine]:
         """The nodes that the pool's Job was asked for, with their pods."""
         return await asyncio.to_thread(self._find, pool, asyncio.get_running_loop())
+
+    async def before_stop(self, pool: str) -> None:
+        """Have the pool's Job stay after its end, with the claims that go with it."""
+        await asyncio.to_thread(self._before_stop, pool)
+
+    def _before_stop(self, pool: str) -> None:
+        access = Access(self._place)
+        try:
+            if (job := jobs.find(access, pool)) is not None:
+                jobs.spare(access, job["metadata"]["name"])
+        finally:
+            access.close()
 
     async def stop(self, pool: str) -> None:
         """Remove the pool's pods; the Job stays, with the claims that go with it."""

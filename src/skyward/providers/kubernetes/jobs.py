@@ -28,10 +28,12 @@ from skyward.providers.kubernetes.manifests import (
     AGENTLESS_SECONDS,
     JOB,
     LEASE_SECONDS,
+    LEFT_BY,
     NODE,
     NODES,
     POOL,
     SPEC,
+    TTL_SECONDS,
     Claim,
     Pod,
     claim_of,
@@ -45,11 +47,17 @@ KICK_SECONDS = 4.0
 
 
 def make(
-    access: Access, name: str, pool: str, pod: Pod, request: Request, nodes: Sequence[int]
+    access: Access,
+    name: str,
+    pool: str,
+    pod: Pod,
+    request: Request,
+    nodes: Sequence[int],
+    called: str = "",
 ) -> tuple[Object, bool]:
     """The Job, with the claims that it needs, and whether it is new.
 
-    One that exists and is the same is used.
+    One that exists and is the same is used. `called` is the name that the user gave the pool.
     """
     claims = _claims(access, request)
     manifest = manifests.job(name, pool, pod, request, nodes)
@@ -57,7 +65,11 @@ def make(
     if cached and not _takes_host_paths(access, manifest["spec"]["template"]):
         manifest = manifests.job(name, pool, dataclasses.replace(pod, cache=None), request, nodes)
     template = json.dumps(manifest["spec"]["template"], sort_keys=True)
-    manifest["metadata"]["annotations"][SPEC] = hashlib.sha256(template.encode()).hexdigest()[:16]
+    manifest["metadata"]["annotations"] |= manifests.about(called) | {
+        SPEC: hashlib.sha256(template.encode()).hexdigest()[:16]
+    }
+    if any(_was_left(access, claim, name) for claim in claims):
+        _spared(manifest)
     is_new = True
     try:
         made = access.create("jobs", manifest)
@@ -99,7 +111,9 @@ def _complete(
         try:
             access.create("persistentvolumeclaims", wanted)
         except ConflictError:
-            if owner is not None and name in _owners(access, claim):
+            if owner is not None and (
+                name in _owners(access, claim) or _was_left(access, claim, name)
+            ):
                 _give(access, claim, owner)
 
 
@@ -136,11 +150,13 @@ def _used(
         has_ended(there)
         or (about.get("annotations") or {}).get(SPEC) != wanted["annotations"][SPEC]
     ):
+        if is_spared(there):
+            _spared(manifest)
         return _replaced(access, name, manifest, claims), True
     change = {
         "metadata": {
             "labels": {POOL: wanted["labels"][POOL]},
-            "annotations": {NODES: wanted["annotations"][NODES]},
+            "annotations": wanted["annotations"],
         },
         "spec": {"parallelism": manifest["spec"]["parallelism"]},
     }
@@ -151,7 +167,7 @@ def _replaced(access: Access, name: str, manifest: Object, claims: Sequence[Clai
     """A new Job in place of one with the same name, with its claims, which would go with it."""
     kept = [claim for claim in claims if claim.remove and name in _owners(access, claim)]
     for claim in kept:
-        _give(access, claim, None)
+        _give(access, claim, None, left_by=name)
     remove(access, name)
     _until_job_gone(access, name)
     made = access.create("jobs", manifest)
@@ -223,6 +239,29 @@ def empty(access: Access, name: str) -> None:
     end_pods(access, name)
 
 
+# A Job of a pool that is stopped stays after its end, and its claims with it: its containers end
+# without an agent, and so they do when `sky stop` or `sky start` is killed half-way.
+
+
+def spare(access: Access, name: str) -> None:
+    """Have the Job stay after its end, with all that it owns."""
+    access.patch("jobs", name, {"spec": {"ttlSecondsAfterFinished": None}})
+
+
+def unspare(access: Access, name: str) -> None:
+    """Have the cluster remove the Job after its end again."""
+    access.patch("jobs", name, {"spec": {"ttlSecondsAfterFinished": TTL_SECONDS}})
+
+
+def is_spared(job: Object) -> bool:
+    """Whether a Job stays after its end."""
+    return job["spec"].get("ttlSecondsAfterFinished") is None
+
+
+def _spared(manifest: Object) -> None:
+    manifest["spec"].pop("ttlSecondsAfterFinished", None)
+
+
 def add_pod(access: Access, name: str) -> None:
     """Make a pod that the Job takes for one of its own; raises `NotFoundError` without a Job.
 
@@ -248,9 +287,14 @@ def nodes_of(job: Object) -> list[int]:
 
 
 def find(access: Access, pool: str) -> Object | None:
-    """The Job of a pool; None if there is none."""
+    """The Job of a pool; None if there is none. One that has ended counts if it is to stay."""
     there = access.get("jobs", labelSelector=f"{POOL}={pool}")["items"]
-    return next((each for each in there if not has_ended(each)), None)
+    there.sort(key=has_ended)
+    return next((each for each in there if not has_ended(each) or _stays(each)), None)
+
+
+def _stays(job: Object) -> bool:
+    return is_spared(job) and job["metadata"].get("deletionTimestamp") is None
 
 
 def remove(access: Access, name: str) -> None:
@@ -347,10 +391,25 @@ def _owners(access: Access, claim: Claim) -> list[str]:
     return [each["name"] for each in found["metadata"].get("ownerReferences") or ()]
 
 
-def _give(access: Access, claim: Claim, owner: Object | None) -> None:
-    """Have a claim go with an object, or with none."""
-    change = {"metadata": {"ownerReferences": None if owner is None else [owner]}}
-    access.patch("persistentvolumeclaims", claim.name, change)
+def _give(access: Access, claim: Claim, owner: Object | None, left_by: str | None = None) -> None:
+    """Have a claim go with an object, or with none; `left_by` notes whose it will be again."""
+    about = {
+        "ownerReferences": None if owner is None else [owner],
+        "labels": {LEFT_BY: left_by},
+    }
+    access.patch("persistentvolumeclaims", claim.name, {"metadata": about})
+
+
+def _was_left(access: Access, claim: Claim, name: str) -> bool:
+    """Whether a claim lost its Job of that name, and the client ended before it made another."""
+    if not claim.remove:
+        return False
+    try:
+        found = access.get("persistentvolumeclaims", claim.name)["metadata"]
+    except NotFoundError:
+        return False
+    has_owner = bool(found.get("ownerReferences"))
+    return not has_owner and (found.get("labels") or {}).get(LEFT_BY) == name
 
 
 def _claims(access: Access, request: Request) -> list[Claim]:

@@ -112,6 +112,11 @@ class PodMachine:
                 return False
         return found is not None and found["metadata"]["uid"] == self._uid and is_usable(found)
 
+    async def after_start(self) -> None:
+        """Have the Job go after its end again, with all that it owns."""
+        if self._shared is not None:
+            await self._shared.after_start(self.node)
+
     async def destroy(self) -> None:
         """Remove the pod, and with the pool's last one the Job and all that it owns."""
         if self._destroyed:

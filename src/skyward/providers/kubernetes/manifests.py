@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from skyward.errors import ConfigurationError
-from skyward.providers import Request
+from skyward.providers import Request, owner
 from skyward.providers.container.commands import MARKS
 from skyward.providers.kubernetes import gpus
 from skyward.spec import Volume
@@ -19,6 +20,10 @@ POOL, JOB, NODE = "skyward.dev/pool", "skyward.dev/job", "skyward.dev/node"
 """The labels by which a pool's Job, a Job's pods, and the pod of a node are found."""
 NODES, SPEC = "skyward.dev/nodes", "skyward.dev/spec"
 """The annotations of a Job with the nodes that were asked for, and with a hash of its template."""
+NAME, OWNER, PID = "skyward.dev/name", "skyward.dev/owner", "skyward.dev/pid"
+"""The annotations of a Job with the pool's name, and with its client: `sky gc` knows it by them."""
+LEFT_BY = "skyward.dev/left-by"
+"""The label of a claim whose Job is being made anew: the name of the Job."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 CONTAINER = "node"
 IDLE_SECONDS = 120
@@ -134,6 +139,11 @@ def job(
     if pod.template:
         manifest["spec"]["template"] = merged(manifest["spec"]["template"], pod.template)
     return manifest
+
+
+def about(called: str) -> dict[str, str]:
+    """The annotations that say whose Job it is; `called` is the pool's name."""
+    return {NAME: called, OWNER: owner(), PID: str(os.getpid())}
 
 
 def listed(nodes: Sequence[int]) -> str:

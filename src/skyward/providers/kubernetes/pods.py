@@ -8,11 +8,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from skyward.errors import PoolError, PoolStartError, UnreachableError
-from skyward.providers import Request
+from skyward.providers import Order, Request
 from skyward.providers.kubernetes import jobs, pending
 from skyward.providers.kubernetes.access import (
     Access,
@@ -21,9 +20,12 @@ from skyward.providers.kubernetes.access import (
     Object,
 )
 from skyward.providers.kubernetes.manifests import JOB, LEASE_SECONDS, NODE, Pod
+from skyward.providers.kubernetes.wanted import Wanted
 
 GATHER_SECONDS = 0.05
 """How long the client waits for the orders of other nodes before it changes the Job."""
+TOGETHER_SECONDS = 5.0
+"""How long it waits for nodes that the pool orders together with others."""
 REPLACED_SECONDS = 1.5
 """How long a node that is ordered again waits for the Job's new pod before the client makes one."""
 REORDER_SECONDS = 10.0
@@ -33,35 +35,6 @@ EVENTS_SECONDS = 2.0
 
 AGAIN_SECONDS = 0.5
 """How long after the end of a watch the next one begins."""
-
-Told = Callable[[str], None]
-
-
-@dataclass(eq=False)
-class _Wanted:
-    """A node that is to have a pod."""
-
-    tell: Told
-    running: asyncio.Future[Object] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    pod: str = ""
-    reason: str = ""
-    """Why there is no running pod yet."""
-    refusal: str = ""
-    """What the registry said when the image was pulled."""
-    has_failed: bool = False
-    """Whether it is being told why its pod has failed."""
-
-    @property
-    def has_run(self) -> bool:
-        done = self.running.done() and not self.running.cancelled()
-        return done and self.running.exception() is None
-
-    def fail(self, problem: BaseException) -> None:
-        if not self.running.done():
-            self.running.set_exception(problem)
-            self.running.exception()  # Nobody may be waiting for it any more.
 
 
 class Pods:
@@ -83,9 +56,9 @@ class Pods:
         """
         self.access, self.job = access, job
         self._pod, self._request, self._keep, self._forget = pod, request, keep, forget
-        self._pool = ""
+        self._pool = self._called = ""
         self.loop = asyncio.get_running_loop()
-        self._wanted: dict[int, _Wanted] = {}
+        self._wanted: dict[int, Wanted] = {}
         self._pods: dict[str, Object] = {}
         self._applying: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,6 +77,8 @@ class Pods:
         """Whether the Job outlives this process, since its pool stays."""
         self._dated = False
         """Whether the Job's deadline is that of a pool that stays."""
+        self._is_spared = False
+        """Whether the Job stays after its end, since its pool was stopped."""
         self.closed = False
 
     # Nodes.
@@ -122,16 +97,17 @@ class Pods:
         await self._stop()
         self._close()
 
-    async def get(self, pool: str, node: int, tell: Told, seconds: float) -> Object:
+    async def get(self, order: Order, seconds: float) -> Object:
         """A running pod for a node, made if necessary; raises with the reason if there is none."""
-        self._pool = pool
+        node = order.node
+        self._pool, self._called = order.pool, order.name
         if (former := self._wanted.get(node)) is not None and former.running.done():
             pod = self._pods.get(former.pod)
             if pod is None or not is_usable(pod):
                 # In a pool that stays, a node is not released when its pod is lost.
                 del self._wanted[node]
-        wanted = self._wanted.setdefault(node, _Wanted(tell))
-        wanted.tell = tell
+        wanted = self._wanted.setdefault(node, Wanted(order.tell))
+        wanted.tell, wanted.together = order.tell, order.together
         self._apply_soon()
         self._assign()
         if node in self._applied and not wanted.pod:
@@ -167,6 +143,14 @@ class Pods:
         if all(each.has_run for each in nodes):
             self._stays = self._dated = True
             await asyncio.to_thread(jobs.stay, self.access, self.job, self._request.ttl)
+
+    async def after_start(self, node: int) -> None:
+        """Have the Job go after its end again, when each of its nodes has an agent."""
+        if node in self._wanted:
+            self._wanted[node].serves = True
+        if self._is_spared and all(each.serves for each in self._wanted.values()):
+            self._is_spared = False
+            await asyncio.to_thread(jobs.unspare, self.access, self.job)
 
     async def _settle(self, node: int) -> None:
         """After a cancelled `get`, have the Job ask for the node's pod, or nobody."""
@@ -292,7 +276,10 @@ class Pods:
 
     async def _apply(self) -> None:
         """Have the Job keep as many pods as nodes are wanted."""
+        deadline = time.monotonic() + TOGETHER_SECONDS
         await asyncio.sleep(GATHER_SECONDS)
+        while not self._is_complete and time.monotonic() < deadline:
+            await asyncio.sleep(GATHER_SECONDS)
         try:
             while (nodes := sorted(self._wanted)) and nodes != self._applied and not self.closed:
                 self._changing = True
@@ -305,6 +292,12 @@ class Pods:
             self._fail(problem)
         finally:
             self._changing = False
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all nodes have been ordered that are to come together: a queue admits them so."""
+        new = (each for node, each in self._wanted.items() if node not in self._applied)
+        return all(each.together <= self._wanted.keys() for each in new)
 
     async def _resize(self) -> None:
         nodes = sorted(self._wanted)
@@ -321,8 +314,9 @@ class Pods:
 
     def _make(self, nodes: list[int]) -> None:
         job, self.is_own = jobs.make(
-            self.access, self.job, self._pool, self._pod, self._request, nodes
+            self.access, self.job, self._pool, self._pod, self._request, nodes, self._called
         )
+        self._is_spared = self._request.keep and jobs.is_spared(job)
         # One that was found stays already; one that was stopped has lost the deadline of its ttl.
         self._stays = self._request.keep and not self.is_own
         has_deadline = job["spec"].get("activeDeadlineSeconds") is not None
@@ -362,7 +356,7 @@ class Pods:
                 # The cluster counts from the moment at which the queue admits the Job.
                 self._started_at = time.monotonic()
 
-    async def _replace(self, wanted: _Wanted) -> None:
+    async def _replace(self, wanted: Wanted) -> None:
         """Make a pod for a node that lost its own, unless the Job is quicker."""
         await asyncio.sleep(REPLACED_SECONDS)
         if wanted not in self._wanted.values() or wanted.pod:
@@ -457,7 +451,7 @@ class Pods:
             change = {"metadata": {"labels": {NODE: str(node)}}}
             await asyncio.to_thread(self.access.patch, "pods", name, change)
 
-    async def _tell_ended(self, wanted: _Wanted, pod: Object) -> None:
+    async def _tell_ended(self, wanted: Wanted, pod: Object) -> None:
         """Tell a node that its pod has ended before it was used, with its last words."""
         words = await asyncio.to_thread(self.access.logs, pod["metadata"]["name"])
         wanted.fail(PoolStartError(pending.ended(pod, words)))
@@ -476,7 +470,7 @@ class Pods:
                     self._tell(node, wanted, events)
             await asyncio.sleep(EVENTS_SECONDS)
 
-    def _tell(self, node: int, wanted: _Wanted, events: list[Object]) -> None:
+    def _tell(self, node: int, wanted: Wanted, events: list[Object]) -> None:
         pod = self._pods.get(wanted.pod)
         reason = pending.reason(pod, self.job, events)
         if reason and reason != wanted.reason:
