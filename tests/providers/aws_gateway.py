@@ -75,7 +75,10 @@ class Gateway:
         self._faults: list[Fault] = []
         self._holds: list[Hold] = []
         self._lost: Counter[str] = Counter()
-        self._boot_seconds = self._appear_seconds = 0.0
+        self._boot_seconds = 0.0
+        self._missing_lists = 0
+        self._missed: Counter[str] = Counter()
+        """How many lists each new instance was missing from."""
         self._launched: dict[str, float] = {}
         self._tokens: dict[str, tuple[Mapping[str, Any], Answer]] = {}
         self._timers: list[threading.Timer] = []
@@ -106,7 +109,9 @@ class Gateway:
             self._faults, self._holds, self._timers = [], [], []
             self._lost.clear()
             self.calls, self.denied, self.policy = [], [], None
-            self.delay = self._boot_seconds = self._appear_seconds = 0.0
+            self.delay = self._boot_seconds = 0.0
+            self._missing_lists = 0
+            self._missed.clear()
             self.room = {}
         self.metadata.reset()
         self.account.clean()
@@ -156,9 +161,9 @@ class Gateway:
         """Let instances be "pending" for so long, though the testbed's are up at once."""
         self._boot_seconds = seconds
 
-    def slow_to_appear(self, seconds: float) -> None:
-        """Let new instances be missing from lists for so long, as AWS says that they may be."""
-        self._appear_seconds = seconds
+    def slow_to_appear(self, lists: int) -> None:
+        """Let new instances be missing from so many lists, as AWS says that they may be."""
+        self._missing_lists = lists
 
     def interrupt(self, seconds: float = 120.0, *instances: str) -> None:
         """Tell instances, or all, that they end so many seconds from now; and end them then."""
@@ -300,9 +305,8 @@ class Gateway:
                 self._tokens[token] = (call.parameters, answer)
             for instance in re.findall(rb"<instanceId>(i-\w+)", answer.body):
                 self._launched[instance.decode()] = time.monotonic()
-        hidden = self._launched_within(self._appear_seconds)
-        if hidden and call.action == "DescribeInstances" and answer.status == 200:
-            answer.body = without(answer.body, hidden)
+        if call.action == "DescribeInstances" and answer.status == 200:
+            answer.body = without(answer.body, self._hidden())
         booting = self._launched_within(self._boot_seconds)
         if booting and answer.status == 200:
             if call.action == "DescribeInstances":
@@ -310,6 +314,13 @@ class Gateway:
             elif call.action == "GetConsoleOutput" and call.parameters["InstanceId"] in booting:
                 return accepted(call, {"InstanceId": call.parameters["InstanceId"]})
         return answer
+
+    def _hidden(self) -> set[str]:
+        """The new instances that this list leaves out."""
+        with self._lock:
+            hidden = {each for each in self._launched if self._missed[each] < self._missing_lists}
+            self._missed.update(hidden)
+        return hidden
 
     def _ended(self, call: Call) -> Answer | None:
         """The answer for instances that have all ended already, which moto cannot end again."""

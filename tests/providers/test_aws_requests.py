@@ -554,7 +554,7 @@ def test_remains_leave_out_what_may_not_be_listed(
 
 
 def test_an_instance_that_aws_does_not_list_yet_is_waited_for(aws: Gateway) -> None:
-    aws.slow_to_appear(1.0)
+    aws.slow_to_appear(2)
     assert attempt(sky.AWS()).offer.instance_type == "c7i.xlarge"
     assert len(aws.made("DescribeInstances")) > 3
 
@@ -568,7 +568,7 @@ def test_a_cancelled_order_ends_an_instance_that_aws_does_not_list_yet(
             task = asyncio.create_task(provider.create(order))
             assert await asyncio.to_thread(hold.reached.wait, 30)
             task.cancel()
-            aws.slow_to_appear(1.0)
+            aws.slow_to_appear(2)
         await asyncio.wait({task})
         assert task.cancelled()
         assert await provider.find(order.pool) == []
