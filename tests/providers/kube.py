@@ -28,6 +28,8 @@ from skyward.providers.kubernetes.manifests import merged
 
 from .ssh_hosts import TESTBED
 
+BY_HAND = "by-hand"
+"""The class of volumes that tests make."""
 IMAGE = "localhost/hostbind:1"
 SOURCE = str(Path(sky.__file__).parents[1])
 GATES = dict.fromkeys(
@@ -309,6 +311,23 @@ class Namespace:
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts/{self.account(*rules)}/token"
         answer = self.call("POST", path, {"spec": {"expirationSeconds": 3600}})
         return str(answer["status"]["token"])
+
+    @contextlib.contextmanager
+    def bindable(self, claim: str, folder: Path) -> Iterator[None]:
+        """A volume of the cluster's, of the class `BY_HAND`, to which a claim will be bound."""
+        name = f"{self.name}-{claim}"
+        spec = {
+            "capacity": {"storage": "1Mi"},
+            "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
+            "hostPath": {"path": str(folder)},
+            "storageClassName": BY_HAND,
+            "claimRef": {"namespace": self.name, "name": claim},
+        }
+        self.core.create_persistent_volume({"metadata": {"name": name}, "spec": spec})
+        try:
+            yield
+        finally:
+            self.core.delete_persistent_volume(name)
 
     def remove(self) -> None:
         """Remove the namespace with all that is in it."""

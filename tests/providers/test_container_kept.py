@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import skyward as sky
+from skyward.nodes import keeping
+from skyward.nodes.journal import Journal
 
+from ..conftest import only_in_all
 from . import kept_pools, podman
 from .leftovers import podman_says
 
@@ -64,3 +68,18 @@ def test_a_client_that_attached_replaces_a_container_that_was_killed(
         assert kept_pools.pid() >> compute
     podman_says("kill", name)
     kept_pools.end("box")
+
+
+@only_in_all
+def test_gc_removes_containers_and_networks_that_no_record_knows() -> None:
+    kept_pools.start(podman.provider(), "box", nodes=2)
+    listed = kept_pools.says("gc", "--provider", "container")
+    assert re.search("box +container .* may be in use +container sky-.*, network sky-", listed)
+    keeping.forget("box")
+    (pool,) = Journal().pools()
+    Journal().forget(pool.id)
+    # The process that made it, which is this one, runs still.
+    assert "may be in use" in kept_pools.says("gc", "--provider", "container")
+    removed = kept_pools.says("gc", "--provider", "container", "--all", "--yes")
+    assert removed == f"box ({pool.id}): 2 machines, network sky-{pool.id} removed\n"
+    assert "nothing of any pool: container at" in kept_pools.says("gc", "--provider", "container")

@@ -551,9 +551,9 @@ def test_the_documented_role_is_enough(namespace: kube.Namespace, tmp_path: Path
         namespace=namespace.name,
     )
     volume = sky.Volume("pvc://kept?size=1Mi", "/kept")
-    provider = kube.provider(kubeconfig, direct=False, storage_class="by-hand")
+    provider = kube.provider(kubeconfig, direct=False, storage_class=kube.BY_HAND)
     with (
-        _bindable(namespace, tmp_path),
+        namespace.bindable("kept", tmp_path),
         sky.Compute(provider, volumes=[volume], options=QUIET) as compute,
     ):
         compute.resize(2)
@@ -636,24 +636,6 @@ def test_where_spdy_is_refused_ports_are_forwarded_over_websockets(
     provider = kube.provider(kubeconfig, direct=False)
     with sky.Compute(provider, options=QUIET) as compute:
         assert doubled(data) >> compute == data * 2
-
-
-@contextlib.contextmanager
-def _bindable(namespace: kube.Namespace, folder: Path) -> Iterator[None]:
-    """A volume of the cluster's that the claim will be bound to."""
-    name = f"{namespace.name}-kept"
-    spec = {
-        "capacity": {"storage": "1Mi"},
-        "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
-        "hostPath": {"path": str(folder)},
-        "storageClassName": "by-hand",
-        "claimRef": {"namespace": namespace.name, "name": "kept"},
-    }
-    namespace.core.create_persistent_volume({"metadata": {"name": name}, "spec": spec})
-    try:
-        yield
-    finally:
-        namespace.core.delete_persistent_volume(name)
 
 
 @only_in_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -12,9 +13,15 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.cleaning import REMOVE_SECONDS
-from skyward.providers import Order, Request
-from skyward.providers.kubernetes import jobs, manifests
-from skyward.providers.kubernetes.access import Access, ConflictError, NotFoundError, Object
+from skyward.providers import Order, Request, owner
+from skyward.providers.kubernetes import jobs, manifests, remains
+from skyward.providers.kubernetes.access import (
+    Access,
+    ConflictError,
+    NotFoundError,
+    Object,
+    Place,
+)
 from skyward.providers.kubernetes.manifests import JOB, Pod
 from skyward.providers.kubernetes.pods import GATHER_SECONDS, Pods
 
@@ -286,8 +293,46 @@ class TestNothingIsLost:
         made, is_new = jobs.make(cluster, "sky-a", "a", Pod("busybox"), request, [0])
         assert is_new
         assert jobs.is_spared(made)
-        (owner,) = cluster.claim["metadata"]["ownerReferences"]
-        assert (owner["name"], cluster.claim["metadata"]["labels"]) == (
+        (job,) = cluster.claim["metadata"]["ownerReferences"]
+        assert (job["name"], cluster.claim["metadata"]["labels"]) == (
             "sky-a",
             {manifests.LEFT_BY: None},
         )
+
+
+class Namespace(Cluster):
+    """A namespace with these Jobs, and a claim of the first one."""
+
+    place = Place("config", None, "ours")
+
+    def __init__(self, *jobs: Object) -> None:
+        super().__init__(0, has_job=True)
+        self._jobs = jobs
+
+    def get(self, kind: str, name: str = "", **query: str) -> Object:
+        owner = {"name": self._jobs[0]["metadata"]["name"]}
+        claim = {"metadata": {"name": "data", "ownerReferences": [owner]}}
+        return {"items": list(self._jobs) if kind == "jobs" else [claim]}
+
+
+def test_remains_are_the_jobs_of_pools_that_the_cluster_does_not_remove_by_itself() -> None:
+    def job(pool: str, name: str = "", *, ended: bool = False, keeps: bool = False) -> Object:
+        made = manifests.job(name or f"sky-{pool}", pool, Pod("busybox"), REQUEST, [0, 2])
+        made["metadata"]["annotations"] |= manifests.about("mine")
+        if keeps:
+            del made["spec"]["ttlSecondsAfterFinished"]
+        condition = {"type": "Complete", "status": "True"}
+        made["status"] = {"conditions": [condition] if ended else []}
+        return cast(Object, made)
+
+    namespace: Any = Namespace(
+        job("a"),
+        job("b", ended=True),
+        job("c", ended=True, keeps=True),
+        job("d", "sky-mnist"),
+    )
+    first, second = remains.remains(namespace)
+    assert (first.pool, first.name, first.owner, first.pid) == ("a", "mine", owner(), os.getpid())
+    nodes = "node ours/sky-a-0", "node ours/sky-a-2"
+    assert first.resources == ("Job sky-a", *nodes, "claim data")
+    assert (second.pool, second.resources[0]) == ("c", "Job sky-c")

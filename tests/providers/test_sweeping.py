@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
-from skyward.nodes import cleaning
+from skyward.nodes import cleaning, keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
 from skyward.testing import plain_request
@@ -308,6 +308,43 @@ class TestGc:
             assert "passed over: aws: AWS: The config profile (nope) could not" in said.stderr
         (tmp_path / "AWS_CONFIG_FILE").write_text("[default]\n")
         assert "passed over: aws: AWS(): no region" in sky_command("gc").stderr
+
+    def test_a_record_that_cannot_be_read_may_be_that_of_a_pool_that_stays(
+        self, shop: Shop, nothing_left: None
+    ) -> None:
+        leave(shop, "p1")
+        keeping.folder().mkdir(parents=True)
+        keeping.path_of("old").write_text("{")
+        (document,) = json.loads(sky_command("gc", "--json").output)
+        assert (document["state"], document["removed"]) == ("running", False)
+        keeping.forget_damaged("old")
+        assert "1 machine" in sky_command("gc").output
+
+    def test_clusters_are_asked_whatever_their_arguments_are(
+        self, shop: Shop, state: Journal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        asked: list[Any] = []
+
+        async def remains(self: sky.Kubernetes) -> list[Any]:
+            asked.append(self.node_selector)
+            return []
+
+        monkeypatch.setattr(sky.Kubernetes, "remains", remains)
+        built_in = {"kubernetes": "skyward.providers.kubernetes:Kubernetes"} | providers.BUILT_IN
+        monkeypatch.setattr(providers, "BUILT_IN", built_in)
+        config = tmp_path / "config"
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        # Nobody has set it up, which needs no word.
+        said = sky_command("gc")
+        assert (said.output, asked) == ("nothing of any pool: shop\n", [])
+        context = {"name": "here", "context": {"cluster": "c", "user": "u"}}
+        config.write_text(json.dumps({"current-context": "here", "contexts": [context]}))
+        cluster = sky.Kubernetes(node_selector={"zone": "a"})
+        for pool in ("p1", "p2"):
+            state.open_pool(pool, "old", "kubernetes", cluster.describe(), None)
+        place = "kubernetes in the namespace default of here"
+        assert sky_command("gc").output == f"nothing of any pool: {place}, shop\n"
+        assert asked == [{"zone": "a"}, None]
 
     def test_so_is_one_that_cannot_be_made(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,8 @@ class AskedProviders:
     """Those that the user may have set up, or not."""
     unmade: tuple[str, ...] = ()
     """Why others cannot be made."""
+    unset: tuple[str, ...] = ()
+    """The same of those that the user has not set up."""
 
 
 def _collectors(
@@ -108,16 +110,19 @@ def _collectors(
                 continue
             wanted += [recreated] if collects(recreated) else []
     others: list[Any] = []
+    unset: list[str] = []
     for each, kind in providers_with("remains").items():
         if _taken(kind, options) != options:
             continue
         try:
             others.append(kind(**options))
         except (TypeError, SkywardError) as problem:
-            unmade.append(f"{each}: {problem}")
-    named = dict.fromkeys(wanted)
-    more = dict.fromkeys(each for each in others if each not in named)
-    return AskedProviders(tuple(named), tuple(more), tuple(unmade))
+            is_unset = isinstance(problem, ConfigurationError) and not options
+            (unset if is_unset else unmade).append(f"{each}: {problem}")
+    # Compared and not hashed: the arguments of a provider may be mappings.
+    named = [each for place, each in enumerate(wanted) if each not in wanted[:place]]
+    more = [each for each in others if each not in named]
+    return AskedProviders(tuple(named), tuple(more), tuple(unmade), tuple(unset))
 
 
 def _taken(kind: type[Any], options: dict[str, str]) -> dict[str, str]:
@@ -137,7 +142,7 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
 
     found: dict[str, Found] = {}
     asked: list[str] = []
-    failures, unset = list(providers.unmade), list[str]()
+    failures, unset = list(providers.unmade), list(providers.unset)
     for collector in (*providers.wanted, *providers.others):
         try:
             remains = asyncio.run(_remains(collector))
@@ -145,7 +150,8 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
             is_unset = isinstance(problem, ConfigurationError) and collector in providers.others
             (unset if is_unset else failures).append(f"{collector.name}: {problem}")
             continue
-        asked.append(place_of(collector))
+        if (place := place_of(collector)) not in asked:
+            asked.append(place)
         for each in remains:
             found.setdefault(each.pool, (collector, each, whose(journal, each)))
     if not asked:

@@ -120,7 +120,8 @@ def whose(journal: Journal, remains: Remains) -> Whose:
     Without a line in the journal, a client counts as running if a process has its number.
     """
     record = next((pool for pool in journal.pools() if pool.id == remains.pool), None)
-    if keeping.find(remains.pool) is not None:
+    name = record.name if record is not None else remains.name
+    if keeping.find(remains.pool) is not None or name in keeping.damaged():
         # It stays without a client, which is as it should be.
         return "running"
     if record is not None and record.client != "elsewhere":

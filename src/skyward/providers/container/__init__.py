@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolError, PoolStartError
-from skyward.providers import Order, Request
-from skyward.providers.container import gpus
+from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
+from skyward.providers import Order, Remains, Request
+from skyward.providers.container import gpus, remains
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import (
     NODE,
@@ -91,7 +91,7 @@ class Container:
             "image": self.image or os.environ.get(IMAGE) or None,
             "mounts": [asdict(each) for each in self.mounts],
             "python": self.python,
-            "host": self.host or os.environ.get("DOCKER_HOST"),
+            "host": self._named or None,
         }
 
     async def ping(self) -> str:
@@ -124,6 +124,31 @@ class Container:
     async def find(self, pool: str) -> Sequence[ContainerMachine]:
         """The containers with the pool's label; without any, the pool's network is removed."""
         return await asyncio.to_thread(self._find, pool)
+
+    async def remains(self) -> Sequence[Remains]:
+        """The containers and networks of all pools that the service has."""
+        return await asyncio.to_thread(self._remains)
+
+    def _remains(self) -> list[Remains]:
+        try:
+            service = answering(self.host)
+        except ConfigurationError as problem:
+            # Who names a service may have containers there, and must hear that nobody has looked.
+            if self._named:
+                raise UnavailableError(str(problem)) from problem
+            raise
+        with service.connected() as docker:
+            return remains.remains(docker)
+
+    @property
+    def _named(self) -> str:
+        """The address of the service that was named; empty if the usual ones are tried."""
+        return self.host or os.environ.get("DOCKER_HOST") or ""
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks, for people."""
+        return f"container at {self._named}" if self._named else self.name
 
     async def stop(self, pool: str) -> None:
         """Stop the pool's containers; their files stay, and `create` starts them again."""
@@ -163,7 +188,7 @@ class Container:
         request = order.request
         image = self.image or os.environ.get(IMAGE) or _official_python(request)
         found = _have_image(docker, image)
-        network = _network(docker, order.pool)
+        network = _network(docker, order)
         options: dict[str, Any] = {}
         if request.vcpus:
             options["nano_cpus"] = int(request.vcpus * 1e9)
@@ -183,7 +208,7 @@ class Container:
             ["sh", "-c", _MAIN],
             name=_name(order.pool, order.node),
             hostname=f"node-{order.node}",
-            labels={POOL: order.pool, NODE: str(order.node)},
+            labels={**remains.labels(order), NODE: str(order.node)},
             network=network,
             mounts=mounts,
             init=True,
@@ -273,15 +298,15 @@ def _have_image(docker: Any, image: str) -> Any:
             ) from problem
 
 
-def _network(docker: Any, pool: str) -> str:
+def _network(docker: Any, order: Order) -> str:
     import docker.errors as errors
 
-    name = f"sky-{pool}"
+    name = f"sky-{order.pool}"
     for attempt in range(NETWORK_ATTEMPTS):
         if docker.networks.list(names=[name]):
             break
         try:
-            docker.networks.create(name, labels={POOL: pool}, check_duplicate=True)
+            docker.networks.create(name, labels=remains.labels(order), check_duplicate=True)
         except errors.APIError as problem:
             # Podman looks at all interfaces one by one, and fails if one has gone meanwhile.
             if GONE_INTERFACE in str(problem) and attempt + 1 < NETWORK_ATTEMPTS:

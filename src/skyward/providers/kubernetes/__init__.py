@@ -12,8 +12,8 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError
-from skyward.providers import Order, Request
-from skyward.providers.kubernetes import jobs, manifests
+from skyward.providers import Order, Remains, Request
+from skyward.providers.kubernetes import jobs, manifests, remains
 from skyward.providers.kubernetes.access import Access, Object, Place, resolve
 from skyward.providers.kubernetes.machine import PodMachine
 from skyward.providers.kubernetes.manifests import JOB, NODE, Pod, job_name
@@ -179,6 +179,23 @@ class Kubernetes:
     async def find(self, pool: str) -> Sequence[PodMachine]:
         """The nodes that the pool's Job was asked for, with their pods."""
         return await asyncio.to_thread(self._find, pool, asyncio.get_running_loop())
+
+    async def remains(self) -> Sequence[Remains]:
+        """The Jobs of all pools in the namespace, with what they own."""
+        return await asyncio.to_thread(self._remains)
+
+    def _remains(self) -> list[Remains]:
+        access = Access(self._place)
+        try:
+            return remains.remains(access)
+        finally:
+            access.close()
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks, for people."""
+        of = f" of {self.context}" if self.context else ""
+        return f"kubernetes in the namespace {self.namespace}{of}"
 
     async def before_stop(self, pool: str) -> None:
         """Have the pool's Job stay after its end, with the claims that go with it."""

@@ -290,10 +290,11 @@ def find(access: Access, pool: str) -> Object | None:
     """The Job of a pool; None if there is none. One that has ended counts if it is to stay."""
     there = access.get("jobs", labelSelector=f"{POOL}={pool}")["items"]
     there.sort(key=has_ended)
-    return next((each for each in there if not has_ended(each) or _stays(each)), None)
+    return next((each for each in there if not has_ended(each) or stays(each)), None)
 
 
-def _stays(job: Object) -> bool:
+def stays(job: Object) -> bool:
+    """Whether a Job stays after its end, and nobody is removing it."""
     return is_spared(job) and job["metadata"].get("deletionTimestamp") is None
 
 
