@@ -16,7 +16,7 @@ import pytest
 import skyward as sky
 from skyward.nodes import keeping
 from skyward.providers import Order
-from skyward.providers.aws import machine, network, stopping, user_data
+from skyward.providers.aws import keys, machine, network, stopping, user_data
 
 from ..conftest import only_in_all
 from . import kept_pools
@@ -236,3 +236,31 @@ def test_a_client_with_another_address_is_let_in(
     asyncio.run(attempt())
     admitted = [call.parameters for call in aws.made("AuthorizeSecurityGroupIngress")]
     assert any("203.0.113.7/32" in str(each) for each in admitted)
+
+
+def test_another_machine_gets_the_keys_to_the_instances(
+    aws: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.make_keys("p1", None)
+    here = keys.keys_of("p1", None)
+    record = keeping.KeptPool(
+        *("p1", "cloud", "aws", dict(sky.AWS().describe()), 0.0, 0.0, None, None, None, None, ""),
+        nodes=[],
+    )
+    keeping.write(record)
+    file = str(tmp_path / "file")
+    kept_pools.says("attach", "cloud", "--export", file)
+    monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
+    kept_pools.says("attach", "--import", file)
+    there = keys.keys_of("p1", None)
+    assert there.folder != here.folder
+    assert Path(there.private).read_text() == Path(here.private).read_text()
+    assert Path(there.private).stat().st_mode & 0o077 == 0
+    assert (there.host_key, there.known_hosts.read_text()) == (
+        here.host_key,
+        here.known_hosts.read_text(),
+    )
+    assert keeping.read("cloud") == record
+    keys.forget_keys("p1")
+    said = kept_pools.says("attach", "cloud", "--export", file, code=1)
+    assert "export its record on the machine that made it" in said

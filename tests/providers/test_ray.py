@@ -123,9 +123,17 @@ def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
         assert emptied.jobs() == []
 
 
-def test_a_pool_stays_in_the_cluster(emptied: RayCluster) -> None:
+def test_a_pool_stays_in_the_cluster(
+    emptied: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = kept_pools.start(emptied.provider(), "bundles")
     kept_pools.use_elsewhere("bundles", workers)
+    file = str(tmp_path / "file")
+    kept_pools.says("attach", "bundles", "--export", file)
+    with monkeypatch.context() as other_machine:
+        other_machine.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
+        kept_pools.says("attach", "--import", file)
+        kept_pools.use_elsewhere("bundles", workers)
     refused = kept_pools.says("stop", "bundles", code=1)
     assert "bundles: the provider ray cannot stop a pool and keep its machines" in refused
     kept_pools.end("bundles")
@@ -538,6 +546,16 @@ def test_the_address_is_that_of_rays_own_variables(monkeypatch: pytest.MonkeyPat
 def test_a_secret_header_is_not_described() -> None:
     provider = Ray("http://head:8265", headers={"Authorization": "Bearer secret"})
     assert "secret" not in json.dumps(dict(provider.describe()))
+
+
+def test_keys_that_no_other_machine_can_use_are_not_exported() -> None:
+    with pytest.raises(sky.PoolError, match="is a process of this machine, so no other machine"):
+        Ray("auto").export_keys("p1")
+    with pytest.raises(sky.PoolError, match="export its record on the machine that made it"):
+        Ray("http://head:8265").export_keys("p1")
+    with pytest.raises(sky.PoolError, match="the keys to the driver are damaged"):
+        Ray("http://head:8265").import_keys("p1", {"driver": "{"})
+    assert records.pools() == []
 
 
 def test_the_programs_of_the_cluster_need_the_standard_library_alone() -> None:

@@ -32,7 +32,9 @@ def attach(name: str | None, target: str | None, source: str | None) -> None:
 
     record = keeping.read(name)
     if target is not None:
-        _export(keeping.encode(record), Path(target))
+        from skyward.nodes.moving import exported
+
+        _export(exported(record), Path(target))
         return
     from skyward.nodes.occupancy import occupancy
 
@@ -54,11 +56,9 @@ def _export(data: bytes, path: Path) -> None:
 
 
 def _import(path: Path, name: str | None) -> None:
-    from skyward.nodes import keeping
+    from skyward.nodes.moving import imported
 
-    record = keeping.decode(path.read_bytes(), str(path))
-    record.name = name or record.name
-    keeping.write(record, new=True)
+    record = imported(path.read_bytes(), str(path), name)
     if output.wants_json():
         output.as_json({"name": record.name})
     else:

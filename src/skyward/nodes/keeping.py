@@ -69,6 +69,8 @@ class KeptPool(msgspec.Struct):
     """How many nodes it had when it was stopped."""
     inside: bool = False
     """Whether the record is for processes on the pool's own nodes."""
+    keys: dict[str, str] = {}
+    """The provider's own keys of the pool: only in a record that goes to another machine."""
 
     @property
     def head(self) -> int:

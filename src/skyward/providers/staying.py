@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, TypeGuard
 
 from skyward.providers import Machine, Provider
@@ -75,3 +76,23 @@ async def reach(machine: Machine) -> None:
     find_out = getattr(machine, "reach", None)
     if find_out is not None:
         await find_out()
+
+
+class KeyHolder(Provider, Protocol):
+    """A provider that keeps keys of its own for each pool, in the user's state folder."""
+
+    def export_keys(self, pool: str) -> Mapping[str, str]:
+        """The keys that another machine of the user's needs for a pool, as texts by name.
+
+        Raises a `PoolError` if the pool can only be used on this machine.
+        """
+        ...
+
+    def import_keys(self, pool: str, keys: Mapping[str, str]) -> None:
+        """Write down keys that another machine has exported."""
+        ...
+
+
+def holds_keys(provider: Provider) -> TypeGuard[KeyHolder]:
+    """Whether a provider keeps keys of its own for each pool."""
+    return hasattr(provider, "export_keys")

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -370,6 +370,18 @@ class AWS:
             return await asyncio.to_thread(stopping.disks_price, account, pool)
         except RequestError:
             return None
+
+    def export_keys(self, pool: str) -> dict[str, str]:
+        """The keys that log in to the pool's instances; a key of the user's own is not in them."""
+        from skyward.providers.aws import keys
+
+        return keys.exported(keys.keys_of(pool, self.key))
+
+    def import_keys(self, pool: str, texts: Mapping[str, str]) -> None:
+        """Write the pool's keys down, where `keys_of` finds them."""
+        from skyward.providers.aws import keys
+
+        keys.imported(keys.keys_of(pool, self.key), texts)
 
     async def sweep(self, pool: str) -> None:
         """Remove the pool's security group, key pair, placement group and keys."""

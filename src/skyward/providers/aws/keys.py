@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyward.errors import ConfigurationError, PoolStartError
+from skyward.errors import ConfigurationError, PoolError, PoolStartError
 from skyward.providers.aws import tags
 from skyward.providers.state import state_folder
+
+_FILES = ("key", "host_key", "known_hosts")
+"""The files of a pool's keys. The last is written last: with it, the others are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,29 @@ def make_keys(pool: str, own: str | None) -> Keys:
         ) from problem
     keys.public()
     return keys
+
+
+def exported(keys: Keys) -> dict[str, str]:
+    """The texts of a pool's keys, by the names of their files; raises `PoolError` without them.
+
+    A key of the user's own is not among them.
+    """
+    names = _FILES if keys.own is None else _FILES[1:]
+    try:
+        return {name: (keys.folder / name).read_text("ascii") for name in names}
+    except OSError as problem:
+        raise PoolError(
+            f"the keys of this pool are not in {keys.folder}: {problem.strerror}; export its "
+            "record on the machine that made it"
+        ) from problem
+
+
+def imported(keys: Keys, texts: Mapping[str, str]) -> None:
+    """Write down the keys of a pool that another machine has made."""
+    keys.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in _FILES:
+        if name in texts:
+            _write(keys.folder / name, texts[name])
 
 
 def forget_keys(pool: str) -> None:

@@ -25,6 +25,7 @@ __all__ = ["Ray"]
 
 _ADDRESS = re.compile(r"auto|local|https?://[^\s/]+(?:/\S*)?|[^\s/:]+:\d+")
 _STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
+_DRIVER = "driver"
 _LISTED_SECONDS = 10.0
 """How long `find` waits for an existing driver to say which nodes it has."""
 _links: dict[tuple[asyncio.AbstractEventLoop, str, str], DriverLink] = {}
@@ -268,6 +269,26 @@ class Ray:
             await link.listed(_LISTED_SECONDS)
         link.assume(record.nodes or [0])
         return link
+
+    def export_keys(self, pool: str) -> Mapping[str, str]:
+        """The keys to talk to the pool's driver, which has to be a job of the cluster."""
+        if "://" not in self._cluster:
+            raise PoolError(
+                f"Ray({self._cluster!r}): the driver of this pool is a process of this machine, so "
+                "no other machine can use the pool; make it with the address of the cluster's "
+                "dashboard, as in sky.Ray('http://head:8265')"
+            )
+        if (record := records.read(pool)) is None:
+            raise PoolError(
+                "the keys to the driver of this pool are not on this machine; export its record on "
+                "the machine that made it"
+            )
+        return {_DRIVER: records.encode(record)}
+
+    def import_keys(self, pool: str, keys: Mapping[str, str]) -> None:
+        """Write the keys to the pool's driver down."""
+        if _DRIVER in keys:
+            records.write(pool, records.decode(keys[_DRIVER]))
 
     async def _found_without_keys(self, pool: str) -> DriverLink | None:
         """A link that can only end the pool's job: its keys are on another machine."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from skyward.errors import PoolError
 from skyward.providers.state import state_folder
 from skyward.wire.identity import Credentials
 
@@ -63,6 +64,19 @@ def read(pool: str) -> Record | None:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(_path(pool, "json").read_bytes(), type=Record)
     return None
+
+
+def encode(record: Record) -> str:
+    """A record as text, for another machine of the user's."""
+    return msgspec.json.encode(record).decode()
+
+
+def decode(text: str) -> Record:
+    """The record in a text of `encode`; raises `PoolError` for anything else."""
+    try:
+        return msgspec.json.decode(text, type=Record)
+    except msgspec.MsgspecError as problem:
+        raise PoolError(f"the keys to the driver are damaged: {problem}; export again") from problem
 
 
 def pools() -> list[str]:
