@@ -29,11 +29,23 @@ def skip_if_absent() -> None:
 
 
 def start() -> dict[str, str]:
-    """Bring Podman up, and return the variables that lead to it; skips where it does not start."""
+    """Bring Podman up, and return the variables that lead to it; skips where it does not start.
+
+    Nobody else may use it: what tests have left that were killed is removed.
+    """
     done = subprocess.run([str(TESTBED / "podman-up")], capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         pytest.skip(f"Podman does not start here: {done.stderr.strip()[-300:]}")
-    return dict(re.findall(r"export (\w+)='(.*)'", done.stdout))
+    variables = dict(re.findall(r"export (\w+)='(.*)'", done.stdout))
+    for command in (["rm", "--all", "--force", "--time=0"], ["network", "prune", "--force"]):
+        subprocess.run(
+            ["podman", *command],
+            env=os.environ | variables,
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+    return variables
 
 
 def stop() -> None:
