@@ -21,6 +21,8 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import PATIENCE
+
 Eventually = Callable[..., None]
 
 PRELUDE = """
@@ -99,7 +101,7 @@ class Script:
         for line in self.process.stderr:
             self.errors += line
 
-    def hears(self, words: str, seconds: float = 30.0) -> str:
+    def hears(self, words: str, seconds: float = PATIENCE) -> str:
         """The next line that begins with these words."""
         deadline = time.monotonic() + seconds
         while True:
@@ -140,7 +142,7 @@ class Script:
         """Let it end, and return how."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -195,9 +197,9 @@ def test_a_killed_client_leaves_no_process_and_no_folder(
     assert script.left()
     script.process.send_signal(number)
     # Nobody has waited for the client yet: as a zombie it still has its process id.
-    eventually(lambda: not script.workers(), 30, "the end of all workers")
-    eventually(lambda: not script.left(), 30, f"the removal of {script.left()}")
-    assert script.process.wait(10) == -number
+    eventually(lambda: not script.workers(), what="the end of all workers")
+    eventually(lambda: not script.left(), what=f"the removal of {script.left()}")
+    assert script.process.wait(PATIENCE) == -number
 
 
 @pytest.mark.parametrize(
@@ -234,9 +236,9 @@ def test_a_client_that_ends_amid_a_task_leaves_nothing(
             {last}
         """
     script = client(body, str(tmp_path / "task"))
-    assert script.process.wait(30) == status, script.errors
-    eventually(lambda: not script.workers(), 30, "the end of all workers")
-    eventually(lambda: not script.left(), 30, f"the removal of {script.left()}")
+    assert script.process.wait(PATIENCE) == status, script.errors
+    eventually(lambda: not script.workers(), what="the end of all workers")
+    eventually(lambda: not script.left(), what=f"the removal of {script.left()}")
     if "LookupError" in last:
         assert "LookupError: unhandled" in script.errors
 
@@ -263,12 +265,10 @@ def test_ctrl_c_while_a_pool_starts_takes_it_down(
     script.hears("starting")
     time.sleep(moment)
     script.interrupt()
-    began = time.monotonic()
     script.hears("interrupted")
-    assert time.monotonic() - began < 20
     # It lives on: what is gone was taken down, not orphaned.
-    eventually(lambda: not script.workers(), 20, "the end of all workers")
-    eventually(lambda: not script.left(), 20, f"the removal of {script.left()}")
+    eventually(lambda: not script.workers(), what="the end of all workers")
+    eventually(lambda: not script.left(), what=f"the removal of {script.left()}")
     assert script.lets_go() == 0
     assert script.errors == ""
 
@@ -279,25 +279,22 @@ def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
     body = """
         import skyward.calls.cancelling
 
-        skyward.calls.cancelling.CANCEL_GRACE = 30.0  # so long until a process would be killed
+        skyward.calls.cancelling.CANCEL_GRACE = 100.0  # so long until a process would be killed
         with sky.Compute(options=quiet) as compute:
             threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
             try:
                 sleeps(sys.argv[1]) >> compute
             except KeyboardInterrupt:
                 say("interrupted")
-            started = time.monotonic()
             assert echo(1) >> compute == 1
-            say("next", time.monotonic() - started, compute.stats().workers_died)
+            say("next", compute.stats().workers_died)
         say("left")
     """
     script = client(body, str(tmp_path / "task"))
     script.hears("running")
     script.interrupt()
     script.hears("interrupted")
-    _, seconds, deaths = script.hears("next").split()
-    assert float(seconds) < 15
-    assert deaths == "0"
+    assert script.hears("next") == "next 0"
     assert (tmp_path / "task.ended").exists()
     script.hears("left")
     assert script.lets_go() == 0
@@ -333,8 +330,8 @@ def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
     script = client(body, str(tmp_path / "task"))
     script.hears("running")
     script.interrupt()
-    script.hears("interrupted", 10)
-    script.hears("next", 10)
+    script.hears("interrupted")
+    script.hears("next")
     assert script.lets_go() == 0
     assert script.errors == ""
 
@@ -437,7 +434,7 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
     """
     script = client(body)
     script.hears("calm")
-    script.hears("works", 10)
+    script.hears("works")
     assert script.lets_go() == 0, script.errors
     assert script.errors == ""
 
@@ -446,7 +443,7 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
 def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     client: Callable[..., Script], eventually: Eventually, times: int
 ) -> None:
-    """The agents stand still, so that an orderly shutdown would take a minute."""
+    """The agents stand still, so that an orderly shutdown would take longer than a test may."""
     body = """
         from skyward.pool import Pool
 
@@ -454,7 +451,7 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
             for pid in agents:
                 os.kill(pid, signal.SIGSTOP)
             say("leaving")
-            orderly(pool, 60.0)
+            orderly(pool, 600.0)
 
         Pool.close = close
         compute = sky.Compute(nodes=2, options=quiet)
@@ -467,7 +464,7 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
         def threads():
             own = {t.name for t in threading.enumerate() if t.name.startswith("skyward")}
             return sorted(own - {"skyward-providers"})  # one loop for all pools of the process
-        until = time.monotonic() + 5  # a thread without work ends after a second
+        until = time.monotonic() + 60  # a thread without work ends after a second
         while threads() and time.monotonic() < until:
             time.sleep(0.05)
         say("threads", threads())
@@ -479,11 +476,9 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     for _ in range(times):
         script.interrupt()
         time.sleep(0.02)
-    began = time.monotonic()
     script.hears("interrupted")
     assert not script.workers()
     assert not script.left()
-    assert time.monotonic() - began < 30
     assert script.hears("threads") == "threads []"
     assert script.lets_go() == 0
     assert script.errors == ""
@@ -546,5 +541,5 @@ def test_a_forked_child_may_have_a_pool_of_its_own_and_its_end_spares_the_parent
     script.hears("left")
     assert script.lets_go() == 0
     assert script.errors == ""
-    eventually(lambda: not script.workers(), 30, "the end of all workers")
+    eventually(lambda: not script.workers(), what="the end of all workers")
     assert not script.left()

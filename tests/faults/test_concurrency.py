@@ -17,7 +17,9 @@ import pytest
 
 import skyward as sky
 
-SOON = 10.0
+from ..conftest import PATIENCE
+
+SOON = 60.0
 """At once by design; the rest is for a busy machine."""
 
 Eventually = Callable[..., None]
@@ -137,7 +139,7 @@ def test_a_broadcast_and_calls_in_flight_together_are_not_mixed_up(pool: sky.Com
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert wrong == []
 
@@ -160,7 +162,7 @@ def test_two_broadcasts_from_two_threads_run_in_the_same_order_everywhere(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     orders = [(tmp_path / str(node)).read_text().split() for node in range(2)]
     assert len(orders[0]) == 150
@@ -212,7 +214,7 @@ def test_a_timeout_names_itself_cancels_the_work_and_frees_the_place_at_once(
     assert "the remote work was cancelled" in message
     assert isinstance(caught.value, TimeoutError)
     assert process_id() >> one == pid, "the place must be free before any process is killed"
-    eventually(lambda: not path.exists(), 30, "the end of the remote work")
+    eventually(lambda: not path.exists(), what="the end of the remote work")
 
 
 @pytest.mark.parametrize("ignores", [stubborn, deaf], ids=["swallows-it", "in-C-code"])
@@ -225,7 +227,7 @@ def test_a_task_that_ignores_its_interrupt_is_killed_and_its_place_comes_back(
     began = time.monotonic()
     assert future.cancel()
     assert process_id() >> one != pid
-    assert time.monotonic() - began < 2 * SOON
+    assert time.monotonic() - began < SOON
     stats = one.stats()
     assert stats.cancelled == 1
     assert stats.failed == 0
@@ -284,7 +286,7 @@ def test_a_timeout_during_a_large_transfer_never_poisons_what_the_worker_keeps(
             with pytest.raises(sky.TaskTimeoutError):
                 hasty(array) >> compute
             array[::4096] = 99
-            first.result(10)
+            first.result(PATIENCE)
             timer.join()
             array[:] = value
             assert total(array) >> compute == value * len(array)
@@ -319,7 +321,7 @@ def test_cancelling_a_future_stops_the_work_and_frees_the_place(
         with pytest.raises(concurrent.futures.CancelledError):
             future.result()
         assert process_id() >> compute == pid
-        eventually(lambda: not path.exists(), 30, "the end of the remote work")
+        eventually(lambda: not path.exists(), what="the end of the remote work")
         assert compute.stats().cancelled == 1
 
 
@@ -361,7 +363,7 @@ def test_a_cancelled_await_cancels_the_call(
     with pytest.raises(TimeoutError):
         asyncio.run(impatient())
     assert echo(1) >> one == 1
-    eventually(lambda: not path.exists(), 30, "the end of the remote work")
+    eventually(lambda: not path.exists(), what="the end of the remote work")
 
 
 # Closing.
@@ -404,12 +406,12 @@ def test_closing_the_pool_tells_everyone_who_still_waits(
         eventually((tmp_path / "called").exists)
         eventually((tmp_path / "streams").exists)
         began = time.monotonic()
-    assert time.monotonic() - began < 2 * SOON
+    assert time.monotonic() - began < SOON
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     for name, future in (("running", running), ("queued", queued)):
-        told[name] = future.exception(10)  # type: ignore[assignment]
+        told[name] = future.exception(PATIENCE)  # type: ignore[assignment]
     problem = told.pop("broadcast")
     assert isinstance(problem, sky.BroadcastError)
     told |= {f"broadcast {i}": error for i, error in enumerate(problem.exceptions)}
@@ -448,10 +450,10 @@ def test_a_call_aimed_at_a_node_that_leaves_is_told(tmp_path: Path, eventually: 
         resizing.start()
         eventually(lambda: compute.nodes[-1].state == "draining")
         (tmp_path / "go").touch()
-        assert running.result(10) == "finished"
+        assert running.result(PATIENCE) == "finished"
         resizing.join(20)
         assert not resizing.is_alive()
-        problem = queued.exception(10)
+        problem = queued.exception(PATIENCE)
         assert isinstance(problem, sky.NodeLostError)
         assert "echo has nowhere to run" in str(problem)
         assert echo(1) @ compute == [1]

@@ -21,7 +21,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
 from skyward.testing import plain_request
 
-from ..conftest import Eventually, wait_until
+from ..conftest import PATIENCE, Eventually, wait_until
 
 QUIET = sky.Options(console=False)
 
@@ -90,7 +90,7 @@ def test_a_call_for_a_node_that_is_missing_waits_for_it(
 
         provider.missing.clear()
 
-        assert future.result(30)[0] == 1
+        assert future.result(PATIENCE)[0] == 1
 
 
 def test_a_pool_that_cannot_have_the_nodes_it_needs_does_not_start(nothing_left: None) -> None:
@@ -121,7 +121,7 @@ def test_growth_that_fails_is_tried_again_after_longer_and_longer(
     with sky.Compute(provider, nodes=(1, 2), options=QUIET) as pool:
         gate = tmp_path / "gate"
         calls = [wait_for(str(gate)) > pool for _ in range(3)]
-        eventually(lambda: provider.asked.count(1) == 3, 20)
+        eventually(lambda: provider.asked.count(1) == 3)
         with pytest.raises(TimeoutError):
             calls[0].result(2.5)
         assert provider.asked.count(1) == 3
@@ -199,7 +199,7 @@ def test_a_pool_does_not_shrink_below_what_a_resize_has_just_asked_for(change: s
     now, shrunk, resized = 0.0, [], threading.Event()
 
     def shrink(target: Callable[[int], int]) -> None:
-        resized.wait(10)  # the user's resize has the lock
+        resized.wait(PATIENCE)  # the user's resize has the lock
         shrunk.append(target(3))
 
     scaler = Scaler(
@@ -218,7 +218,7 @@ def test_a_pool_does_not_shrink_below_what_a_resize_has_just_asked_for(change: s
     if change == "number":
         scaler.keep()
     resized.set()
-    wait_until(lambda: shrunk, 10)
+    wait_until(lambda: shrunk)
     assert shrunk == [2 if change == "none" else 3]
 
 

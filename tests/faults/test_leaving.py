@@ -22,6 +22,8 @@ from skyward.providers import Order
 from skyward.staff import Staff
 from skyward.testing import plain_request
 
+from ..conftest import PATIENCE
+
 QUIET = sky.Options(console=False)
 
 
@@ -69,7 +71,7 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
 
         def remove(seconds: float) -> Future[None]:
             def work() -> None:
-                leaving.wait(30)
+                leaving.wait(PATIENCE)
                 time.sleep(0.2)  # A pool that does not wait would be closed by then.
                 stop_machine(seconds).result()
                 removed.set()
@@ -123,5 +125,5 @@ def test_the_end_of_many_nodes_waits_no_longer_than_that_of_one(
         node.launch(lambda _: Future())
     began = time.monotonic()
     ending.end(nodes, 0)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 50 * 0.2, "not one after the other"
     assert forgotten == nodes

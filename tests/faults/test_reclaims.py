@@ -14,7 +14,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Order
 
-from ..conftest import Eventually
+from ..conftest import PATIENCE, Eventually
 
 MODULE = """
 import os, pathlib, time
@@ -119,7 +119,7 @@ def test_what_runs_may_finish_and_what_waits_runs_on_the_replacement(
         everywhere = pool.submit(wait_for("/"), on=0)
         assert pool.stats().nodes_lost == 0
         gate.touch()
-        first, second, third = (each.result(30) for each in (running, waiting, everywhere))
+        first, second, third = (each.result(PATIENCE) for each in (running, waiting, everywhere))
         assert first[1] not in (second[1], third[1])
         assert pool.stats().failed == 0
 
@@ -135,7 +135,7 @@ def test_other_nodes_take_the_tasks_meanwhile(
         eventually(lambda: pool.nodes[1].state == "reclaimed")
         assert {node for node, _ in pool.map(wait_for, ["/"] * 20)} == {0}
         gate.touch()
-        assert slow.result(30)[0] == 1
+        assert slow.result(PATIENCE)[0] == 1
         eventually(lambda: pool.nodes[1].state == "ready")
         assert [node for node, _ in wait_for("/") @ pool] == [0, 1]
 
@@ -154,8 +154,8 @@ def test_a_task_without_time_left_fails_or_is_retried(
         with pytest.raises(
             sky.NodeLostError, match=r"lost node 0: its machine was taken back \(spot interruption"
         ):
-            failing.result(30)
-        assert retried.result(30) > 0
+            failing.result(PATIENCE)
+        assert retried.result(PATIENCE) > 0
 
 
 def test_a_node_with_an_open_device_is_kept_while_there_is_time(
@@ -172,7 +172,7 @@ def test_a_node_with_an_open_device_is_kept_while_there_is_time(
             waiting.result(0.5)
         assert pool.nodes[0].state == "reclaimed"
         is_open = False
-        waiting.result(30)
+        waiting.result(PATIENCE)
 
 
 def test_a_replacement_that_cannot_be_had_yet_is_tried_again(

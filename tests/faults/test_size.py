@@ -15,7 +15,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import only_in_all
+from ..conftest import PATIENCE, only_in_all
 
 GIB = 1 << 30
 QUIET = sky.Options(console=False)
@@ -218,7 +218,7 @@ def test_workers_always_see_the_callers_current_contents(forgetful: sky.Compute,
         for _ in range(chance.randrange(3)):
             change()
     for future, seen in waiting:
-        assert future.result(30) == seen
+        assert future.result(PATIENCE) == seen
     stats = forgetful.stats()
     assert (stats.failed, stats.workers_died) == (0, 0)
 

@@ -12,6 +12,8 @@ import pytest
 from skyward.nodes import starts
 from skyward.nodes.starts import Starts
 
+from ..conftest import PATIENCE
+
 
 class HungAgent:
     """A connection to an agent that does not answer, until the connection is aborted."""
@@ -21,7 +23,7 @@ class HungAgent:
         self.channel = SimpleNamespace(abort=self.aborted.set)
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        self.aborted.wait(30)
+        self.aborted.wait(PATIENCE)
         raise EOFError
 
     def close(self) -> None:

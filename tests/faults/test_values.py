@@ -14,6 +14,8 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import PATIENCE
+
 
 class Socketful:
     """Holds what no process can hand to another."""
@@ -414,7 +416,7 @@ def test_a_calls_own_stop_iteration_ends_no_iteration_and_is_not_lost(pool: sky.
         lambda: list(pool.map(stops, range(5), ordered=False)),
         lambda: list(sky.gather(*map(stops, range(5)), stream=True) >> pool),
         lambda: asyncio.run(asyncio.wait_for(awaits(), 10)),
-        lambda: (stops(2) > pool).result(10),
+        lambda: (stops(2) > pool).result(PATIENCE),
     ):
         with pytest.raises(RuntimeError, match="the call raised StopIteration") as caught:
             action()

@@ -11,7 +11,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Order
 
-from ..conftest import Eventually
+from ..conftest import PATIENCE, Eventually
 
 QUIET = sky.Options(console=False)
 HASTY = sky.Options(console=False, idle_timeout=0.3)
@@ -67,7 +67,7 @@ def test_many_calls_start_as_many_nodes_as_they_need(eventually: Eventually) -> 
     with sky.Compute(nodes=(0, 4), worker=worker, options=QUIET) as pool:
         futures = [rank() > pool for _ in range(4)]
         eventually(lambda: len(pool.nodes) == 2)
-        assert {future.result(30)[0] for future in futures} <= {0, 1}
+        assert {future.result(PATIENCE)[0] for future in futures} <= {0, 1}
 
 
 def test_a_broadcast_starts_a_node_and_runs_on_those_that_are_there() -> None:
@@ -91,7 +91,7 @@ def test_a_call_waits_for_a_machine_however_long_that_takes(
         eventually(lambda: provider.asked.count(0) >= 3)
         assert not future.done()
         provider.missing.clear()
-        assert future.result(30) == (0, 1)
+        assert future.result(PATIENCE) == (0, 1)
 
 
 def test_a_device_needs_a_node() -> None:
@@ -118,7 +118,7 @@ def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None
         if how == "ttl":
             pool._open_pool._expire(60)
             with pytest.raises(sky.PoolClosedError, match="time to live of 60 s is over"):
-                future.result(30)
+                future.result(PATIENCE)
     with pytest.raises(sky.PoolClosedError):
         future.result(1)
 
@@ -167,13 +167,13 @@ def test_a_call_does_not_wait_for_what_only_the_user_can_mend(
     options = sky.Options(console=True)
     with sky.Compute(Refusing(refusals=[refusal]), nodes=(0, 1), options=options) as pool:
         with pytest.raises(sky.NodeLostError) as failed:
-            (rank() > pool).result(30)
+            (rank() > pool).result(PATIENCE)
         assert "rank has no node to run on: " in str(failed.value)
         assert "you may not do this" in str(failed.value)
         assert str(failed.value).endswith("; the next call has one started again")
         assert [node.state for node in pool.nodes] == ["failed"]
 
-        assert (rank() > pool).result(30) == (0, 1), "the cause is gone by now"
+        assert (rank() > pool).result(PATIENCE) == (0, 1), "the cause is gone by now"
     said = capsys.readouterr().err
     assert said.count("; the next call tries again") == 1
     assert "less and less often" not in said
@@ -186,10 +186,10 @@ def test_a_call_waits_as_long_as_another_node_may_come(monkeypatch: pytest.Monke
     with sky.Compute(provider, nodes=(0, 2), options=QUIET) as pool:
         for future in (rank() > pool, rank() > pool):
             with pytest.raises(sky.NodeLostError, match="has no node to run on: no;"):
-                future.result(30)
+                future.result(PATIENCE)
         assert len(provider.refusals) <= 28, "both nodes were tried, and one of them twice"
         provider.refusals.clear()
-        assert (rank() > pool).result(30)[1] in (1, 2)
+        assert (rank() > pool).result(PATIENCE)[1] in (1, 2)
 
 
 def test_a_broadcast_after_a_refusal_tries_again() -> None:
@@ -197,7 +197,7 @@ def test_a_broadcast_after_a_refusal_tries_again() -> None:
         Refusing(refusals=[ForbiddenError("no")] * 2), nodes=(0, 1), options=QUIET
     ) as pool:
         with pytest.raises(sky.NodeLostError):
-            (rank() > pool).result(30)
+            (rank() > pool).result(PATIENCE)
         with pytest.raises(ForbiddenError):
             rank() @ pool
         assert rank() @ pool == [(0, 1)]
