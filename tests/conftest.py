@@ -159,8 +159,8 @@ def nothing_left(eventually: Eventually) -> Iterator[None]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cancelled call may end by itself though the machine stands still for a while.
 
-    Yet not for the 20 s that functions of the tests wait by themselves: one that was never told
-    to end is killed before, and found out.
+    Yet not for the 20 s or more that functions of the tests wait by themselves: one that was never
+    told to end is killed before, and found out.
     """
     monkeypatch.setattr("skyward.calls.cancelling.CANCEL_GRACE", 15.0)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from jupyter_client import AsyncKernelManager
 
-from .conftest import wait_until
+from .conftest import PATIENCE, wait_until
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Kernel:
     async def _connect(self) -> None:
         self._client = self.manager.client()
         self._client.start_channels()
-        await self._client.wait_for_ready(timeout=60)
+        await self._client.wait_for_ready(timeout=PATIENCE)
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -89,7 +89,7 @@ class Kernel:
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     def begin(self, source: str) -> str:
         """Send a cell, and return its id at once."""
@@ -98,11 +98,11 @@ class Kernel:
     async def _send(self, source: str) -> str:
         return str(self._client.execute(source))
 
-    def finish(self, cell: str, seconds: float = 60.0) -> None:
+    def finish(self, cell: str, seconds: float = PATIENCE) -> None:
         """Wait until a cell is done."""
         wait_until(lambda: self._is_idle(cell), seconds, f"the end of the cell; {self.all(cell)}")
 
-    def run(self, source: str, seconds: float = 60.0) -> str:
+    def run(self, source: str, seconds: float = PATIENCE) -> str:
         """Run a cell to its end, and return its id; fails if the cell fails."""
         cell = self.begin(source)
         self.finish(cell, seconds)

@@ -33,9 +33,9 @@ def rests() -> None:
 
 def test_a_timeout_says_where_the_task_was(compute: sky.Compute) -> None:
     with pytest.raises(sky.TaskTimeoutError) as caught:
-        sky.function(timeout=0.3)(rests)() >> compute
+        sky.function(timeout=1)(rests)() >> compute
     assert re.fullmatch(
-        r"rests ran longer than its timeout of 0\.3 s on node \d; the remote work was cancelled; "
+        r"rests ran longer than its timeout of 1 s on node \d; the remote work was cancelled; "
         r'it was here:\n  File ".*test_hanging\.py", line \d+, in rests\n'
         r'    threading\.Event\(\)\.wait\(\)\n  File ".*threading.py", line \d+, in wait\n.*',
         str(caught.value),
@@ -72,7 +72,7 @@ def test_a_broadcast_names_the_rank_that_hangs_and_the_ranks_that_wait_for_it(
 def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(
     compute: sky.Compute,
 ) -> None:
-    @sky.function(timeout=0.3)
+    @sky.function(timeout=1)
     def backtracks() -> None:
         re.match(r"(a+)+$", "a" * 40 + "b")
 

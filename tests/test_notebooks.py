@@ -14,7 +14,7 @@ pytest.importorskip("nbclient")
 import nbformat
 from nbclient import NotebookClient
 
-from .conftest import Eventually, worker_processes
+from .conftest import PATIENCE, Eventually, worker_processes
 from .kernels import Kernel, kernel_in
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ from pathlib import Path
 import skyward as sky
 compute = sky.Compute(nodes=2, worker=sky.Worker(concurrency=2)).start()
 
-def until(path, seconds=20):
+def until(path, seconds=100):
     deadline = time.monotonic() + seconds
     while not os.path.exists(path):
         if time.monotonic() > deadline:
@@ -455,7 +455,7 @@ def test_the_example_notebook_shows_what_it_promises() -> None:
     assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without output"
 
     NotebookClient(
-        notebook, timeout=120, resources={"metadata": {"path": EXAMPLE.parent}}
+        notebook, timeout=int(PATIENCE), resources={"metadata": {"path": EXAMPLE.parent}}
     ).execute()
 
     outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]

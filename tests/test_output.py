@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import skyward as sky
 from skyward.worker.output import LineCutter
 
+from .conftest import PATIENCE
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -434,7 +435,7 @@ def run(body, **environment):
         script(body),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env={**os.environ, **environment},
     )
 
@@ -623,7 +624,7 @@ def on_terminal(body, *, stdout=None):
             break
         received += data
     os.close(ours)
-    assert process.wait(60) == 0, received.decode(errors="replace")
+    assert process.wait(PATIENCE) == 0, received.decode(errors="replace")
     screen = Screen()
     screen.feed(received.decode())
     return screen

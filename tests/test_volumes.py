@@ -606,12 +606,12 @@ class TestMounts:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         program("s3fs", 'touch "$2/mounted"; exec sleep 1000')
-        for name in ("fusermount3", "fusermount"):
-            program(name, "exec sleep 1000")
+        program("fusermount3", "exec sleep 1000")
+        program("fusermount", "exit 1")
         program("umount", 'rm "$1/mounted"')
         volume = NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=False)
         volume.open(quiet)
-        monkeypatch.setattr(mounting, "UNMOUNT_SECONDS", 0.2)
+        monkeypatch.setattr(mounting, "UNMOUNT_SECONDS", 1.0)
 
         volume.close(quiet)
 

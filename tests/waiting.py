@@ -6,7 +6,7 @@ import os
 import time
 
 
-def wait_for(path: str | os.PathLike[str], seconds: float = 20.0) -> None:
+def wait_for(path: str | os.PathLike[str], seconds: float = 100.0) -> None:
     """On a worker: until a file is there."""
     deadline = time.monotonic() + seconds
     while not os.path.exists(path):

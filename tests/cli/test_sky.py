@@ -16,6 +16,8 @@ from skyward import checks
 from skyward.cli import main as entry
 from skyward.cli.commands import OPTIONS
 
+from ..conftest import PATIENCE
+
 HEAVY = ("torch", "numpy", "rich", "fsspec", "asyncio", "msgspec", "cryptography", "psutil")
 
 
@@ -32,7 +34,9 @@ def test_help_imports_nothing_heavy(args: list[str], more: tuple[str, ...]) -> N
         "main()"
     )
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
 
     help_text, _, modules = done.stdout.partition("imported ")
     assert done.returncode == 0, done.stderr
@@ -109,7 +113,9 @@ def test_a_defect_of_ours_keeps_its_traceback(store: sky.ModelStore) -> None:
         "from skyward.cli.main import main; main()"
     )
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
 
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
@@ -118,7 +124,7 @@ def test_a_defect_of_ours_keeps_its_traceback(store: sky.ModelStore) -> None:
 def test_exit_codes_are_what_the_shell_sees(start, store: sky.ModelStore) -> None:
     for args, code in ((["ls"], 0), (["show", "mnist"], 1), (["show"], 2)):
         process = start("models", *args)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
         assert process.returncode == code, args
 
 
@@ -129,7 +135,7 @@ def test_a_reader_that_leaves_early_is_no_error_message(start, store: sky.ModelS
     process.stdout.close()
 
     assert process.stderr.read() == b""
-    assert process.wait(60) == 141
+    assert process.wait(PATIENCE) == 141
 
 
 def test_the_librarys_messages_name_options_on_the_command_line_only() -> None:

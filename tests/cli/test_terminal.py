@@ -17,6 +17,8 @@ import torch
 
 import skyward as sky
 
+from ..conftest import PATIENCE
+
 pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
 
 
@@ -27,7 +29,7 @@ class Terminal:
         self.mine, self.theirs = pty.openpty()
         self.seen = b""
 
-    def read_until(self, text: bytes, seconds: float = 60) -> None:
+    def read_until(self, text: bytes, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         os.set_blocking(self.mine, False)
         while text not in self.seen:
@@ -42,7 +44,7 @@ class Terminal:
         with contextlib.suppress(OSError):  # the other end is closed
             while data := os.read(self.mine, 65536):
                 self.seen += data
-        process.wait(60)
+        process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -90,10 +92,10 @@ def test_no_bar_is_drawn_in_a_pipe(
     """Takes as long as a bar would take to appear, and a little longer."""
     process = start(*pushing, script="waiting.py", stdout=terminal.theirs)
 
-    eventually((signs / "writing").exists, 60)
+    eventually((signs / "writing").exists)
     time.sleep(0.8)
     (signs / "go").touch()
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     terminal.read_rest(process)
 
     assert terminal.seen == b"m version 1: 3.9 KiB in 1 tensor, 3.9 KiB new\r\n"
@@ -105,13 +107,13 @@ def test_an_interrupted_push_publishes_nothing(
 ) -> None:
     """Pressed until it ends: an upload in flight does not hold it."""
     process = start(*pushing, script="waiting.py")
-    eventually((signs / "writing").exists, 60)
+    eventually((signs / "writing").exists)
 
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.3)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE)
 
     assert process.returncode == 130
     assert output == b""

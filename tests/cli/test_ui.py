@@ -22,6 +22,8 @@ from skyward.page import sockets
 from skyward.page.door import Door
 from skyward.page.gathering import Gathering
 
+from ..conftest import PATIENCE
+
 # A page shows all pools of a name, also those of another run of these tests.
 ELSEWHERE, LATER, ALONE = (f"{name}-{os.getpid()}" for name in ("elsewhere", "later", "alone"))
 
@@ -39,7 +41,7 @@ def compute() -> Iterator[sky.Compute]:
 
 def messages(url: str) -> Iterator[dict[str, Any]]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE)
     connection.request("GET", f"/stream?{parts.query}")
     answer = connection.getresponse()
     while line := answer.readline():
@@ -74,13 +76,13 @@ def test_it_shows_the_pools_of_another_process(
 
     parts = urlsplit(url)
     for _ in range(2):
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=PATIENCE)
         connection.request("GET", f"/metrics?{parts.query}")
         text = connection.getresponse().read().decode()
         connection.close()
         assert f'skyward_calls_total{{pool="{ELSEWHERE}"' in text
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE) == 0
     eventually(lambda: not compute._open_pool.events.listened)  # nobody looks any more
 
 
@@ -93,7 +95,7 @@ def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any
         pool = next(message for message in told if message["type"] == "pool")
     assert pool["name"] == ALONE
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE) == 0
 
 
 def test_a_process_is_found_while_it_has_a_pool() -> None:

@@ -23,7 +23,7 @@ def steps(number: int) -> int:
     return doubled(number)
 
 
-@sky.function(timeout=1)
+@sky.function(timeout=2)
 def limited() -> str:
     breakpoint()  # noqa: T100
     return "in time"

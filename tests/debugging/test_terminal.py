@@ -16,7 +16,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import Eventually
+from ..conftest import PATIENCE, Eventually
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -36,7 +36,7 @@ class Person:
         )
         os.close(theirs)
 
-    def sees(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+    def sees(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         """Wait until something is on the screen, and look only at what follows from then on."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.seen)) is None:
@@ -58,7 +58,7 @@ class Person:
 
     def leaves(self) -> None:
         self.plays("over")
-        assert self.script.wait(60) == 0
+        assert self.script.wait(PATIENCE) == 0
         os.close(self._mine)
 
 
@@ -158,11 +158,11 @@ def test_after_the_debugger_ctrl_c_cancels_a_call_again(
 def test_the_time_in_the_debugger_is_not_counted_by_timeouts(person: Person) -> None:
     person.plays("limited")
     person.sees(r"\(Pdb\) ")
-    person.types("import time; time.sleep(1.5)\n")
+    person.types("import time; time.sleep(2.5)\n")
     person.sees(r"\(Pdb\) ")
     person.types("c\n")
     person.sees("result in time\n")
-    assert float(person.sees(r"scene played ([\d.]+)")[1]) >= 1.5
+    assert float(person.sees(r"scene played ([\d.]+)")[1]) >= 2.5
 
 
 def test_ranks_of_a_broadcast_take_turns_and_say_who_waits(person: Person) -> None:
