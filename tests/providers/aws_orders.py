@@ -65,9 +65,15 @@ def attempt(
 
 async def _attempt(provider: AWS, request: Request, nodes: int, then: Then | None) -> Outcome:
     outcome = Outcome(f"t-{uuid.uuid4().hex[:8]}")
+    together = frozenset(range(nodes))
     orders = [
-        Order(outcome.pool, node, request, note=outcome.notes.append, name="mine")
-        for node in range(nodes)
+        Order(
+            *(outcome.pool, node, request),
+            note=outcome.notes.append,
+            name="mine",
+            together=together,
+        )
+        for node in sorted(together)
     ]
     made = await asyncio.gather(*map(provider.create, orders), return_exceptions=True)
     outcome.machines = [each for each in made if isinstance(each, AWSMachine)]

@@ -24,6 +24,7 @@ from skyward.providers import Order
 from skyward.providers import aws as aws_module
 from skyward.providers.aws import interruption, stopping
 from skyward.providers.aws.account import Account
+from skyward.providers.together import GATHER_SECONDS
 
 from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, making
@@ -551,6 +552,24 @@ def test_remains_leave_out_what_may_not_be_listed(
     aws.fail("DescribePlacementGroups", "UnauthorizedOperation")
     assert list(asyncio.run(sky.AWS().remains())) == []
     assert "may not do ec2:DescribePlacementGroups" in caplog.text
+
+
+def test_nodes_that_are_ordered_together_are_one_launch_however_late_an_order_is(
+    aws: Gateway,
+) -> None:
+    async def scenario() -> None:
+        provider, together = sky.AWS(), frozenset({0, 1})
+        orders = [Order("t-late", node, a_request(), together=together) for node in (0, 1)]
+        launches = (await provider._pool("t-late")).launches
+        first = asyncio.create_task(launches.get(orders[0]))
+        await asyncio.sleep(6 * GATHER_SECONDS)
+        await asyncio.gather(first, launches.get(orders[1]))
+        for machine in await provider.find("t-late"):
+            await machine.destroy()
+        await provider.sweep("t-late")
+
+    asyncio.run(scenario())
+    assert [call.count for call in aws.made("RunInstances")] == [2]
 
 
 def test_an_instance_that_aws_does_not_list_yet_is_waited_for(aws: Gateway) -> None:

@@ -23,7 +23,8 @@ from skyward.providers.kubernetes.access import (
     Place,
 )
 from skyward.providers.kubernetes.manifests import JOB, Pod
-from skyward.providers.kubernetes.pods import GATHER_SECONDS, Pods
+from skyward.providers.kubernetes.pods import Pods
+from skyward.providers.together import GATHER_SECONDS
 
 REQUEST = Request(
     accelerator=None, vcpus=None, memory_gb=None, image=sky.Image(), volumes=(), keep=True

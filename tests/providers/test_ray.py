@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,10 +22,11 @@ import pytest
 import skyward as sky
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
-from skyward.providers import Request
+from skyward.providers import Order, Request
 from skyward.providers.ray import Ray, programs, records, site
 from skyward.providers.ray.door import DriverDoor
-from skyward.providers.ray.link import DriverLink
+from skyward.providers.ray.link import Ask, DriverLink
+from skyward.providers.together import GATHER_SECONDS
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
@@ -546,6 +548,32 @@ def test_the_address_is_that_of_rays_own_variables(monkeypatch: pytest.MonkeyPat
 def test_a_secret_header_is_not_described() -> None:
     provider = Ray("http://head:8265", headers={"Authorization": "Bearer secret"})
     assert "secret" not in json.dumps(dict(provider.describe()))
+
+
+def test_nodes_that_are_ordered_together_are_waited_for_before_a_driver_starts() -> None:
+    """Those of the first request have one placement group, in which they are spread."""
+    seen: list[list[int]] = []
+
+    class Program:
+        id = ""
+
+        def start(self, pool: str, given: Any) -> None:
+            seen.append(link.nodes)
+            raise sky.PoolStartError("enough")
+
+    async def scenario() -> None:
+        nonlocal link
+        program: Any = Program()
+        link = DriverLink("p", "auto", lambda _: program, settings={})
+        both, ask = frozenset({0, 1}), Ask({"CPU": 1}, "STRICT_SPREAD")
+        orders = [Order("p", node, plain_request(), together=both) for node in (0, 1)]
+        first = asyncio.create_task(link.get(orders[0], ask, 60))
+        await asyncio.sleep(6 * GATHER_SECONDS)
+        await asyncio.gather(first, link.get(orders[1], ask, 60), return_exceptions=True)
+
+    link: DriverLink
+    asyncio.run(scenario())
+    assert seen == [[0, 1]]
 
 
 def test_keys_that_no_other_machine_can_use_are_not_exported() -> None:

@@ -15,6 +15,7 @@ from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.commands import SlurmCluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here
+from skyward.providers.together import GATHER_SECONDS
 
 from .slurm_site import RUNNING, WAITING, Site, request, site
 
@@ -83,7 +84,7 @@ def test_a_job_waits_for_the_late_order_of_a_node_that_comes_together_with_other
         together = frozenset({0, 1})
         first, second = (Order("p", node, request(), together=together) for node in (0, 1))
         getting = asyncio.create_task(jobs.get(first, None))
-        await asyncio.sleep(5 * jobs_module.GATHER_SECONDS)
+        await asyncio.sleep(5 * GATHER_SECONDS)
         await asyncio.gather(getting, jobs.get(second, None), return_exceptions=True)
 
     asyncio.run(scenario())

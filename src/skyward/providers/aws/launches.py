@@ -13,10 +13,11 @@ from skyward.providers import Order, Request
 from skyward.providers.aws import failures, network
 from skyward.providers.aws.assortment import DEARER, Assortment
 from skyward.providers.aws.failures import RequestError
-from skyward.providers.aws.instances import TOGETHER_SECONDS, Instance, Instances
+from skyward.providers.aws.instances import Instance, Instances
 from skyward.providers.aws.network import Subnet
 from skyward.providers.aws.purchases import Bought, Purchase
 from skyward.providers.aws.site import Settings, Site, make_site
+from skyward.providers.together import GATHER_SECONDS, gather
 
 
 class Launches:
@@ -29,6 +30,8 @@ class Launches:
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
         self._site: Site | None = None
+        self._nodes: set[int] = set()
+        """The nodes for which a launch has been tried."""
         self.asked = False
         """Whether anything was ordered, in this process."""
         self._given_up: set[int] = set()
@@ -77,16 +80,23 @@ class Launches:
                     return replace(offer, zone=instance["Placement"]["AvailabilityZone"])
         return None
 
+    def _is_complete(self) -> bool:
+        """Whether all nodes have been ordered that are to come together: one zone has them all."""
+        ordered = self._nodes | {order.node for order, _ in self._orders}
+        return all(order.together <= ordered for order, _ in self._orders)
+
     async def _launch_soon(self) -> None:
         while self._orders:
+            await gather(self._is_complete)
             count = 0
             while count < len(self._orders):
                 count = len(self._orders)
-                await asyncio.sleep(TOGETHER_SECONDS)
+                await asyncio.sleep(GATHER_SECONDS)
             taken, self._orders = self._orders, []
             if not taken:
                 return
             orders = [order for order, _ in taken]
+            self._nodes.update(order.node for order in orders)
             bought: dict[int, Bought] = {}
             problem: BaseException | None = None
             try:

@@ -21,11 +21,8 @@ from skyward.providers.kubernetes.access import (
 )
 from skyward.providers.kubernetes.manifests import JOB, LEASE_SECONDS, NODE, Pod
 from skyward.providers.kubernetes.wanted import Wanted
+from skyward.providers.together import GATHER_SECONDS, gather
 
-GATHER_SECONDS = 0.05
-"""How long the client waits for the orders of other nodes before it changes the Job."""
-TOGETHER_SECONDS = 5.0
-"""How long it waits for nodes that the pool orders together with others."""
 REPLACED_SECONDS = 1.5
 """How long a node that is ordered again waits for the Job's new pod before the client makes one."""
 REORDER_SECONDS = 10.0
@@ -276,10 +273,7 @@ class Pods:
 
     async def _apply(self) -> None:
         """Have the Job keep as many pods as nodes are wanted."""
-        deadline = time.monotonic() + TOGETHER_SECONDS
-        await asyncio.sleep(GATHER_SECONDS)
-        while not self._is_complete and time.monotonic() < deadline:
-            await asyncio.sleep(GATHER_SECONDS)
+        await gather(self._is_complete)
         try:
             while (nodes := sorted(self._wanted)) and nodes != self._applied and not self.closed:
                 self._changing = True
@@ -293,7 +287,6 @@ class Pods:
         finally:
             self._changing = False
 
-    @property
     def _is_complete(self) -> bool:
         """Whether all nodes have been ordered that are to come together: a queue admits them so."""
         new = (each for node, each in self._wanted.items() if node not in self._applied)

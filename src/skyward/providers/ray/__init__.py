@@ -176,7 +176,7 @@ class Ray:
     async def create(self, order: Order) -> RayMachine:
         """Have Ray reserve a bundle for the node, and wait until its keeper listens."""
         link = self._link(order.pool, order.name)
-        place = await link.get(order.node, self._ask(order.request), order.tell, self.timeout)
+        place = await link.get(order, self._ask(order.request), self.timeout)
         return self._machine(link, order.pool, order.node, place)
 
     def _link(self, pool: str, name: str) -> DriverLink:

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 from skyward.errors import PoolError, PoolStartError, UnreachableError
+from skyward.providers import Order
 from skyward.providers.ray import records
 from skyward.providers.ray.door import DriverDoor, announcement
 from skyward.providers.ray.programs import DriverProgram
 from skyward.providers.ray.records import Record
+from skyward.providers.together import GATHER_SECONDS, gather
 from skyward.wire.identity import CLIENT, KEPT_LIFETIME, Authority
 
-GATHER_SECONDS = 0.05
-"""How long the client waits for the orders of other nodes: they become one placement group."""
 PING_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 """How long after a failed connection the next one is tried."""
@@ -68,6 +68,8 @@ class _WantedNode:
     )
     asked: bool = False
     """Whether the driver was asked for it."""
+    together: frozenset[int] = frozenset()
+    """The nodes that are ordered at the same time, this one among them."""
     place: NodeReport = field(default_factory=NodeReport)
 
     def fail(self, problem: BaseException) -> None:
@@ -114,10 +116,10 @@ class DriverLink:
 
     # Nodes.
 
-    async def get(self, node: int, ask: Ask, tell: Told, seconds: float) -> NodeReport:
+    async def get(self, order: Order, ask: Ask, seconds: float) -> NodeReport:
         """A machine for a node; raises with the reason if there is none."""
-        self._ask = ask
-        wanted = self._wanted[node] = _WantedNode(tell)
+        node, self._ask = order.node, ask
+        wanted = self._wanted[node] = _WantedNode(order.tell, together=order.together)
         self._changed.set()
         if self._work is None or self._work.done():
             self._work = self.loop.create_task(self._serve())
@@ -140,6 +142,10 @@ class DriverLink:
         except Exception:
             await self._give_up(node)
             raise
+
+    def _is_complete(self) -> bool:
+        """Whether all nodes have been ordered that are to come together, in one placement group."""
+        return all(each.together <= self._wanted.keys() for each in self._wanted.values())
 
     async def _give_up(self, node: int) -> None:
         with contextlib.suppress(PoolError):
@@ -264,7 +270,7 @@ class DriverLink:
     async def _serve(self) -> None:
         """Start the driver, and stay connected to it; whatever fails, the nodes hear of it."""
         try:
-            await asyncio.sleep(GATHER_SECONDS)
+            await gather(self._is_complete)
             if self._ended:
                 await self._begin_again()
             if self._record is None:

@@ -21,11 +21,8 @@ from skyward.providers.slurm.spares import Spares
 from skyward.providers.slurm.states import JobStates, how_it_ended
 from skyward.providers.slurm.steps import Greeting
 from skyward.providers.slurm.submission import Submission
+from skyward.providers.together import GATHER_SECONDS, gather
 
-GATHER_SECONDS = 0.05
-"""How long the client waits for the orders, or the ends, of other nodes of the pool."""
-TOGETHER_SECONDS = 5.0
-"""How long it waits for nodes that the pool orders together with others."""
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.1, 2.0
 """How often the client asks for a job that waits: at first, and after some time."""
 PLACE_SECONDS = 15.0
@@ -161,7 +158,7 @@ class Jobs:
     async def _follow(self, asked: AskedJob) -> None:
         try:
             if not asked.id:
-                await self._gather(asked)
+                await gather(lambda: asked.is_complete)
                 asked.is_closed = True
                 if not asked.nodes:
                     self._remove(asked)
@@ -187,13 +184,6 @@ class Jobs:
             await self._give_up(asked, problem)
         finally:
             asked.submitted.set()
-
-    async def _gather(self, asked: AskedJob) -> None:
-        """Wait for the orders of nodes that come together, unless one is not made at all."""
-        deadline = time.monotonic() + TOGETHER_SECONDS
-        await asyncio.sleep(GATHER_SECONDS)
-        while not asked.is_complete and time.monotonic() < deadline:
-            await asyncio.sleep(GATHER_SECONDS)
 
     async def _submit(self, asked: AskedJob, order: Order) -> None:
         """Submit the job; who is cancelled meanwhile still learns its number."""
