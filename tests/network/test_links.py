@@ -185,12 +185,12 @@ def _exchange(ends: Ends, bodies: list[bytes]) -> None:
         checkers[-1].start()
     assert all(done.wait(60) for done in complete)
     for sender in senders:
-        sender.join(30)
+        sender.join(60)
         assert not sender.is_alive()
     for channel in (ends.client, ends.worker):
         channel.send(Ping(0))
     for checker in checkers:
-        checker.join(30)
+        checker.join(60)
         assert not checker.is_alive()
     assert not wrong
 
@@ -229,13 +229,13 @@ def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Event
     started = time.monotonic()
     for number in range(1000):
         ends.client.send(Ping(number))
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     ends.network.refusing = False
     for number in range(1000):
         frame = ends.worker.receive()
         assert messages.decode_as(Ping, frame.kind, frame.meta).number == number
     ends.worker.send(Ping(1))
-    reading.join(30)
+    reading.join(60)
     assert received
 
 

@@ -74,7 +74,7 @@ def test_strangers_are_not_counted(
         with socket.socket() as caller:
             return caller.connect_ex(("127.0.0.1", infos[0].head_port)) == 0
 
-    eventually(listens, 10, "the head")
+    eventually(listens, 60, "the head")
     for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"pool": "j", "rank": 99}\n', b"[]\n", b"\xff\n"):
         with socket.create_connection(("127.0.0.1", infos[0].head_port), 5) as caller:
             caller.sendall(said)

@@ -321,7 +321,7 @@ def test_an_interrupt_cancels_the_calls(pool: sky.Compute, eventually: Eventuall
     with pytest.raises(KeyboardInterrupt):
         Parallel(n_jobs=-1)(delayed(time.sleep)(60) for _ in range(4))
 
-    eventually(lambda: not any(node.running for node in pool.nodes), 10, "the end of the calls")
+    eventually(lambda: not any(node.running for node in pool.nodes), 60, "the end of the calls")
     assert Parallel(n_jobs=-1)(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
 
 

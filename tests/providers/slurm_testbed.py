@@ -94,7 +94,7 @@ def lose(daemon: str) -> None:
     # Killed at once, the controller would forget the jobs of its last seconds.
     process.send_signal(signal.SIGTERM if daemon == "slurmctld" else signal.SIGKILL)
     with contextlib.suppress(psutil.NoSuchProcess):
-        process.wait(20)
+        process.wait(60)
     if daemon != "slurmctld":
         node = f"sky-n{daemon.removeprefix('slurmd')}"
         for pid in says("ip", "netns", "pids", node).split():

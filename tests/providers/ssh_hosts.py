@@ -131,7 +131,7 @@ class Sshd:
                     self.running[number] = subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
                     )
-                wait_until(partial(listens, self.port, address), 10, f"the sshd on {address}")
+                wait_until(partial(listens, self.port, address), 60, f"the sshd on {address}")
 
     def down(self) -> None:
         """End both hosts, with all of their connections."""
@@ -154,7 +154,7 @@ class Sshd:
             for process in self.daemons(number):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.running[number].wait(10)
+        self.running[number].wait(60)
         # One that was being forked meanwhile would go on serving its connection.
         place = (self.hosts[number - 1], self.port)
         for connection in psutil.net_connections("tcp"):
@@ -175,7 +175,7 @@ def another(sshd: Sshd, folder: Path, *settings: str) -> Iterator[int]:
     command = [SSHD, "-D", "-f", str(config)]
     daemon = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: listens(port), 10, "the sshd")
+        wait_until(lambda: listens(port), 60, "the sshd")
         yield port
     finally:
         daemon.terminate()

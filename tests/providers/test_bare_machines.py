@@ -72,7 +72,7 @@ def test_uv_python_and_packages_are_brought_to_a_machine_that_has_none(
     assert "installing" not in told, "another container has built it"
     assert "sending" not in told
     # What was copied through the service ends a moment after its container.
-    eventually(lambda: not names_of_threads("skyward-redial"), 10, "the end of the connections")
+    eventually(lambda: not names_of_threads("skyward-redial"), 60, "the end of the connections")
 
 
 def names_of_threads(name: str) -> list[str]:

@@ -260,7 +260,7 @@ def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
         future = slept(3) > compute
         try:
             sshd.lose(1)
-            eventually(lambda: compute.nodes[0].state == "reconnecting", 10, "noticing it")
+            eventually(lambda: compute.nodes[0].state == "reconnecting", 60, "noticing it")
             time.sleep(6)
         finally:
             sshd.up()
@@ -309,21 +309,32 @@ def test_a_lost_host_is_used_again_when_it_comes_back(
     assert state.pools() == []
 
 
-def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(sshd: Sshd, state: Journal) -> None:
+def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(
+    sshd: Sshd, state: Journal, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    begun = tmp_path / "begun"
+
     @sky.function
-    def resting(seconds: float) -> int:
-        time.sleep(seconds)
+    def resting(begun: str) -> int:
+        """Ends on node 0 alone."""
+        if sky.instance_info().node == 1:
+            Path(begun).touch()
+            time.sleep(600)
         return sky.instance_info().node
+
+    def lose(folder: str) -> None:
+        eventually(begun.exists, 60, "the task's start")
+        lose_host(sshd, 2, folder)
 
     try:
         with sky.Compute(sshd.provider(), nodes=2, options=IMPATIENT) as compute:
             folders = [folder for folder, _, _ in place() @ compute]
-            losing = threading.Timer(1.0, lose_host, (sshd, 2, folders[1]))
+            losing = threading.Thread(target=lose, args=(folders[1],))
             losing.start()
             with pytest.raises(
                 sky.BroadcastError, match=r"resting failed on 1 of 2 workers \(node 1\)"
             ) as caught:
-                resting(4) @ compute
+                resting(str(begun)) @ compute
             losing.join()
             assert [outcome.value for outcome in caught.value.outcomes] == [0, None]
             (lost,) = caught.value.exceptions

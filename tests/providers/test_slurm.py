@@ -39,7 +39,7 @@ def nothing_in_the_queue(slurm: str, request: pytest.FixtureRequest) -> Iterator
     before = set(map(_number, jobs()))
     yield
     if not shares:
-        wait_until(lambda: set(map(_number, jobs())) <= before, 20, f"the end of {jobs()}")
+        wait_until(lambda: set(map(_number, jobs())) <= before, 60, f"the end of {jobs()}")
 
 
 def _number(job: str) -> str:
@@ -224,8 +224,8 @@ KILLED = [
 def test_what_a_killed_client_leaves_is_removed(phase: str, state: Journal) -> None:
     pool = show_and_remove_after_a_kill(Script("slurm_testbed.provider()", LINE), phase, state)
 
-    wait_until(lambda: jobs() == [], 20, "the end of the job")
-    wait_until(lambda: on_this_host(pool) == [], 20, f"the removal of {on_this_host(pool)}")
+    wait_until(lambda: jobs() == [], 60, "the end of the job")
+    wait_until(lambda: on_this_host(pool) == [], 60, f"the removal of {on_this_host(pool)}")
 
 
 @only_in_all
@@ -253,7 +253,7 @@ def test_the_job_of_a_vanished_client_ends_itself(
         says("scancel", blocker)
 
     wait_until(lambda: jobs() == [], 60, "the end of the job")
-    wait_until(lambda: on_this_host(pool) == [], 20, f"the removal of {on_this_host(pool)}")
+    wait_until(lambda: on_this_host(pool) == [], 60, f"the removal of {on_this_host(pool)}")
 
 
 # Losses.
@@ -279,7 +279,7 @@ def test_a_lost_node_is_replaced_and_its_task_repeated(
     with sky.Compute(slurm_testbed.provider(), nodes=2, options=QUIET) as compute:
         (first,) = map(_number, jobs())
         future = compute.submit(once(str(tmp_path)), on=1)
-        eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+        eventually(lambda: (tmp_path / "began").exists(), 60, "the task's start")
         slurm_testbed.lose("slurmd2")
         try:
             assert future.result(90) == "n1"
@@ -297,7 +297,7 @@ def test_a_job_that_slurm_puts_back_into_the_queue_goes_on(
     with sky.Compute(slurm_testbed.provider(), nodes=2, options=QUIET) as compute:
         (job,) = map(_number, jobs())
         future = once(str(tmp_path)) > compute
-        eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+        eventually(lambda: (tmp_path / "began").exists(), 60, "the task's start")
 
         says("scontrol", "requeue", job)
         eventually(lambda: any("PENDING" in each for each in jobs()), 60, "a job that waits")
@@ -341,7 +341,7 @@ def test_a_client_elsewhere_reaches_the_nodes_through_the_login_node(
         connections = psutil.Process().net_connections("tcp")
         assert "10.212.0.11" not in {each.raddr.ip for each in connections if each.raddr}
     monkeypatch.undo()
-    wait_until(lambda: jobs() == [], 20, "the end of the job")
+    wait_until(lambda: jobs() == [], 60, "the end of the job")
 
 
 @only_in_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -98,9 +99,10 @@ def test_a_job_that_waits_too_long_is_cancelled_once_for_all_its_nodes(site: Sit
 
     problems = wait_for(sky.Slurm(timeout=3), 0, 1)
 
-    assert [str(each) for each in problems] == 2 * [
-        "job 42 did not run within 3 s; give a longer timeout=, or ask for less"
-    ]
+    # On a slow machine, the job's number may not be known by then.
+    (said,) = {re.sub("^(job 42|the job)", "it", str(each)) for each in problems}
+    assert said == "it did not run within 3 s; give a longer timeout=, or ask for less"
+    assert len(problems) == 2
     assert site.calls("scancel") == [["42"]]
 
 
@@ -218,7 +220,7 @@ def test_a_node_that_is_ordered_while_others_are_given_back_gets_its_machine(sit
         first = await asked.waiting[0]
         settling = asked.settling
         assert settling is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             again = await jobs.get(Order("p", 0, request()), None)
         await settling
         return [first.node, again.node]

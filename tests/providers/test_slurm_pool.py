@@ -92,7 +92,7 @@ def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
     """As before the end of the time limit: Slurm sends the signal to the job's script."""
     (before,) = _numbers()
     future = slowly(str(tmp_path / "began")) > pool
-    eventually(lambda: (tmp_path / "began").exists(), 20, "the task's start")
+    eventually(lambda: (tmp_path / "began").exists(), 60, "the task's start")
 
     says("scancel", "--batch", "--signal=USR1", before)
 

@@ -380,7 +380,7 @@ def test_a_closed_socket_ends_the_channel_though_the_host_says_nothing(sshd: Ssh
             task, endpoint = await serving(machine, script)
             (await machine.dial(endpoint)).close()
             assert await asyncio.wait_for(task, 30) == 0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while machine._bridges:
                     await asyncio.sleep(0.005)
 
@@ -449,7 +449,7 @@ def test_sockets_leave_no_descriptor_open(sshd: Sshd) -> None:
                     peer = (await asyncio.to_thread(listener.accept))[0]
                     end.close()
                     peer.close()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while machine._bridges or psutil.Process().num_fds() > before:
                         await asyncio.sleep(0.005)
 
