@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import skyward as sky
@@ -17,8 +19,11 @@ from skyward.compute.attaching import reach
 from skyward.compute.workbench.jobs import start_script
 from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.page import metrics
-from skyward.page.gathering import Gathering, _Watching
+from skyward.page.gathering import Gathering
+from skyward.page.hub import Viewer
+from skyward.page.kept import with_members
 from skyward.page.kept_state import KeptState
+from skyward.page.looking import Watching
 
 from ..conftest import PATIENCE
 from .conftest import QUIET, Script
@@ -198,6 +203,57 @@ def test_a_job_is_shown_with_its_output(
     assert [line[1:5] for line in lines] == [[0, None, "stdout", "hello from a job"]]
 
 
+def test_a_call_by_name_is_shown_with_its_state_and_its_output(
+    kept: str, told: Iterator[dict[str, Any]]
+) -> None:
+    assert next(message for message in told if message["type"] == "pool")
+    lines: list[list[Any]] = []
+    states: list[str] = []
+
+    def noted(message: dict[str, Any]) -> bool:
+        lines.extend(line for line in message.get("lines", ()) if line[7] == "run-7")
+        states.extend(job["state"] for job in message.get("jobs", ()) if job["id"] == "run-7")
+        return bool(lines) and "done" in states
+
+    with sky.attach(kept) as compute:
+        compute.submit(say(), name="run-7").result(60)
+        assert after(told, noted)
+        assert [line[4:6] for line in lines] == [["said", "say"]]
+        compute.forget("run-7")
+        assert after(told, lambda message: "jobs" in message and "run-7" not in names_of(message))
+
+
+def test_two_viewers_share_one_watch_of_a_pool(kept: str, told: Iterator[dict[str, Any]]) -> None:
+    first = next(message for message in told if message["type"] == "pool")
+    gathering = Gathering([kept])
+    viewers = [gathering.join() for _ in range(2)]
+    try:
+        for viewer in viewers:
+            pool = after(heard(viewer), lambda message: message["type"] == "pool" and message)
+            assert (pool["pool"], pool["nodes"]) == (first["pool"], first["nodes"])
+        assert names_of_threads().count("skyward-node-watch") == 2 * 2, "of two nodes, and `told`"
+        gathering.leave(viewers[0])
+        with sky.attach(kept) as compute:
+            assert three() >> compute == 3
+            assert after(heard(viewers[1]), ended_call("three"))[6] == "ok"
+    finally:
+        gathering.close()
+    assert names_of_threads().count("skyward-node-watch") == 2
+
+
+def heard(viewer: Viewer) -> Iterator[dict[str, Any]]:
+    while (batch := viewer.next(30)) is not None:
+        yield from json.loads(batch or "[]")
+
+
+def names_of(message: dict[str, Any]) -> list[str]:
+    return [job["id"] for job in message["jobs"]]
+
+
+def names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
 def test_a_call_whose_worker_dies_is_not_shown_as_running(
     kept: str, told: Iterator[dict[str, Any]]
 ) -> None:
@@ -208,14 +264,14 @@ def test_a_call_whose_worker_dies_is_not_shown_as_running(
 
 
 def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home: Path) -> None:
-    watching = _Watching(frozenset({"new"}))
+    watching = Watching(frozenset({"new"}))
     pools: set[str] = set()
     try:
         about = {"type": "pool", "pool": "abc-12", "name": "new"}
         assert json.loads(watching._kept(json.dumps([about]), pools)) == [about]
         assert watching.viewer.next(10) is not None, "the greeting"
         kept = {"type": "pool", "pool": "abc-kept", "name": "new"}
-        watching._tell([kept])
+        watching.show(kept, None)
         batch = json.loads(watching.viewer.next(10) or "[]")
         assert batch == [{"type": "replaced", "pool": "abc-12"}, kept]
         sample = {"type": "sample", "pool": "abc-12", "waiting": 3}
@@ -223,10 +279,10 @@ def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home:
         changes = {"type": "changes", "pool": "abc-12", "notes": notes}
         (told,) = json.loads(watching._kept(json.dumps([sample, changes]), pools))
         assert (told["pool"], told["notes"]) == ("abc-kept", notes[1:])
-        assert watching._samples_of("abc") == [sample]
+        assert watching.samples_of("abc") == [sample]
         gone = {"type": "gone", "pool": "abc-12", "time": 0.0}
         assert watching._kept(json.dumps([gone]), pools) == ""
-        assert watching._samples_of("abc") == []
+        assert watching.samples_of("abc") == []
     finally:
         watching.end()
 
@@ -237,11 +293,11 @@ def test_clients_may_come_while_a_pool_is_told_of(home: Path) -> None:
             watching._shown.add("another-1")
             return super().rpartition(separator)
 
-    watching = _Watching(frozenset({"new"}))
+    watching = Watching(frozenset({"new"}))
     try:
-        watching._shown.add(Key("abc-12"))
-        watching._tell([{"type": "pool", "pool": "abc-kept", "name": "new"}])
-        assert watching._shown == {"another-1"}
+        watching._shown.add(Key("xyz-12"))
+        watching.show({"type": "pool", "pool": "abc-kept", "name": "new"}, None)
+        assert watching._shown == {"xyz-12", "another-1"}
     finally:
         watching.end()
 
@@ -267,3 +323,26 @@ def test_an_agent_that_begins_again_is_not_told_twice() -> None:
     anew = state.take([report(["1.0.1", "f", 0, 500.0, 501.0, "ok", "c", ""], fresh=True)])
     assert anew is not None
     assert [call[0] for call in anew["ended"]] == ["0:2.0.1", "0:1.0.1"]
+
+
+def test_a_node_that_was_replaced_is_another_one() -> None:
+    nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
+    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
+    state = KeptState(record, "p-kept")
+    runs = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""]
+    state.take([(n, {"state": "ready", "tasks": [runs], "workers": 1}) for n in range(3)])
+    replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
+    members = {1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)}
+    now = with_members(nodes, members)
+    assert [node.index for node in now] == [0, 1, 3]
+    told = state.renew(msgspec.structs.replace(record, nodes=now))
+    assert [row[:3] for row in told["nodes"]] == [
+        [2, "stopped", ""],
+        [1, "connecting", "10.0.0.9"],
+        [3, "connecting", "10.0.0.0"],
+    ]
+    assert [(call[0], call[6]) for call in told["ended"]] == [
+        ("1:1.0.2", "lost"),
+        ("2:1.0.2", "lost"),
+    ]
+    assert told["workers"] == [[0, 0]]

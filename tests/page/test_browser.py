@@ -158,8 +158,11 @@ class Shared(Thousand):
         pool = {"type": "pool", "pool": "p-kept", "name": "shared", "provider": "local"}
         pool |= {"nodes": [[0, "ready", "", None, 0, ""]], "workers": [[0, 0], [1, 0]]}
         pool |= {"running": running, "ended": ended, "lines": [], "notes": []}
-        pool |= {"clients": clients, "jobs": [job]}
+        call = {"id": "run-7", "state": "queued", "code": None, "began": now - 9, "took": 1.0}
+        call |= {"by": "bob@desk", "command": ["fit"], "kind": "call", "problem": ""}
+        pool |= {"clients": clients, "jobs": [call, job]}
         lines = [[now, 0, None, "stdout", "trial 1", "", "ann@desk", "sweep-1"]]
+        lines += [[now, 0, 0, "stdout", "epoch 2", "fit", "b2", "run-7"]]
         changes = {"type": "changes", "pool": "p-kept", "started": [], "skipped": 0, "nodes": []}
         changes |= {"ended": [], "lines": lines, "notes": []}
         early = {**pool, "pool": "p-1"}
@@ -178,14 +181,16 @@ def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromi
         first, second = chromium.value(shown("#clients")).splitlines()
         assert first.split("\t")[:2] == ["ann@<i>desk</i> 11", "python train.py"]
         assert (first.split("\t")[3], second.split("\t")[3]) == ("0", "1")
-        assert chromium.value(shown("#jobs")).split("\t") == [
-            "sweep-1",
-            "failed 3",
-            "ann@desk",
-            "2.0 s",
-            "sweep.py --fast",
-        ]
-        assert chromium.value(shown("#output")).split() == ["sweep-1", "trial", "1"]
+        # What has not ended comes first.
+        call, job = (row.split("\t") for row in chromium.value(shown("#jobs")).splitlines())
+        assert (call[:3], call[4]) == (["run-7", "queued", "bob@desk"], "fit()")
+        assert job == ["sweep-1", "failed 3", "ann@desk", "2.0 s", "sweep.py --fast"]
+        words = ["sweep-1", "trial", "1", "run-7", "epoch", "2"]
+        assert chromium.value(shown("#output")).split() == words
+        chromium.value(
+            "$('outnode').value = 'job run-7'; $('outnode').dispatchEvent(new Event('change'))"
+        )
+        assert chromium.value(shown("#output")).split() == ["run-7", "epoch", "2"]
         # A lane for each client of a worker, and one for the worker that nobody uses.
         chromium.until("new Set(hits.map(h => h[1])).size === 2")
     finally:

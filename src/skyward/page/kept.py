@@ -1,21 +1,26 @@
-"""Kept pools on the page: what their agents tell of nodes, calls, output, jobs and clients."""
+"""Kept pools on the page: what their agents tell of nodes, calls, output, jobs and clients.
+
+However many look, each agent has one connection to a page, and is asked nothing: it tells.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from skyward.errors import SkywardError
 from skyward.nodes import keeping
-from skyward.nodes.keeping import KeptPool
+from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.reaching import ReachedPool
 from skyward.page.kept_state import KeptState
 from skyward.page.node_watch import NodeWatch, Reports
 
 TICK_SECONDS = 0.1
+"""What comes within so many seconds is told together; agents take 0.25 s for the same."""
 SAMPLE_SECONDS = 2.0
 ANSWER_SECONDS = 1.0
 """How long the first look at a pool waits for its agents."""
@@ -23,26 +28,41 @@ ANSWER_SECONDS = 1.0
 Messages = list[dict[str, Any]]
 
 
+class Audience(Protocol):
+    """One to whom a kept pool is shown."""
+
+    def show(self, pool: dict[str, Any], sample: dict[str, Any] | None) -> None:
+        """Take all that is known of a pool, and its last numbers, if there are any."""
+
+    def put(self, batch: str) -> None:
+        """Take messages that come after that, in JSON."""
+
+
 def key_of_kept(pool: str) -> str:
     """What names a kept pool on a page; its clients on this machine have keys of their own."""
     return f"{pool}-kept"
 
 
+def encoded(messages: Messages) -> str:
+    """Messages in JSON."""
+    return msgspec.json.encode(messages).decode()
+
+
 class KeptWatch:
     """Shows one kept pool, on a thread of its own, until it is ended or the pool is."""
 
-    def __init__(
-        self,
-        name: str,
-        tell: Callable[[Messages], object],
-        clients: Callable[[str], Messages],
-    ) -> None:
+    def __init__(self, name: str, clients: Callable[[str], Messages]) -> None:
         """`clients` returns the last samples of the clients on this machine of a pool's id."""
         self.name = name
-        self._tell, self._clients = tell, clients
+        self._clients = clients
         self._ended = threading.Event()
-        self._reports: Reports = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._new: list[Audience] = []
+        self._audience: list[Audience] = []
+        self._reports = Reports()
         self._watches: dict[int, NodeWatch] = {}
+        self._members: dict[int, KeptNode | None] = {}
+        """What the head was told of nodes that came, and of those that left, which are None."""
         self._thread = threading.Thread(target=self._run, name="skyward-kept", daemon=True)
         self._thread.start()
 
@@ -51,23 +71,36 @@ class KeptWatch:
         """Whether the pool is still shown."""
         return self._thread.is_alive()
 
+    def add(self, audience: Audience) -> None:
+        """Show the pool to one more."""
+        with self._lock:
+            self._new.append(audience)
+        self._reports.wake()
+
+    def remove(self, audience: Audience) -> None:
+        """Show it to this one no more."""
+        with self._lock:
+            self._new = [each for each in self._new if each is not audience]
+            self._audience = [each for each in self._audience if each is not audience]
+
     def end(self) -> None:
         """End the connections and the threads."""
         self._ended.set()
+        self._reports.wake()
         self._thread.join()
 
     def _run(self) -> None:
         shown = ""
         try:
-            record = keeping.read(self.name)
+            written = _WrittenRecord(self.name)
+            record = written.read()
             if record.stopped:
                 return
             state = KeptState(record, key_of_kept(record.id))
             self._watch(record)
             self._await_answers(state)
             shown = state.key
-            self._tell([state.snapshot()])
-            self._show(record, state)
+            self._show(written, state)
         except (SkywardError, OSError, EOFError):
             pass  # it is gone, or out of reach; who looks for kept pools tries again
         finally:
@@ -77,11 +110,10 @@ class KeptWatch:
 
     def _watch(self, record: KeptPool) -> None:
         """Have a watch for every node of the record, and for no other."""
-        there = {node.index for node in record.nodes}
-        self._close(
-            {index: self._watches.pop(index) for index in [*self._watches] if index not in there}
-        )
-        new = there - self._watches.keys()
+        there = {node.index: node for node in record.nodes}
+        others = [i for i, watch in self._watches.items() if watch.facts != there.get(i)]
+        self._close({index: self._watches.pop(index) for index in others})
+        new = there.keys() - self._watches.keys()
         if new:
             pool = ReachedPool(record)
             for index in sorted(new & set(pool.nodes)):
@@ -97,29 +129,95 @@ class KeptWatch:
     def _await_answers(self, state: KeptState) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
         while not state.all_answered and not self._ended.is_set():
-            try:
-                report = self._reports.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return
-            state.take([report])
+            self._reports.wait(left)
+            self._take(state)
 
-    def _show(self, record: KeptPool, state: KeptState) -> None:
-        sampled, first = time.monotonic(), True
-        while not self._ended.wait(TICK_SECONDS):
-            reports = []
-            while not self._reports.empty():
-                reports.append(self._reports.get())
-            changes = state.take(reports)
-            messages = [] if changes is None else [changes]
-            if time.monotonic() - sampled >= SAMPLE_SECONDS or (first and state.is_measured):
-                sampled, first = time.monotonic(), False
-                found = keeping.read(self.name)
-                if found.id != record.id or found.stopped:
+    def _take(self, state: KeptState) -> Messages:
+        reports = self._reports.take()
+        for node, told in reports:
+            # Only the head is told of all changes.
+            if node == state.record.head and "members" in told:
+                self._members = msgspec.convert(
+                    told["members"], dict[int, KeptNode | None], strict=False
+                )
+        changes = state.take(reports)
+        return [] if changes is None else [changes]
+
+    def _show(self, written: _WrittenRecord, state: KeptState) -> None:
+        sampled = 0.0
+        while not self._ended.is_set():
+            messages = self._take(state)
+            if written.has_changed():
+                record = written.read()
+                if record.id != state.record.id or record.stopped:
                     return
-                if found.nodes != record.nodes:
-                    record = found
-                    self._watch(record)
-                    messages += state.renew(record)
-                messages.append(state.sample(self._clients(record.id)))
-            if messages:
-                self._tell(messages)
+            nodes = with_members(written.record.nodes, self._members)
+            if nodes != state.record.nodes:
+                record = msgspec.structs.replace(written.record, nodes=nodes)
+                self._watch(record)
+                messages.append(state.renew(record))
+            now = time.monotonic()
+            due = now - sampled >= SAMPLE_SECONDS if sampled else state.is_measured
+            if due:
+                sampled = now
+                messages.append(state.sample(self._clients(state.record.id)))
+            self._tell(messages)
+            self._greet(state, sampled=bool(sampled))
+            # Until the load is known for the first time, there is more to come soon.
+            left = sampled + SAMPLE_SECONDS - time.monotonic() if sampled else TICK_SECONDS
+            if self._reports.wait(max(0.0, left)) and not self._new:
+                self._ended.wait(TICK_SECONDS)
+
+    def _greet(self, state: KeptState, *, sampled: bool) -> None:
+        """Show all that is known to those who are new."""
+        with self._lock:
+            new, self._new = self._new, []
+            self._audience += new
+        if new:
+            clients = self._clients(state.record.id)
+            pool, sample = state.snapshot(), state.sample(clients, every=True) if sampled else None
+            for each in new:
+                each.show(pool, sample)
+
+    def _tell(self, messages: Messages) -> None:
+        with self._lock:
+            audience = list(self._audience)
+        if messages and audience:
+            batch = encoded(messages)
+            for each in audience:
+                each.put(batch)
+
+
+def with_members(nodes: list[KeptNode], members: dict[int, KeptNode | None]) -> list[KeptNode]:
+    """The nodes of a record, with those that came later, and without those that left."""
+    found: dict[int, KeptNode | None] = {node.index: node for node in nodes}
+    found.update(members)
+    return [node for _, node in sorted(found.items()) if node is not None]
+
+
+class _WrittenRecord:
+    """The record of a pool, which is read again when its file is another one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mark: tuple[int, int] | None = None
+
+    def read(self) -> KeptPool:
+        """The record as it is; `PoolError` if there is none."""
+        self._mark = self._look()
+        self.record = keeping.read(self._name)
+        return self.record
+
+    def has_changed(self) -> bool:
+        """Whether the file is not the one that was read."""
+        return self._mark is None or self._look() != self._mark
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            found = keeping.path_of(self._name).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

@@ -47,12 +47,14 @@ class KeptState:
 
     def __init__(self, record: KeptPool, key: str) -> None:
         self.key = key
-        self._record = record
+        self.record = record
         self._nodes = {node.index: self._row(node.index, "connecting") for node in record.nodes}
         self._workers: dict[int, int] = {}
         self._running: dict[str, list[Any]] = {}
         self._totals: dict[int, dict[str, Any]] = {}
         self._usage: dict[int, list[Any]] = {}
+        self._measured: set[int] = set()
+        """The nodes that were measured since the last sample."""
         self._before: dict[int, tuple[float, int, int]] = {}
         self._clients: dict[int, dict[str, dict[str, Any]]] = {}
         self._jobs: dict[int, list[dict[str, Any]]] = {}
@@ -60,20 +62,29 @@ class KeptState:
         self._lines: deque[list[Any]] = deque(maxlen=LINES_KEPT)
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES_KEPT)
 
-    def renew(self, record: KeptPool) -> list[dict[str, Any]]:
+    def renew(self, record: KeptPool) -> dict[str, Any]:
         """Take over the nodes of a record that has changed; returns what to tell of it."""
-        gone = self._nodes.keys() - {node.index for node in record.nodes}
-        self._record = record
-        for index in gone:
+        before, self.record = self.record, record
+        news: dict[str, Any] = {"ended": []}
+        there = {node.index: node for node in record.nodes}
+        others = [index for index in self._nodes if before.node(index) != there.get(index)]
+        for index in others:
             for known in (self._nodes, self._workers, self._usage, self._clients, self._jobs):
                 known.pop(index, None)
-        for node in record.nodes:
-            self._nodes.setdefault(node.index, self._row(node.index, "connecting"))
-        rows = [[index, "stopped", "", None, 0, ""] for index in sorted(gone)]
-        return [self._changes(nodes=[*rows, *self._nodes.values()])]
+            self._before.pop(index, None)
+            self._forget_calls(index, {}, news)
+        rows = [[each, "stopped", "", None, 0, ""] for each in others if each not in there]
+        for index in there:
+            if index not in self._nodes:
+                self._nodes[index] = self._row(index, "connecting")
+                rows.append(self._nodes[index])
+        ended = [call[:8] for call in news["ended"]]
+        self._ended.extend(ended)
+        people = {"workers": self.workers(), "clients": self.clients(), "jobs": self.jobs()}
+        return self._changes(nodes=rows, ended=ended, **people)
 
     def _row(self, index: int, state: str) -> list[Any]:
-        node = self._record.node(index)
+        node = self.record.node(index)
         if node is None:
             return [index, state, "", None, 0, ""]
         return [index, state, node.address, node.accelerator, node.accelerators, ""]
@@ -118,9 +129,10 @@ class KeptState:
             self._forget_calls(node, told, news)
         for task in told.get("tasks", ()):
             self._take_task(node, task, news)
-        news["lines"] += [[line[0], node, *line[1:]] for line in told.get("lines", ())]
+        news["lines"] += [_line_row(node, line) for line in told.get("lines", ())]
         if "usage" in told:
             self._usage[node] = self._usage_row(node, told["usage"])
+            self._measured.add(node)
         if "totals" in told:
             self._totals[node] = told["totals"]
         if "workers" in told:
@@ -206,8 +218,8 @@ class KeptState:
         return {
             "type": "pool",
             "pool": self.key,
-            "name": self._record.name,
-            "provider": self._record.provider,
+            "name": self.record.name,
+            "provider": self.record.provider,
             "workers": self.workers(),
             "nodes": list(self._nodes.values()),
             "running": list(self._running.values())[-CALLS_KEPT:],
@@ -221,21 +233,27 @@ class KeptState:
     def _changes(self, **news: Any) -> dict[str, Any]:
         return _NOTHING_NEW | {"pool": self.key} | news
 
-    def sample(self, clients: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """The pool's numbers now, with the samples of its clients on this machine."""
+    def sample(self, clients: Iterable[dict[str, Any]], *, every: bool = False) -> dict[str, Any]:
+        """The pool's numbers now, with the samples of its clients on this machine.
+
+        It has the load of the nodes that were measured since the last one, or of every node.
+        """
+        measured = self._usage.keys() if every else self._measured & self._usage.keys()
+        if not every:
+            self._measured = set()
         totals: dict[str, Any] = dict.fromkeys(_OF_AGENTS, 0)
         buckets = [0] * (len(BUCKETS) + 1)
         for told in self._totals.values():
             for name in _OF_AGENTS:
                 totals[name] += told[name]
             buckets = [a + b for a, b in zip(buckets, told["buckets"], strict=True)]
-        hourly = self._record.hourly_cost
-        cost = None if hourly is None else hourly * (time.time() - self._record.created) / 3600
+        hourly = self.record.hourly_cost
+        cost = None if hourly is None else hourly * (time.time() - self.record.created) / 3600
         sample = {
             "type": "sample",
             "pool": self.key,
             "time": time.time(),
-            "usage": [self._usage[node] for node in sorted(self._usage)],
+            "usage": [self._usage[node] for node in sorted(measured)],
             "devices": [],
             "submitted": totals.pop("begun"),
             "buckets": buckets,
@@ -251,3 +269,15 @@ class KeptState:
             sample["submitted"] += each["waiting"]
             sample["devices"] += [{**row, "process": process} for row in each["devices"]]
         return sample
+
+
+def _line_row(node: int, line: list[Any]) -> list[Any]:
+    """A line as the page has it: one of a call by name is the call's, as one of a job is the job's.
+
+    Workers know such a call by its function and its name: "train (run-7)".
+    """
+    when, worker, stream, text, function, client, job = line
+    if not job and function.endswith(")"):
+        function, _, named = function[:-1].rpartition(" (")
+        return [when, node, worker, stream, text, function, client, named]
+    return [when, node, worker, stream, text, function, client, job]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from typing import Any
@@ -17,15 +16,47 @@ AGAIN_SECONDS = 2.0
 SKEW_SECONDS = 0.5
 """A node's clock that differs by more than this from what was thought is measured again."""
 
-Reports = queue.SimpleQueue[tuple[int, dict[str, Any]]]
-"""What nodes tell: the node's number, and a report of its agent, or {"state": ...}."""
+_CAN_WAIT = frozenset({"time", "usage"})
+
+
+class Reports:
+    """What nodes tell until somebody takes it; a measurement alone wakes nobody."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
+        self._woken = threading.Event()
+
+    def put(self, node: int, told: dict[str, Any]) -> None:
+        """Add a report of a node's agent, or {"state": ...}."""
+        with self._lock:
+            self._waiting.append((node, told))
+        if not told.keys() <= _CAN_WAIT:
+            self._woken.set()
+
+    def wake(self) -> None:
+        """Have `wait` return."""
+        self._woken.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until there is something that cannot wait, and return whether there is."""
+        return self._woken.wait(seconds)
+
+    def take(self) -> list[tuple[int, dict[str, Any]]]:
+        """What nodes have told since the last time: each node's number, and its report."""
+        self._woken.clear()
+        with self._lock:
+            taken, self._waiting = self._waiting, []
+        return taken
 
 
 class NodeWatch:
-    """Hears one agent on a thread of its own, and puts what it tells into a queue."""
+    """Hears one agent on a thread of its own, and reports what it tells."""
 
     def __init__(self, pool: ReachedPool, node: int, reports: Reports) -> None:
         self.node = node
+        self.facts = pool.record.node(node)
+        """What the record says of the node; another agent has other facts."""
         self._pool, self._reports = pool, reports
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -40,7 +71,7 @@ class NodeWatch:
                 self._hear()
             except (SkywardError, OSError, EOFError):
                 if not self._ended.is_set():
-                    self._reports.put((self.node, {"state": "unreachable"}))
+                    self._reports.put(self.node, {"state": "unreachable"})
             self._ended.wait(AGAIN_SECONDS)
 
     def _hear(self) -> None:
@@ -55,11 +86,11 @@ class NodeWatch:
             state: dict[str, Any] = {"state": "ready", "fresh": True}
             while True:
                 told = connection.next_reply().value
-                self._reports.put((self.node, self._in_our_time(told) | state))
+                self._reports.put(self.node, self._in_our_time(told) | state)
                 state = {}
 
     def _changed(self, connected: bool) -> None:
-        self._reports.put((self.node, {"state": "ready" if connected else "reconnecting"}))
+        self._reports.put(self.node, {"state": "ready" if connected else "reconnecting"})
 
     def _in_our_time(self, told: dict[str, Any]) -> dict[str, Any]:
         """The report with the times of this machine's clock: clocks of machines differ."""

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import ipaddress
 import secrets
+import selectors
 import socket
 import socketserver
 import sys
@@ -20,6 +21,7 @@ from importlib import resources
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
+from skyward import kernel
 from skyward.errors import ConfigurationError
 from skyward.page import metrics
 from skyward.page.hub import Viewer
@@ -75,10 +77,20 @@ class PageServer:
             shown = socket.gethostname()
         self.address = f"http://{shown}:{self._server.server_port}"
         """Where the server listens, without the token."""
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="skyward-page-server", daemon=True
-        )
+        self._ending, self._end = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="skyward-page-server", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        """Answer requests until `close`; unlike `serve_forever`, without looking for that."""
+        with kernel.selector() as waiting:
+            for each in (self._server, self._ending):
+                waiting.register(each, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in waiting.select()]
+                if self._ending in ready:
+                    return
+                self._server.handle_request()
 
     @property
     def url(self) -> str:
@@ -104,9 +116,10 @@ class PageServer:
             viewers = list(self._viewers)
         for viewer in viewers:
             self._source.leave(viewer)
-        self._server.shutdown()
-        self._server.server_close()
+        self._end.close()
         self._thread.join()
+        self._ending.close()
+        self._server.server_close()
 
     # For the handler.
 
@@ -144,6 +157,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # A handler ends when its viewer is ended, or when its client is too slow.
     block_on_close = True
+    # Somebody waits for requests already.
+    timeout = 0
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         if ":" in address[0]:

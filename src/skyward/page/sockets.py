@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import struct
@@ -42,13 +43,12 @@ def addresses() -> list[str]:
     """Where this user's processes with pools listen."""
     if not kernel.IS_LINUX:
         return [str(path) for path in sorted(_folder().glob(f"{_prefix()}*.sock"))]
-    found = set()
-    with contextlib.suppress(OSError), _LISTED.open() as lines:
-        for line in lines:
-            _, _, name = line.rstrip("\n").rpartition(" @")
-            if name.startswith(_prefix()):
-                found.add(f"\0{name}")
-    return sorted(found)
+    listed = ""
+    with contextlib.suppress(OSError):
+        listed = _LISTED.read_text()
+    # The name ends its line; a machine may have thousands of other sockets.
+    names = re.findall(f" @({_prefix()}.*)$", listed, re.MULTILINE)
+    return sorted({f"\0{name}" for name in names})
 
 
 def listen(address: str) -> socket.socket:

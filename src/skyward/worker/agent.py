@@ -74,11 +74,12 @@ class Agent:
         self._values = NamedValues(config.folder, self._tenants.residents)
         self._notices = Notices(config.notice, self._tenants.tell)
         calls = Path(config.folder, "calls")
-        self._jobs = KeptJobs(Path(config.folder, "jobs"), others=calls)
+        changes = self._tenants.changes
+        self._jobs = KeptJobs(Path(config.folder, "jobs"), others=calls, changes=changes)
         runners = KeptJobs(
             Path(config.folder, "runners"), on_end=lambda job: self._calls.runner_ended(job)
         )
-        self._calls = KeptCalls(calls, self._jobs, runners)
+        self._calls = KeptCalls(calls, self._jobs, runners, changes)
         self._use = PoolUse(config, lambda: self._tenants.compute_pool[0])
         self._services = Services(
             ServedNode(

@@ -113,3 +113,5 @@ class ExecutorConfig(msgspec.Struct):
     """Descriptor to tell the agent on where the threads of this process are."""
     board: int
     """Descriptor of memory that shows the agent which tasks run."""
+    changes: int = -1
+    """Descriptor to wake those who look at the node; -1 if there is none."""

@@ -79,7 +79,7 @@ class Executor:
         self._await_client()
         self._hooks = hooks.Entered()
         self._interrupts = Interrupts(threads=bool(config.threads))
-        self._board = TaskBoard(config.board, config.threads or 1)
+        self._board = TaskBoard(config.board, config.threads or 1, config.changes)
         os.close(config.board)
         self._kept_output: TaskOutput | None = None
         if config.kept_output:
@@ -122,6 +122,7 @@ class Executor:
         if self._kept_output is not None and text and not transient:
             job = self._running.get(task)
             self._kept_output.write(stream, text, job.run.name if job is not None else "")
+            self._board.rings[0].wrote()
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if hello.role == PEER:

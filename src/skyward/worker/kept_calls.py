@@ -24,6 +24,7 @@ from skyward.errors import PoolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
+from skyward.worker.changes import Changes
 from skyward.worker.kept_jobs import JobState, JobView, KeptJobs
 
 CALL, RESULT, OUTPUT = "call", "result", "output"
@@ -70,9 +71,16 @@ class _Live:
 class KeptCalls:
     """Owns the calls by name of one pool; any thread may call it."""
 
-    def __init__(self, folder: Path, jobs: KeptJobs, runners: KeptJobs) -> None:
+    def __init__(
+        self, folder: Path, jobs: KeptJobs, runners: KeptJobs, changes: Changes | None = None
+    ) -> None:
         """`jobs` have names as well, which no call may have."""
         self._folder, self._jobs, self._runners = folder, jobs, runners
+        self._changes = changes
+        self.version = 0
+        """Another number for other calls, or other states of them."""
+        self._past: dict[str, JobView] = {}
+        """The calls that have ended, as far as somebody has looked at them."""
         self._live: dict[str, _Live] = {}
         self._begun: set[str] = set()
         """The calls that are still being sent."""
@@ -100,6 +108,11 @@ class KeptCalls:
         """The runner's tenant if it has nothing to do, and leaves soon."""
         with self._changed:
             return "" if self._live else self._client
+
+    def _note_change(self) -> None:
+        self.version += 1
+        if self._changes is not None:
+            self._changes.tell()
 
     # Clients make calls.
 
@@ -147,14 +160,16 @@ class KeptCalls:
             self._begun.discard(name)
             self._live[name] = _Live()
             self._launch = launch
-            if self._runner is not None:
-                self._give(name)
-                return
             try:
-                self._start()
+                if self._runner is not None:
+                    self._give(name)
+                else:
+                    self._start()
             except BaseException:
                 del self._live[name]
                 raise
+            finally:
+                self._note_change()
 
     def cancel(self, name: str) -> JobView:
         """End a call that waits or runs."""
@@ -178,6 +193,8 @@ class KeptCalls:
                 )
             shutil.rmtree(self._folder / name)
             self._unwritten.pop(name, None)
+            self._past.pop(name, None)
+            self._note_change()
         return True
 
     # Who looks.
@@ -207,7 +224,9 @@ class KeptCalls:
         return sorted(found, key=lambda each: each.began)
 
     def _view(self, name: str) -> JobView:
-        folder = self._folder / name
+        if (past := self._past.get(name)) is not None:
+            return past
+        version, folder = self.version, self._folder / name
         about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=CallAbout)
         live = self._live.get(name)
         end = None
@@ -222,7 +241,7 @@ class KeptCalls:
             state = end.state
         elif live is not None and live.started:
             state = "running"
-        return JobView(
+        found = JobView(
             id=about.id,
             state=state,
             command=[about.function],
@@ -234,6 +253,15 @@ class KeptCalls:
             kind="call",
             streams=live is not None and live.streams,
         )
+        if end is not None:
+            self._keep_past(name, found, version)
+        return found
+
+    def _keep_past(self, name: str, found: JobView, version: int) -> None:
+        """Have the files of a call that has ended read no more, unless something has changed."""
+        with self._changed:
+            if self.version == version and name not in self._begun:
+                self._past[name] = found
 
     def ended_since(self, count: int | None, seconds: float) -> tuple[int, list[str]]:
         """How many calls have ended or stream, and which since that number; waits for one.
@@ -264,6 +292,7 @@ class KeptCalls:
         with self._changed:
             if name in self._live:
                 self._live[name].started = True
+                self._note_change()
 
     def streams(self, name: str) -> None:
         """Note that clients may read the result of a call, whose items still come."""
@@ -351,6 +380,7 @@ class KeptCalls:
             (folder / CALL).unlink()
         self._ended.append(name)
         self._changed.notify_all()
+        self._note_change()
 
     def close(self) -> None:
         """End the runner, and with it all calls."""

@@ -22,6 +22,7 @@ from typing import IO, Literal
 import msgspec
 
 from skyward.errors import PoolError
+from skyward.worker.changes import Changes
 from skyward.worker.program import ENDED, ProgramConfig, ProgramEnd
 from skyward.worker.programs import RunningProgram
 
@@ -81,9 +82,13 @@ class KeptJobs:
         *,
         others: Path | None = None,
         on_end: Callable[[JobView], None] | None = None,
+        changes: Changes | None = None,
     ) -> None:
         """`others` is a folder with names that no job gets; `on_end` is told of each end."""
         self._folder, self._others, self._on_end = folder, others, on_end
+        self._changes = changes
+        self.version = 0
+        """Another number for other jobs, or other states of them."""
         self._running: dict[str, RunningProgram] = {}
         self._live: set[str] = set()
         """The jobs that start or run."""
@@ -97,6 +102,11 @@ class KeptJobs:
     def running(self) -> int:
         """How many jobs run now."""
         return len(self._live)
+
+    def _note_change(self) -> None:
+        self.version += 1
+        if self._changes is not None:
+            self._changes.tell()
 
     def start(
         self,
@@ -153,6 +163,7 @@ class KeptJobs:
                 self._live.discard(job)
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        self._note_change()
         return job
 
     def _reserve(self, name: str) -> tuple[str, Path]:
@@ -208,6 +219,7 @@ class KeptJobs:
         ended = [each for each in self.all() if each.state != "running"]
         for each in ended[:-KEPT]:
             shutil.rmtree(each.folder, ignore_errors=True)
+        self._note_change()
         with self._lock:
             self._watchers.remove(threading.current_thread())
 

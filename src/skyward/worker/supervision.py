@@ -22,6 +22,7 @@ import msgspec
 from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
 from skyward.worker import lifeline, process, task_output
+from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.output import PIPE_SIZE, LineCutter
 from skyward.worker.process import ChildProcess
@@ -81,11 +82,14 @@ class ExecutorProcesses:
         tell: Callable[[Message], None],
         starts: queue.SimpleQueue[Callable[[], None] | None],
         ended: Callable[[ExecutorProcess], None] = lambda executor: None,
+        changes: Changes | None = None,
     ) -> None:
         """`starts` is the queue of functions that the agent's main thread calls.
 
-        `ended` is called with every executor that has ended, before its board is closed.
+        `ended` is called with every executor that has ended, before its board is closed. `changes`
+        is where executors tell of changes.
         """
+        self._changes = changes.descriptor if changes is not None else -1
         self._config, self._tell, self._starts, self._ended = config, tell, starts, ended
         self._running: dict[tuple[int, int], ExecutorProcess] = {}
         self._lock = threading.Lock()
@@ -109,6 +113,7 @@ class ExecutorProcesses:
         config = self._config
         stacks = StackSource(config.slots if config.threads else 1)
         output = (pipes["stdout"][0], pipes["stderr"][0])
+        changes = (self._changes,) if self._changes >= 0 else ()
         environment = {**os.environ, context.VARIABLE: self.compute_pool[worker]}
         if config.visible[worker]:
             environment["CUDA_VISIBLE_DEVICES"] = nth_card(config.visible[worker])
@@ -133,12 +138,13 @@ class ExecutorProcesses:
                     kept_output=f"{config.folder}/{task_output.FOLDER}" if config.client else "",
                     stacks=stacks.pipe,
                     board=stacks.board,
+                    changes=self._changes,
                 ),
                 working_directory=config.working_directory,
                 environment=environment,
                 stdout=pipes["stdout"][1],
                 stderr=pipes["stderr"][1],
-                inherited=(*output, *stacks.inherited),
+                inherited=(*output, *stacks.inherited, *changes),
             )
         finally:
             for _, write_end in pipes.values():
@@ -315,6 +321,13 @@ def _let_leave(executors: list[ExecutorProcess]) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
+    if kernel.IS_LINUX:
+        # Four times a second for each executor: psutil takes several times as long.
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split(None, 1)[0] == b"T"
     import psutil
 
     try:

@@ -1,7 +1,8 @@
 """The task board: memory in which a child shows its agent the tasks that it runs and has run.
 
 The agent reads it without the child's help, since the child may not be able to give any. A task
-costs the child two short writes; nothing is sent, and nobody is woken.
+costs the child two short writes; nothing is sent. Nobody is woken, unless the agent asks for that:
+then the child tells of the next change, once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from time import monotonic
 
 from skyward import kernel
 from skyward.wire.messages import End, Failure, Message, Missing, Result
+from skyward.worker.changes import tell
 
 BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 300.0, 1800.0)
 """The bounds, in seconds, between which tasks are counted by how long they ran."""
@@ -37,6 +39,7 @@ _NAME = 120
 _BEGUN, _FIRST_BUCKET = 0, len(OUTCOMES)
 _SECONDS = _FIRST_BUCKET + len(BUCKETS) + 1
 _RESENT = _SECONDS + 1
+_AWAITED, _WRITTEN = _RESENT + 1, _RESENT + 2
 _HEADER = 256
 _RETURNS = (Result, End)
 _READS = 100
@@ -93,6 +96,7 @@ class TaskRing:
     __slots__ = (
         "_at",
         "_begun",
+        "_changes",
         "_counts",
         "_first",
         "_length",
@@ -104,8 +108,8 @@ class TaskRing:
         "_text",
     )
 
-    def __init__(self, memory: mmap.mmap, slot: int, length: int) -> None:
-        self._memory, self._slot, self._length = memory, slot, length
+    def __init__(self, memory: mmap.mmap, slot: int, length: int, changes: int) -> None:
+        self._memory, self._slot, self._length, self._changes = memory, slot, length, changes
         header = slot * (_HEADER + length * _RECORD.size)
         self._first = header + _HEADER
         view = memoryview(memory)[header : header + _HEADER]
@@ -128,6 +132,8 @@ class TaskRing:
             self._memory, at, number, task, get_ident(), now, 0.0, RUNNING, len(text), 0, text
         )
         self._counts[_BEGUN] = number
+        if self._counts[_AWAITED]:
+            self._tell_change()
 
     def end(self, answer: Message | None) -> None:
         """Note that the task is over, and how: by its answer, or without one."""
@@ -138,6 +144,18 @@ class TaskRing:
             took = now - self._since
             self._counts[_FIRST_BUCKET + bisect_left(BUCKETS, took)] += 1
             self._seconds[_SECONDS] += took
+        if self._counts[_AWAITED]:
+            self._tell_change()
+
+    def wrote(self) -> None:
+        """Note that a task has written something, which the node keeps."""
+        self._counts[_WRITTEN] += 1
+        if self._counts[_AWAITED]:
+            self._tell_change()
+
+    def _tell_change(self) -> None:
+        self._counts[_AWAITED] = 0
+        tell(self._changes)
 
     def _failed(self, answer: Message | None) -> int:
         outcome = LOST
@@ -159,6 +177,15 @@ class TaskRing:
         _ERROR.pack_into(self._memory, self._at + _ERROR_AT, len(error))
 
     # The agent's end.
+
+    def await_change(self) -> None:
+        """Have the child tell of the next change."""
+        self._counts[_AWAITED] = 1
+
+    @property
+    def written(self) -> int:
+        """How often tasks have written something."""
+        return self._counts[_WRITTEN]
 
     @property
     def begun(self) -> int:
@@ -217,10 +244,11 @@ class TaskRing:
 class TaskBoard:
     """The tasks of all slots of a child, in memory that the child shares with its agent."""
 
-    def __init__(self, descriptor: int, slots: int) -> None:
+    def __init__(self, descriptor: int, slots: int, changes: int = -1) -> None:
+        """`changes` is the descriptor on which the child tells of changes."""
         length = _length(slots)
         self._memory = mmap.mmap(descriptor, _size(slots))
-        self.rings = [TaskRing(self._memory, slot, length) for slot in range(slots)]
+        self.rings = [TaskRing(self._memory, slot, length, changes) for slot in range(slots)]
         """One for each slot."""
 
     def running(self) -> list[BoardTask]:
@@ -236,6 +264,11 @@ class TaskBoard:
             for number in range(ring.oldest, ring.begun + 1)
         ]
         return [task for task in found if task is not None]
+
+    def await_change(self) -> None:
+        """Have the child tell of the next change."""
+        for each in self.rings:
+            each.await_change()
 
     def totals(self) -> TaskTotals:
         """The numbers of all tasks."""

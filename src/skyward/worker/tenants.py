@@ -19,6 +19,7 @@ from typing import Any
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Message
+from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
 from skyward.worker.residents import Residents
@@ -42,6 +43,7 @@ class Tenant:
         starts: Starts,
         past: PastTasks,
         residents: Residents,
+        changes: Changes,
     ) -> None:
         self.name = name
         self.identity: dict[str, str] = {}
@@ -56,9 +58,12 @@ class Tenant:
         self.heard = time.monotonic()
         self.visits = Visits()
         """The clients that have used the executors."""
-        self.executors = ExecutorProcesses(
-            config, self.tell, starts, lambda executor: past.add(executor, self.visits)
-        )
+
+        def ended(executor: ExecutorProcess) -> None:
+            past.add(executor, self.visits)
+            changes.tell()
+
+        self.executors = ExecutorProcesses(config, self.tell, starts, ended, changes)
         self.devices = DeviceProcesses(config, self.tell, starts, residents)
         self._starts = starts
         self._lock = threading.Lock()
@@ -158,6 +163,8 @@ class Tenants:
 
     def __init__(self, config: AgentConfig, starts: Starts) -> None:
         self._config, self._starts = config, starts
+        self.changes = Changes()
+        """Wakes those who look at the node."""
         self.residents = Residents()
         """The device processes of all tenants, and those that stay for the values they hold."""
         self._lock = threading.RLock()
@@ -178,7 +185,8 @@ class Tenants:
         self.compute_pool = list(config.compute_pool)
 
     def _new(self, name: str) -> Tenant:
-        return Tenant(name, self._config, self._starts, self.past, self.residents)
+        past, residents = self.past, self.residents
+        return Tenant(name, self._config, self._starts, past, residents, self.changes)
 
     def keep(self, idle: float) -> None:
         """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
@@ -245,6 +253,7 @@ class Tenants:
             if name in self._chosen:
                 tenant.identity, _ = self._chosen.pop(name)
             tenant.visits.begin(tenant.name, tenant.identity)
+        self.changes.tell()
         return tenant
 
     def _new_client(self, name: str) -> Tenant:
@@ -275,6 +284,7 @@ class Tenants:
         tenant.park(group)
         if others:
             self._end(tenant)
+        self.changes.tell()
 
     def look(self, *, working: bool = False) -> bool:
         """End the tenants whose clients are gone; whether the whole node is to end.
@@ -332,6 +342,7 @@ class Tenants:
             closing = threading.Thread(target=tenant.close, name="skyward-tenant", daemon=True)
             self._closing[closing] = tenant
             closing.start()
+        self.changes.tell()
 
     def stop_restarting(self) -> None:
         """Neither report nor replace executors that end from now on; safe in a signal handler."""
@@ -349,6 +360,7 @@ class Tenants:
         for thread in [*threads, *self._closing]:
             thread.join()
         self.residents.close()
+        self.changes.close()
 
     def tell(self, message: Message, *, but: Tenant | None = None) -> None:
         """Send to all clients, but one."""

@@ -1,11 +1,12 @@
 """Activity: what a node does, for those who look at a pool: tasks, output, jobs and clients.
 
 The first question is "watch". The first reply has what is known, and each further one what is new;
-whoever does not ask costs the node nothing.
+whoever does not ask costs the node nothing. While nothing happens, the node is only measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -17,19 +18,26 @@ from skyward.wire.asking import next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
+from skyward.worker.changes import Changes
 from skyward.worker.kept_jobs import JobView
 from skyward.worker.services import ServedNode
 from skyward.worker.services.jobs import wait_or_leave
 from skyward.worker.services.usage import measured
-from skyward.worker.task_history import HistoricTask, TaskWatch
+from skyward.worker.supervision import ExecutorProcess
+from skyward.worker.task_history import HistoricTask, TaskWatch, Visits
 from skyward.worker.task_output import FOLDER, TaskLine, TaskOutputReader
 from skyward.worker.usage import Gauge
 
-LOOK_SECONDS = 0.2
-IDLE_LOOK_SECONDS = 0.4
-"""How long until the next look if there was nothing new: waking up is most of what a look costs."""
+LOOK_SECONDS = 0.25
+"""How long from a change, or from what a job may write, to the next look."""
+UNTOLD_LOOK_SECONDS = 0.4
+"""How long if there was nothing new, where nobody is woken by changes."""
 USAGE_SECONDS = 2.0
-JOBS_SECONDS = 1.0
+TOTALS_SECONDS = 1.0
+JOBS_SECONDS = 0.4
+"""How long until jobs are read again: there may be thousands of calls by name."""
+JOBS_MOST = 100
+"""How many jobs and calls by name are told: the latest, and those that have not ended."""
 TASKS_A_TIME = 60
 """How many tasks of a slot are told at a time; the others are only counted."""
 TASKS_FIRST = 300
@@ -46,17 +54,25 @@ def serve(node: ServedNode, channel: Channel) -> None:
     if question.what != "watch":
         channel.send(Reply(problem=f"this service does not answer {question.what!r}; ask 'watch'"))
         return
-    look = _Look(node)
-    usage = _Usage()
-    try:
+    look, usage = _Look(node), _Usage(node.tenants.changes)
+    with contextlib.ExitStack() as held:
+        listener = node.tenants.changes.listen()
+        if listener is not None:
+            held.enter_context(listener)
         while True:
+            if listener is not None:
+                listener.clear()
             news = look.news()
             told = news | usage.news()
             if told:
                 channel.send(Reply({"time": time.time()} | told, more=True))
-            wait_or_leave(channel, LOOK_SECONDS if news else IDLE_LOOK_SECONDS)
-    finally:
-        usage.close()
+            if listener is None:
+                wait_or_leave(channel, LOOK_SECONDS if news else UNTOLD_LOOK_SECONDS)
+                continue
+            seconds = min(usage.due, look.due) - time.monotonic()
+            if wait_or_leave(channel, max(0.0, seconds), listener):
+                # What happens soon after comes with it: a short call is told once.
+                wait_or_leave(channel, LOOK_SECONDS)
 
 
 class _Look:
@@ -66,26 +82,52 @@ class _Look:
         self._node = node
         self._tasks = TaskWatch(node.tenants.past, TASKS_A_TIME)
         self._lines = TaskOutputReader(Path(node.config.folder, FOLDER), LINES_A_TIME)
+        self._written: list[tuple[int, int]] | None = None
+        """How often each executor had written at the last look."""
         self._job_lines = JobLines()
         self._jobs: list[JobView] = []
         self._jobs_at = 0.0
+        self._jobs_version: tuple[int, int] | None = None
+        self._totals_at, self._totals_due = 0.0, 0.0
         self._before: dict[str, Any] = {}
+
+    @property
+    def due(self) -> float:
+        """When to look again though nobody tells of a change.
+
+        Jobs tell nobody what they write; and not everything is read at every change.
+        """
+        if self._node.jobs.running:
+            return time.monotonic() + LOOK_SECONDS
+        jobs = self._jobs_at + JOBS_SECONDS if self._jobs_changed else float("inf")
+        return min(jobs, self._totals_due)
+
+    @property
+    def _jobs_changed(self) -> bool:
+        return (self._node.jobs.version, self._node.calls.version) != self._jobs_version
 
     def news(self) -> dict[str, Any]:
         """What is new since the last look."""
         told: dict[str, Any] = {}
         executors = self._node.tenants.executors
-        first = not self._before
+        for executor, _ in executors:
+            # Before the look, so that nothing is missed after it.
+            _await_change(executor)
         tasks = self._tasks.news(executors)
-        if first:
+        if not self._before:
             # Of each kind the latest ones: those that run are among them.
             tasks = sorted(tasks, key=lambda task: (task.ended is None, task.began))[-TASKS_FIRST:]
         if tasks:
             told["tasks"] = [_task_row(each) for each in tasks]
-        lines = [*self._task_lines(), *self._lines_of_jobs(told)]
+        self._tell_jobs(told)
+        lines = [*self._task_lines(executors), *self._job_lines.next_lines(self._jobs)]
         if lines:
             told["lines"] = lines[-LINES_A_TIME:]
-        if tasks or first:
+        if tasks:
+            self._totals_due = min(self._totals_due, self._totals_at + TOTALS_SECONDS)
+        now = time.monotonic()
+        if now >= self._totals_due:
+            self._totals_at, self._totals_due = now, float("inf")
             self._tell(told, "totals", self._totals(executors))
         self._tell(told, "clients", self._clients())
         self._tell(told, "workers", self._node.config.workers)
@@ -117,11 +159,15 @@ class _Look:
             found.setdefault(tenant.name, {})["since"] = tenant.since
         return found
 
-    def _task_lines(self) -> list[list[Any]]:
-        lines = self._lines.next_lines()
+    def _task_lines(self, executors: list[tuple[ExecutorProcess, Visits]]) -> list[list[Any]]:
+        # The memory of the executors tells what the files would, and costs no system calls.
+        written = [(each.number, _written(each)) for each, _ in executors]
+        if written == self._written:
+            return []
+        lines, self._written = self._lines.next_lines(), written
         if not lines:
             return []
-        whose = {each.process.pid: visits for each, visits in self._node.tenants.executors}
+        whose = {each.process.pid: visits for each, visits in executors}
         shift = time.monotonic() - time.time()
         rows = []
         for line in lines:
@@ -130,16 +176,20 @@ class _Look:
             rows += [_line_row(line, text, client) for text in line.text.splitlines()]
         return rows
 
-    def _lines_of_jobs(self, told: dict[str, Any]) -> list[list[Any]]:
+    def _tell_jobs(self, told: dict[str, Any]) -> None:
+        """Tell the jobs and the calls by name, if one is new or another's state is."""
         now = time.monotonic()
-        if now - self._jobs_at >= JOBS_SECONDS:
-            self._jobs, self._jobs_at = self._node.jobs.all(), now
-            # How long one has run changes all the time, and is known to who knows when it began.
-            states = [(each.id, each.state) for each in self._jobs]
-            if self._before.get("jobs") != states:
-                self._before["jobs"] = states
-                told["jobs"] = [msgspec.to_builtins(each) for each in self._jobs]
-        return self._job_lines.next_lines(self._jobs)
+        if not self._jobs_changed or now - self._jobs_at < JOBS_SECONDS:
+            return
+        node = self._node
+        self._jobs_version, self._jobs_at = (node.jobs.version, node.calls.version), now
+        self._jobs = node.jobs.all()
+        found = sorted([*self._jobs, *node.calls.all()], key=lambda job: (_runs(job), job.began))
+        # How long one has run changes all the time, and is known to who knows when it began.
+        told_of = [(job.id, job.state, job.began) for job in found[-JOBS_MOST:]]
+        if self._before.get("jobs") != told_of:
+            self._before["jobs"] = told_of
+            told["jobs"] = [msgspec.to_builtins(job) for job in found[-JOBS_MOST:]]
 
 
 class JobLines:
@@ -186,28 +236,61 @@ class JobLines:
 
 
 class _Usage:
-    """How busy the node is, measured on a thread: a GPU's driver may take seconds to wake up."""
+    """How busy the node is, every two seconds, in turn with the looks.
 
-    def __init__(self) -> None:
+    A GPU's driver may take seconds to wake up: then, a thread measures. So it does the first time.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._gauge = Gauge()
         self._latest: dict[str, object] = {}
-        self._ended = threading.Event()
-        threading.Thread(target=self._measure, name="skyward-usage", daemon=True).start()
+        self._measuring: threading.Thread | None = None
+        self.due = 0.0
+        """When the next measurement begins."""
 
     def _measure(self) -> None:
-        gauge = Gauge()
-        while True:
-            self._latest = measured(gauge)
-            if self._ended.wait(USAGE_SECONDS):
-                return
+        self._latest = measured(self._gauge)
+
+    def _measure_and_tell(self) -> None:
+        self._measure()
+        self._changes.tell()
 
     def news(self) -> dict[str, Any]:
         """A measurement that has not been told, if there is one."""
+        now = time.monotonic()
+        if now >= self.due:
+            self.due = now + USAGE_SECONDS
+            if self._gauge.has_gpus is False:
+                self._measure()
+            elif self._measuring is None or not self._measuring.is_alive():
+                self._measuring = threading.Thread(
+                    target=self._measure_and_tell, name="skyward-usage", daemon=True
+                )
+                self._measuring.start()
         latest, self._latest = self._latest, {}
         return {"usage": latest} if latest else {}
 
-    def close(self) -> None:
-        """End the thread, once it has measured."""
-        self._ended.set()
+
+def _runs(job: JobView) -> bool:
+    return job.state in ("queued", "running")
+
+
+def _await_change(executor: ExecutorProcess) -> None:
+    """Have an executor tell of the next change."""
+    if (board := executor.stacks.tasks) is not None:
+        # One that is closed changes no more.
+        with contextlib.suppress(ValueError):
+            board.await_change()
+
+
+def _written(executor: ExecutorProcess) -> int:
+    board = executor.stacks.tasks
+    try:
+        return -1 if board is None else board.rings[0].written
+    except ValueError:
+        # Its board is closed: all that it wrote is in its log.
+        return -1
 
 
 def _task_row(task: HistoricTask) -> list[Any]:

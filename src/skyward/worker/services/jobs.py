@@ -15,6 +15,7 @@ from skyward.wire.asking import PART, next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
+from skyward.worker.changes import ChangeListener
 from skyward.worker.kept_jobs import LIVE, JobView
 from skyward.worker.programs import environment_of
 from skyward.worker.services import ServedNode
@@ -152,10 +153,19 @@ def _follow(node: ServedNode, channel: Channel, request: FollowRequest) -> Any:
         wait_or_leave(channel)
 
 
-def wait_or_leave(channel: Channel, seconds: float = LOOK_SECONDS) -> None:
-    """Wait for a moment; `EOFError` if the client has left, or says anything."""
+def wait_or_leave(
+    channel: Channel, seconds: float = LOOK_SECONDS, listener: ChangeListener | None = None
+) -> bool:
+    """Wait for a moment, or for a change, and return whether there was one.
+
+    `EOFError` if the client has left, or says anything.
+    """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
-    if poll.poll(seconds * 1000):
+    if listener is not None:
+        poll.register(listener.fileno(), select.POLLIN)
+    found = poll.poll(seconds * 1000)
+    if any(descriptor == channel.fileno() for descriptor, _ in found):
         channel.receive()
         raise ProtocolError("a client that follows says nothing")
+    return bool(found)
