@@ -21,6 +21,7 @@ import skyward as sky
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.forwarding import Forwarding
 from skyward.compute.workbench.head_page import HeadPage, stop_page
+from skyward.nodes import keeping
 from skyward.nodes.reaching import ReachedPool
 
 from ..conftest import PATIENCE, only_in_all
@@ -96,6 +97,33 @@ def test_the_head_shows_the_calls_of_all_clients(pool: ReachedPool) -> None:
         assert f'skyward_nodes{{pool="{name}"' in text
         assert get(page.url, Host="evil.example")[0] == 421
         assert get(page.address)[0] == 403
+
+
+def test_it_learns_of_nodes_that_come_are_replaced_and_leave(
+    pool: ReachedPool, eventually: Eventually
+) -> None:
+    states: dict[int, str] = {}
+
+    def shown(*wanted: str) -> bool:
+        for message in told:
+            states.update({row[0]: row[1] for row in message.get("nodes", ())})
+            if [states[index] for index in sorted(states)] == list(wanted):
+                return True
+        return False
+
+    with HeadPage(pool) as page, sky.attach(pool.record.name) as compute:
+        told = messages(page.url)
+        assert shown("ready", "ready")
+        compute.resize(3)
+        assert shown("ready", "ready", "ready")
+        lost = psutil.Process(keeping.read(pool.record.name).nodes[2].pid)
+        lost.kill()
+        eventually(lambda: keeping.read(pool.record.name).nodes[2].pid != lost.pid)
+        del states[2]
+        assert shown("ready", "ready", "ready")
+        compute.resize(2)
+        assert shown("ready", "ready", "stopped")
+        told.close()
 
 
 def test_it_stays_and_is_found_again_until_it_is_stopped(pool: ReachedPool) -> None:

@@ -106,7 +106,8 @@ class Fleet:
         self._client = ""
         if spec.keep is not None:
             self._client = adoption.client if adoption else secrets.token_hex(8)
-        self._keeper = PoolKeeper(self._make_record, adoption.record if adoption else None)
+        known = adoption.record if adoption else None
+        self._keeper = PoolKeeper(self._make_record, known, self._tell_head)
         # Executors on one host share memory with the client; over a network they help each other.
         clustered = authority is not None and spec.options.cluster
         self._roster = Roster()
@@ -262,6 +263,10 @@ class Fleet:
     def keep(self) -> None:
         """Write the pool's record, and let its nodes stay."""
         self._keeper.begin(self.nodes)
+
+    def _tell_head(self, message: Message) -> None:
+        for head in self.nodes[:1]:
+            head.tell(message)
 
     @property
     def stays(self) -> bool:

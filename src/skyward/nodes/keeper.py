@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from skyward.errors import PoolError, PoolStartError
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
@@ -25,7 +27,7 @@ from skyward.wire.identity import (
     Credentials,
     SavedAuthority,
 )
-from skyward.wire.messages import Keep
+from skyward.wire.messages import Keep, Members
 from skyward.worker.kept_jobs import JOB
 
 if TYPE_CHECKING:
@@ -55,9 +57,17 @@ def identity() -> dict[str, str]:
 class PoolKeeper:
     """Owns the record of one pool in this process."""
 
-    def __init__(self, make: Callable[[list[KeptNode]], KeptPool], begun: KeptPool | None) -> None:
-        """`make` makes the pool's first record; `begun` is the record of a pool that stays."""
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[list[KeptNode]], KeptPool],
+        begun: KeptPool | None,
+        tell_head: Callable[[Members], None],
+    ) -> None:
+        """`make` makes the pool's first record; `begun` is the record of a pool that stays.
+
+        `tell_head` tells the agent of the first node, if it can be reached.
+        """
+        self._make, self._tell_head = make, tell_head
         self._lock = threading.Lock()
         self._begun = begun
         self._ended: dict[int, str] = {}
@@ -161,6 +171,8 @@ class PoolKeeper:
             record.nodes = sorted([*left, *added], key=lambda node: node.index)
             keeping.write(record)
             self._begun = record
+        # Who looks at the pool from elsewhere has another copy of the record.
+        self._tell_head(Members([msgspec.to_builtins(node) for node in added], removed))
 
     @staticmethod
     def _let_stay(node: Node, record: KeptPool) -> None:

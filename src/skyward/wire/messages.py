@@ -457,6 +457,15 @@ class NodeEnded(Message):
     """Who, for people."""
 
 
+class Members(Message):
+    """Nodes have come to a pool that stays, or left it; told to the head, for those who look."""
+
+    KIND = 53
+    came: list[dict[str, Any]]
+    """What a client needs to know of each, as in the pool's record."""
+    left: list[int]
+
+
 class Room(Message):
     """Tensors of a task's result stay on the node's device: make memory for their storages."""
 

@@ -30,6 +30,7 @@ from skyward.wire.messages import (
     Keep,
     Kill,
     Measure,
+    Members,
     Message,
     NodeEnded,
     OpenDevice,
@@ -183,6 +184,8 @@ class Agent:
                 tenant.devices.close(message.number)
             case Keep():
                 self._tenants.keep(message.idle)
+            case Members():
+                self._tenants.note_members(message)
             case Detach():
                 self._tenants.park(tenant, message.group)
             case Shutdown():

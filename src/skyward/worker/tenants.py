@@ -18,7 +18,7 @@ from typing import Any
 
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Message
+from skyward.wire.messages import Members, Message
 from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
@@ -183,6 +183,8 @@ class Tenants:
         self._chosen: dict[str, tuple[dict[str, str], float]] = {}
         self._closing: dict[threading.Thread, Tenant] = {}
         self.compute_pool = list(config.compute_pool)
+        self.members: dict[int, dict[str, Any] | None] = {}
+        """The nodes that came to the pool since this one began, and those that left, as None."""
 
     def _new(self, name: str) -> Tenant:
         past, residents = self.past, self.residents
@@ -192,6 +194,16 @@ class Tenants:
         """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
         with self._lock:
             self.keeps, self.idle_limit = True, idle
+
+    def note_members(self, message: Members) -> None:
+        """Note nodes that have come, or left, for those who look at the pool."""
+        try:
+            came = {int(each["index"]): each for each in message.came}
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ProtocolError(f"a client does not tell of nodes so: {problem!r}") from problem
+        with self._lock:
+            self.members = {**self.members, **dict.fromkeys(message.left), **came}
+        self.changes.tell()
 
     @property
     def there(self) -> list[Tenant]:

@@ -131,6 +131,8 @@ class _Look:
             self._tell(told, "totals", self._totals(executors))
         self._tell(told, "clients", self._clients())
         self._tell(told, "workers", self._node.config.workers)
+        if members := self._node.tenants.members:
+            self._tell(told, "members", members)
         return told
 
     def _tell(self, told: dict[str, Any], what: str, value: object) -> None:
