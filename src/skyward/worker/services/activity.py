@@ -19,7 +19,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker import output_log
 from skyward.worker.changes import Changes
-from skyward.worker.kept_jobs import JobView
+from skyward.worker.kept_jobs import LIVE, JobView
 from skyward.worker.services import ServedNode
 from skyward.worker.services.jobs import wait_or_leave
 from skyward.worker.services.usage import measured
@@ -186,7 +186,9 @@ class _Look:
         node = self._node
         self._jobs_version, self._jobs_at = (node.jobs.version, node.calls.version), now
         self._jobs = node.jobs.all()
-        found = sorted([*self._jobs, *node.calls.all()], key=lambda job: (_runs(job), job.began))
+        found = sorted(
+            [*self._jobs, *node.calls.all()], key=lambda job: (job.state in LIVE, job.began)
+        )
         # How long one has run changes all the time, and is known to who knows when it began.
         told_of = [(job.id, job.state, job.began) for job in found[-JOBS_MOST:]]
         if self._before.get("jobs") != told_of:
@@ -272,10 +274,6 @@ class _Usage:
                 self._measuring.start()
         latest, self._latest = self._latest, {}
         return {"usage": latest} if latest else {}
-
-
-def _runs(job: JobView) -> bool:
-    return job.state in ("queued", "running")
 
 
 def _await_change(executor: ExecutorProcess) -> None:
