@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 import skyward as sky
+from skyward.nodes.executors import Executors
+from skyward.wire.messages import ExecutorDown
 
 from ..conftest import PATIENCE
 
@@ -295,6 +299,24 @@ def test_results_on_their_way_when_a_process_dies_are_not_lost_nor_made_twice(
         assert values == [number for number in range(60) if number != 40]
     assert len(list(tmp_path.iterdir())) == 60
     assert [path.name for path in tmp_path.iterdir() if path.read_text() != "x"] == []
+
+
+def test_a_process_that_is_gone_is_not_given_up_while_its_results_come() -> None:
+    """They may take longer than a second, over a slow link or on a busy machine."""
+    timers: list[Callable[[], None]] = []
+    lost: list[str] = []
+    executors: Any = object.__new__(Executors)
+    executors._loop = SimpleNamespace(later=lambda seconds, action: timers.append(action))
+    executors._lose = lambda node, lane, reason: lost.append(reason)
+    channel = SimpleNamespace(bytes_received=0, exhausted=False)
+    lane = SimpleNamespace(pid=7, lost=False, channel=channel, process_ended=lambda reason: None)
+    node: Any = SimpleNamespace(lanes={(0, 0): lane}, state="ready")
+    executors.down(node, ExecutorDown(0, 0, 7, "killed", restarting=True))
+    channel.bytes_received = 10
+    timers.pop()()
+    assert lost == []
+    timers.pop()()
+    assert lost == ["killed"]
 
 
 # Retries.

@@ -27,7 +27,7 @@ from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill
 from skyward.wire.versions import my_versions
 
 LAST_RESULTS_SECONDS = 1.0
-"""How long the client reads a dead executor's connection before its tasks count as lost."""
+"""After so long without another byte from a dead executor, its tasks count as lost."""
 
 
 class Executors:
@@ -152,9 +152,10 @@ class Executors:
             # Results that the executor sent before it ended come before the end of its connection,
             # unless a process that it left behind keeps the connection open.
             lane.process_ended(down.reason)
-            over = lane.lost or lane.channel.exhausted
-            seconds = 0.0 if over else LAST_RESULTS_SECONDS
-            self._loop.later(seconds, lambda: self._lose(node, lane, down.reason))
+            if lane.lost or lane.channel.exhausted:
+                self._loop.later(0.0, lambda: self._lose(node, lane, down.reason))
+            else:
+                self._lose_after_results(node, lane, down.reason)
         if not down.restarting:
             failure = PoolStartError(
                 f"node {node.index} worker {down.worker} cannot run: {down.reason}"
@@ -165,6 +166,18 @@ class Executors:
                 self._console.note(str(failure))
         elif node.state == "starting" and lane is None:
             self._console.note(f"node {node.index}: worker {down.worker}: {down.reason}")
+
+    def _lose_after_results(self, node: Node, lane: Lane, reason: str) -> None:
+        """Remove an executor that is gone once nothing comes of it any more."""
+        received = lane.channel.bytes_received
+
+        def look() -> None:
+            if lane.lost or lane.channel.bytes_received == received:
+                self._lose(node, lane, reason)
+            else:
+                self._lose_after_results(node, lane, reason)
+
+        self._loop.later(LAST_RESULTS_SECONDS, look)
 
     def _lose(self, node: Node, lane: Lane, reason: str) -> None:
         """Remove an executor that is gone; its tasks fail or are retried."""

@@ -311,13 +311,15 @@ class Channel:
         before = 0
 
         def told_of_link(done: int) -> None:
+            self.bytes_received = received + done
             told(before + at + done)
 
         for place in places:
             at = self._decoder.take(place)
             if self.link is not None:
+                received = self.bytes_received
                 self.link.incoming.fill(place[at:], told_of_link)
-                self.bytes_received += len(place) - at
+                self.bytes_received = received + len(place) - at
             else:
                 while at < len(place):
                     count = self._receiver.recv_into(place[at : at + (64 << 20)])
