@@ -13,6 +13,7 @@ from typing import Any
 
 from skyward.device import build, properties, torch_build
 from skyward.device.graphs import running as graphs
+from skyward.device.torch_build import TorchBuild
 
 Import = ctypes.CFUNCTYPE(None)
 
@@ -44,6 +45,19 @@ def choose(kind: str) -> str:
     return name if name == "cpu" else f"{name}:{index or 0}"
 
 
+class _About(ctypes.Structure):
+    """What the core says of torch's libraries; `csrc/worker/api.cpp` has the same."""
+
+    gpus: int
+    cudnn: int
+    instructions: bytes
+    _fields_ = (
+        ("gpus", ctypes.c_int64),
+        ("cudnn", ctypes.c_int64),
+        ("instructions", ctypes.c_char * 64),
+    )
+
+
 class OwnTorch:
     """The core with the torch that it calls, for one device of this machine."""
 
@@ -58,13 +72,10 @@ class OwnTorch:
             self._programs = graphs.install(self.kind)
 
     def _load_libraries(self, kind: str) -> bool:
-        """Do without importing torch, if the device is the CPU; returns whether that went well."""
+        """Do without importing torch, if that is possible; returns whether it was."""
         torch = torch_build.installed()
-        is_cpu = kind == "cpu" or (kind == "auto" and torch is not None and not torch.has_gpus)
-        if torch is None or not is_cpu or platform.system() != "Linux":
-            return False
-        core = build.ready("worker", torch.version)
-        if core is None:
+        core = None if torch is None else build.ready("worker", torch.version)
+        if torch is None or core is None or platform.system() != "Linux":
             return False
         try:
             torch.load()
@@ -72,12 +83,28 @@ class OwnTorch:
         except OSError:
             # The import knows of libraries that are elsewhere.
             return False
+        found = self._described(kind, torch)
+        if found is None:
+            return False
+        self.kind, self.properties = found
         self.core.sky_worker_import_later(self._import)
-        name = ctypes.create_string_buffer(64)
-        self.core.sky_worker_instructions(name, ctypes.c_size_t(len(name)))
-        self.kind = "cpu"
-        self.properties = properties.of_host("cpu", torch.version, name.value.decode())
         return True
+
+    def _described(self, kind: str, torch: TorchBuild) -> tuple[str, dict[str, Any]] | None:
+        """The real device and its properties; None if torch has to be imported to know them."""
+        about = _About()
+        self.core.sky_worker_about(ctypes.byref(about))
+        gpus = range(about.gpus)
+        name, _, index = kind.partition(":")
+        if kind == "cpu" or (kind == "auto" and not gpus):
+            return "cpu", properties.of_host("cpu", torch.version, about.instructions.decode())
+        if name not in ("cuda", "auto") or not (index or "0").isdigit():
+            return None
+        number = int(index or 0)
+        if number not in gpus or not about.cudnn:
+            return None  # whoever imports torch says what there is
+        found = properties.of_gpu(number, torch, about.cudnn)
+        return None if found is None else (f"cuda:{number}", found)
 
     def _import_apart(self) -> None:
         """Import torch on another thread: this one has switched gradients off."""

@@ -8,6 +8,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+from skyward.device import driver
+from skyward.device.torch_build import TorchBuild
+
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -42,6 +45,26 @@ def read(kind: str) -> dict[str, Any]:
     if "cuda" not in kind:
         return of_host(kind, version, torch.backends.cpu.get_cpu_capability())
     return {"type": "cuda", "torch_version": version, **_of_gpu(kind)}
+
+
+def of_gpu(index: int, torch: TorchBuild, cudnn: int) -> dict[str, Any] | None:
+    """As `read` for a GPU, from its driver; None if only torch knows."""
+    try:
+        found = driver.read(index)
+    except (OSError, AttributeError):
+        return None
+    if found["major"] < 8:
+        # Torch tries whether it can do bfloat16.
+        return None
+    return {
+        "type": "cuda",
+        "torch_version": torch.version,
+        **found,
+        "gcnArchName": found["name"],
+        "cudnn_version": cudnn,
+        "is_bf16_supported": True,
+        "cuda_version": str(torch.cuda),
+    }
 
 
 def of_host(kind: str, version: str, instructions: str) -> dict[str, Any]:

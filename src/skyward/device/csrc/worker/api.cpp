@@ -1,6 +1,8 @@
 // The worker core's C interface: one call is one client's session, without Python and without the GIL.
+#include <ATen/Context.h>
 #include <ATen/Version.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -19,6 +21,7 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
     c10::Device real{std::string(device)};
     if (real.is_cuda() && !real.has_index()) real = c10::Device(c10::kCUDA, 0);
     c10::OptionalDeviceGuard guard;
+    if (real.is_cuda()) at::globalContext().lazyInitDevice(c10::kCUDA);
     if (!real.is_cpu()) guard.reset_device(real);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
@@ -34,9 +37,22 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
 // Torch has not been imported yet: `import` does that, when an operator is named that only Python may know.
 extern "C" void sky_worker_import_later(void (*import)()) { sky::import_torch = import; }
 
-// The newest vector instructions of this processor that torch uses.
-extern "C" void sky_worker_instructions(char* name, size_t size) {
-  snprintf(name, size, "%s", at::get_cpu_capability().c_str());
+// What torch's libraries know of this machine. `own_torch.py` has the same.
+struct About {
+  int64_t gpus, cudnn;
+  char instructions[64];  // the newest vector instructions of this processor that torch uses
+};
+
+extern "C" void sky_worker_about(About* about) {
+  *about = {};
+  snprintf(about->instructions, sizeof about->instructions, "%s", at::get_cpu_capability().c_str());
+  try {
+    about->gpus = c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+    auto& hooks = at::detail::getCUDAHooks();
+    if (hooks.compiledWithCuDNN()) about->cudnn = hooks.versionCuDNN();
+  } catch (const std::exception&) {
+    // A torch for the CPU alone.
+  }
 }
 
 // A link to the process of another device, over a connected socket; the other sockets lead to its carriers, first those
