@@ -7,6 +7,7 @@ python bench/device.py --device cuda    # a GPU worker against the same GPU used
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import statistics
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import opening
 import psutil
 import thin_link
 import torch
@@ -438,6 +440,12 @@ def functions_over_tensors(size: Size) -> Sequence[Row]:
     ]
 
 
+def opened_devices(size: Size) -> Sequence[Row]:
+    """Opening a device."""
+    scale = opening.QUICK if size is QUICK else opening.FULL
+    return opening.opening(dataclasses.replace(scale, device=KIND))
+
+
 if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
@@ -445,6 +453,7 @@ if __name__ == "__main__":
     run_suite(
         "what the torch device costs",
         [
+            opened_devices,
             client_cost,
             worker_cost,
             training,
