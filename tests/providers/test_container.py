@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,13 @@ def test_volumes_are_mounted(tmp_path: Path) -> None:
         assert read() >> compute == "from outside"
 
 
-def test_a_killed_container_is_replaced() -> None:
+def test_a_killed_container_is_replaced(eventually: Callable[..., None]) -> None:
     with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
         name = podman_says("ps", "--format", "{{.Names}}").split()[0]
         podman_says("kill", name)
 
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and len(set(podman_says("ps", "-q").split())) < 2:
-            time.sleep(0.2)
-        while time.monotonic() < deadline and {n.state for n in compute.nodes} != {"ready"}:
-            time.sleep(0.1)
+        eventually(lambda: compute.stats().nodes_lost, 60, "the loss")
+        eventually(lambda: {n.state for n in compute.nodes} == {"ready"}, 120, "another container")
         assert [place[0] for place in where() @ compute] == ["node-0", "node-1"]
 
 
@@ -184,7 +181,9 @@ def counting(count: int) -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_a_container_that_has_no_network_for_a_while_keeps_its_tasks() -> None:
+def test_a_container_that_has_no_network_for_a_while_keeps_its_tasks(
+    eventually: Callable[..., None],
+) -> None:
     """Slow: the containers' network is away for long enough to be noticed."""
     with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
         before = slept(0) @ compute
@@ -203,7 +202,11 @@ def test_a_container_that_has_no_network_for_a_while_keeps_its_tasks() -> None:
                 subprocess.run([*command, change], check=True)
             if change == "down":
                 time.sleep(OUTAGE_SECONDS)
-                assert {node.state for node in compute.nodes} == {"reconnecting"}
+                eventually(
+                    lambda: all(node.state == "reconnecting" for node in compute.nodes),
+                    60,
+                    "the notice",
+                )
         for thread in threads:
             thread.join()
         assert outcome["broadcast"] == before
