@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,38 @@ def test_the_token_is_not_shown() -> None:
 def test_arguments_that_make_no_sense_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(sky.ConfigurationError, match=words):
         sky.plugins.ray(**given)
+
+
+@pytest.mark.parametrize(("seconds", "tries"), [(0.0, 2), (600.0, 1)])
+def test_ray_is_started_again_if_it_did_not_wait_for_itself(
+    tmp_path: Path, seconds: float, tries: int
+) -> None:
+    """On a busy machine; what fails at once would fail again."""
+    stand_in = tmp_path / "ray" / "scripts" / "scripts.py"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text(
+        "import os, sys\n"
+        "def main():\n"
+        "    tried = os.path.exists('tried')\n"
+        "    open('tries', 'a').write('x')\n"
+        "    open('tried', 'w').close()\n"
+        "    sys.exit(0 if tried else 1)\n"
+    )
+    code = (
+        "from skyward.plugins.frameworks import ray_keeper as keeper\n"
+        f"keeper.GIVES_UP_SECONDS = {seconds}\n"
+        "keeper.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "node"), "--head"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{SOURCE}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tries").read_text() == "x" * tries
+    assert (done.stdout == "started\n") == (tries > 1)
+    assert not (tmp_path / "node").exists()
