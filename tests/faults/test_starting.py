@@ -25,6 +25,8 @@ from skyward.nodes.node import Node
 from skyward.nodes.roster import Roster
 from skyward.providers import Machine, Order
 from skyward.testing import plain_request
+from skyward.wire import connecting
+from skyward.wire.messages import Hello
 
 QUIET = sky.Options(console=False)
 SOON = 50.0
@@ -72,6 +74,20 @@ def test_whatever_a_provider_raises_ends_the_start_and_the_other_nodes(
     assert words in str(caught.value)
     assert str(problem) in str(caught.value)
     assert not any(asyncio.run(machine.alive()) for machine in provider.machines)
+
+
+def test_a_worker_without_a_processor_has_time_to_greet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be killed otherwise, with all that it keeps for the next client."""
+    allowed: dict[str, float] = {}
+
+    def connect(endpoint: str, hello: Hello, credentials: None, name: str, seconds: float) -> Any:
+        allowed[hello.role] = seconds
+        return connecting.connect(endpoint, hello, credentials, name, seconds)
+
+    monkeypatch.setattr(contact, "connect", connect)
+    with sky.Compute(options=QUIET):
+        pass
+    assert allowed["data"] >= 60 > allowed["control"]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from skyward.console import Console
 from skyward.nodes.node import LOST_SECONDS, PING_SECONDS, QUIET_SECONDS, Node
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import Dial, connect
+from skyward.wire.connecting import GREETING_SECONDS, Dial, connect
 from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
 from skyward.wire.identity import Credentials
 from skyward.wire.messages import Hello, Welcome
@@ -44,21 +44,23 @@ class Approach:
         *,
         gone: str = "",
         patience: float = math.inf,
+        near_seconds: float = GREETING_SECONDS,
     ) -> None:
-        """For `gone` and `patience`, see `Dialer`."""
+        """For `gone` and `patience`, see `Dialer`; a greeting here may take `near_seconds`."""
         self._dialer: Dialer | None = None
         if credentials is not None:
             self._dialer = Dialer(
                 endpoint, hello, credentials, name, dial, gone=gone, patience=patience
             )
         self._endpoint, self._hello, self._name = endpoint, hello, name
+        self._near_seconds = near_seconds
         self._refused_since: float | None = None
         self._pause, self._longest = PAUSES
 
     def attempt(self) -> tuple[Channel, Welcome]:
         """Connect; over a network, the channel outlives its connections."""
         if self._dialer is None:
-            return connect(self._endpoint, self._hello, None, self._name)
+            return connect(self._endpoint, self._hello, None, self._name, self._near_seconds)
         return self._dialer.open()
 
     def pause_after(self, problem: BaseException) -> float | None:

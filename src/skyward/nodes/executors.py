@@ -26,6 +26,11 @@ from skyward.wire.identity import Credentials, node_name
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Hello, Kill
 from skyward.wire.versions import my_versions
 
+NEAR_SECONDS = 60.0
+"""How long an executor on this machine may take to greet: it lives, as its agent has announced it.
+
+It may wait for a processor; there is no second attempt, and with the process its state would go.
+"""
 LAST_RESULTS_SECONDS = 1.0
 """After so long without another byte from a dead executor, its tasks count as lost."""
 
@@ -69,6 +74,7 @@ class Executors:
             None if near else self._credentials,
             node_name(self._id, node.index),
             node.host.routes.dial,
+            near_seconds=NEAR_SECONDS,
         )
         self._attempt(node, up, approach, node.control)
 
