@@ -330,7 +330,9 @@ def test_a_node_that_was_replaced_is_another_one() -> None:
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
     state = KeptState(record, "p-kept")
     runs = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""]
-    state.take([(n, {"state": "ready", "tasks": [runs], "workers": 1}) for n in range(3)])
+    known = {"state": "ready", "tasks": [runs], "workers": 1}
+    state.take([(n, known | {"clients": {"a": {"since": 50.0 + n}}}) for n in range(3)])
+    assert state.clients() == {"a": {"since": 50.0}}
     replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
     members = {1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)}
     now = with_members(nodes, members)

@@ -279,7 +279,9 @@ def test_nobody_looks_means_no_events() -> None:
         viewer = hub.join()
         assert pool.events.listened
         hub.leave(viewer)
-        assert pool.events.listened == (hub._held > 0), "only a page that is served keeps events"
+        # Another process of this user may look meanwhile, through the door.
+        looked_at = hub._held > 0 or bool(hub._viewers)
+        assert pool.events.listened == looked_at, "only a page that is served keeps events"
     assert pool.id not in hub._watched
 
 

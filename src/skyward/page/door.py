@@ -104,7 +104,7 @@ class Door:
                 continue
             self._connections[connection] = None
             threading.Thread(
-                target=self._answer, args=(connection,), name="skyward-door", daemon=True
+                target=self._answer, args=(connection,), name="skyward-door-visit", daemon=True
             ).start()
 
     def _answer(self, connection: socket.socket) -> None:

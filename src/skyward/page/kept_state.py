@@ -205,7 +205,11 @@ class KeptState:
         found: dict[str, dict[str, Any]] = {}
         for told in self._clients.values():
             for name, who in told.items():
-                found[name] = {**found.get(name, {}), **who}
+                before = found.get(name, {})
+                found[name] = {**before, **who}
+                if "since" in before and "since" in who:
+                    # A node that came later knows a later one.
+                    found[name]["since"] = min(before["since"], who["since"])
         return found
 
     def jobs(self) -> list[dict[str, Any]]:
