@@ -65,6 +65,18 @@ def test_a_child_tells_once_after_it_was_asked(changes: Changes) -> None:
 
 
 def test_a_child_that_has_closed_everything_tells_nobody(changes: Changes) -> None:
+    tell(-1)
     closed = os.dup(changes.descriptor)
     os.close(closed)
     tell(closed)
+
+
+def test_where_nobody_can_be_woken_a_child_that_was_asked_goes_on() -> None:
+    descriptor = board_file(1)
+    child, agent = TaskBoard(descriptor, 1), TaskBoard(descriptor, 1)
+    os.close(descriptor)
+    agent.await_change()
+    child.rings[0].begin(1, "f")
+    assert [task.name for task in agent.running()] == ["f"]
+    child.close()
+    agent.close()

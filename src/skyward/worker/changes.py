@@ -17,9 +17,10 @@ _CAN_WAKE = kernel.IS_LINUX and hasattr(os, "eventfd")
 
 
 def tell(descriptor: int) -> None:
-    """Wake all who listen; a child that has closed the descriptor wakes nobody."""
-    with contextlib.suppress(OSError):
-        os.eventfd_write(descriptor, 1)
+    """Wake all who listen; nobody listens at -1, nor if a child has closed the descriptor."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(descriptor, 1)
 
 
 class Changes:
@@ -31,8 +32,7 @@ class Changes:
 
     def tell(self) -> None:
         """Wake all who listen."""
-        if self.descriptor >= 0:
-            tell(self.descriptor)
+        tell(self.descriptor)
 
     def listen(self) -> ChangeListener | None:
         """A new listener, which the caller closes; None where nobody can be woken."""
