@@ -20,7 +20,9 @@ from skyward.worker import detached
 
 from ..conftest import PATIENCE
 
-QUIET = sky.Options(console=False, orphan_timeout=5)
+QUIET = sky.Options(console=False)
+HASTY = sky.Options(console=False, orphan_timeout=5)
+"""For pools on which clients are killed; on a busy machine, those that live may be silent, too."""
 
 Script = Callable[[str], subprocess.Popen[str]]
 """Starts a script in another process; it has `sky` imported."""
@@ -88,7 +90,7 @@ def kept(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
     """The name of a pool of two nodes that stays; once with Unix sockets, once with TLS."""
     name = f"kept-{os.getpid()}-{request.param}"  # `sky stacks` finds those of all processes
     with sky.Compute(
-        sky.Local(transport=request.param), nodes=2, name=name, keep=True, options=QUIET
+        sky.Local(transport=request.param), nodes=2, name=name, keep=True, options=HASTY
     ):
         pass
     yield name

@@ -27,7 +27,7 @@ from ..conftest import PATIENCE
 
 Eventually = Callable[..., None]
 Script = Callable[[str], "subprocess.Popen[str]"]
-QUIET = sky.Options(console=False, orphan_timeout=5)
+QUIET = sky.Options(console=False)
 
 
 @sky.function

@@ -21,7 +21,7 @@ Script = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture(scope="module")
 def bench(home: Path) -> Iterator[str]:
-    options = sky.Options(console=False, orphan_timeout=5)
+    options = sky.Options(console=False)
     local = sky.Local(transport="tcp")
     with sky.Compute(local, nodes=2, name="values", keep=True, options=options):
         pass
