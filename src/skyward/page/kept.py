@@ -21,6 +21,8 @@ from skyward.page.node_watch import NodeWatch, Reports
 
 TICK_SECONDS = 0.1
 """What comes within so many seconds is told together; agents take 0.25 s for the same."""
+SETTLE_SECONDS = 0.03
+"""What comes after a pause waits so long for more: nodes often tell of the same call."""
 SAMPLE_SECONDS = 2.0
 ANSWER_SECONDS = 1.0
 """How long the first look at a pool waits for its agents."""
@@ -149,7 +151,7 @@ class KeptWatch:
     def _show(self, written: _WrittenRecord, state: KeptState) -> None:
         sampled = 0.0
         while not self._ended.is_set():
-            messages = self._take(state)
+            taken, messages = time.monotonic(), self._take(state)
             if written.has_changed():
                 record = written.read()
                 if record.id != state.record.id or record.stopped:
@@ -169,7 +171,7 @@ class KeptWatch:
             # Until the load is known for the first time, there is more to come soon.
             left = sampled + SAMPLE_SECONDS - time.monotonic() if sampled else TICK_SECONDS
             if self._reports.wait(max(0.0, left)) and not self._new:
-                self._ended.wait(TICK_SECONDS)
+                self._ended.wait(max(SETTLE_SECONDS, taken + TICK_SECONDS - time.monotonic()))
 
     def _greet(self, state: KeptState, *, sampled: bool) -> None:
         """Show all that is known to those who are new."""

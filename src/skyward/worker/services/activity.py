@@ -29,7 +29,9 @@ from skyward.worker.task_output import FOLDER, TaskLine, TaskOutputReader
 from skyward.worker.usage import Gauge
 
 LOOK_SECONDS = 0.25
-"""How long from a change, or from what a job may write, to the next look."""
+"""How long from one look to the next, at least."""
+SETTLE_SECONDS = 0.05
+"""How long from a change to the look at it, at least: a short call is told once."""
 UNTOLD_LOOK_SECONDS = 0.4
 """How long if there was nothing new, where nobody is woken by changes."""
 USAGE_SECONDS = 2.0
@@ -62,7 +64,7 @@ def serve(node: ServedNode, channel: Channel) -> None:
         while True:
             if listener is not None:
                 listener.clear()
-            news = look.news()
+            looked, news = time.monotonic(), look.news()
             told = news | usage.news()
             if told:
                 channel.send(Reply({"time": time.time()} | told, more=True))
@@ -71,8 +73,8 @@ def serve(node: ServedNode, channel: Channel) -> None:
                 continue
             seconds = min(usage.due, look.due) - time.monotonic()
             if wait_or_leave(channel, max(0.0, seconds), listener):
-                # What happens soon after comes with it: a short call is told once.
-                wait_or_leave(channel, LOOK_SECONDS)
+                left = looked + LOOK_SECONDS - time.monotonic()
+                wait_or_leave(channel, max(SETTLE_SECONDS, left))
 
 
 class _Look:
