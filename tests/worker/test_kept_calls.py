@@ -42,3 +42,22 @@ def test_an_end_that_cannot_be_written_is_told_all_the_same(calls: KeptCalls) ->
     calls.forget("run")
     with pytest.raises(PoolError, match="there is no call named 'run'"):
         calls.get("run")
+
+
+def test_a_call_whose_runner_does_not_start_is_not_taken_for_the_next_one(calls: KeptCalls) -> None:
+    def refuse() -> str:
+        raise OSError("no process")
+
+    calls.begin("run")
+    with pytest.raises(OSError, match="no process"):
+        calls.add("run", "train", "me", refuse)
+    assert calls.get("run").state == "lost"
+    version = calls.version
+    calls.give_up("run")
+    assert calls.version != version
+    with pytest.raises(PoolError, match="there is no call named 'run'"):
+        calls.get("run")
+
+    calls.begin("run")
+    calls.add("run", "train", "me", lambda: "job")
+    assert calls.get("run").state == "queued"

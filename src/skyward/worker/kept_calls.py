@@ -130,6 +130,7 @@ class KeptCalls:
                 raise PoolError(f"a job is called {name!r}, see `sky jobs`; give another name")
             folder = self._folder / name
             folder.mkdir(parents=True, mode=0o700)
+            self._past.pop(name, None)
             # Only now: without a folder there is no call, and nobody gives it up.
             self._begun.add(name)
         return folder
@@ -150,7 +151,10 @@ class KeptCalls:
         """Discard a call that was not sent completely."""
         with self._changed:
             self._begun.discard(name)
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            # Whoever looked meanwhile has taken it for a lost one.
+            self._past.pop(name, None)
+            self._note_change()
 
     def add(self, name: str, function: str, by: str, launch: Callable[[], str]) -> None:
         """Have a call run that is complete; `launch` starts a runner, and returns its job."""
