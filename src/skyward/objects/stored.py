@@ -66,7 +66,7 @@ def arriving(parts: Iterable[bytes | bytearray]) -> Iterator[tuple[Any, Pieces, 
     for part in parts:
         waiting += part
         while (size := _size(waiting)) and len(waiting) >= size:
-            block = memoryview(bytearray(waiting[:size]))
+            block = memoryview(waiting[:size])
             del waiting[:size]
             end += size
             for facts, pieces in objects(block):
