@@ -17,11 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 import skyward as sky
-from skyward.calls.answers import Streaming
 from skyward.cli.main import sky as command
-from skyward.compute.named import outcomes
 from skyward.compute.named.client import NamedCall
-from skyward.compute.named.runner import NamedRun
 
 from ..conftest import PATIENCE, only_in_all
 from .conftest import QUIET, said
@@ -257,23 +254,17 @@ def test_a_connection_that_breaks_between_items_is_made_again(
     assert list(items) == ["second"]
 
 
-def test_an_item_is_on_the_disk_before_the_next_one_is_asked_for(tmp_path: Path) -> None:
-    class Items:
-        """A stream that ends after three items."""
-
-        asked = 0
-
-        def next_item(self) -> object:
-            assert path.stat().st_size >= self.asked * 10_000
-            self.asked += 1
-            return ((memoryview(bytes(10_000)), [], []),) if self.asked < 4 else None
-
-        def close(self) -> None: ...
-
-    path = tmp_path / "stream-0"
-    with path.open("wb") as file:
-        outcomes.write_items(file, Streaming(Items))  # type: ignore[arg-type]
-    assert path.stat().st_size >= 30_000
+def test_a_stream_without_an_end_says_why(compute: sky.Compute, gate: Path) -> None:
+    items = compute.submit(two_items(str(gate)), name="endless").result()
+    assert next(items) == "first"
+    gate.touch()
+    assert next(items) == "second"
+    until(lambda: found(compute, "endless").state == "done")
+    stream = Path(compute._calls.look("endless").folder, "stream-0")
+    os.truncate(stream, 0)
+    with pytest.raises(sky.PoolError, match="endless has no result: ") as caught:
+        next(compute.result("endless"))
+    assert caught.type is sky.PoolError
 
 
 def test_retries_and_timeouts_are_those_of_any_call(compute: sky.Compute, tmp_path: Path) -> None:
@@ -373,13 +364,6 @@ def test_a_result_that_cannot_be_fetched_is_fetched_again_or_told(
     else:
         assert future.result(PATIENCE) == "through the gate"
     assert compute.result(name, PATIENCE) == "through the gate"
-
-
-def test_a_call_whose_output_cannot_be_written_fails_alone(tmp_path: Path) -> None:
-    (tmp_path / "output").write_text("no folder")
-    end = NamedRun(None, "full", tmp_path, str).run()  # type: ignore[arg-type]
-    assert end.state == "failed"
-    assert end.problem.startswith("its output could not be written: ")
 
 
 @only_in_all

@@ -54,15 +54,18 @@ class ItemStreams:
 
     def _objects(self, view: JobView, stream: int) -> Generator[tuple[Any, Pieces]]:
         position, deadline = 0, 0.0
+        ended: list[JobView] = []
         while True:
             try:
                 with self._reading_from(view.id) as agent:
+                    # Already now: the next item of a slow generator may come after many cuts.
+                    deadline = 0.0
                     agent.send(
                         "stream", name=view.id, began=view.began, stream=stream, position=position
                     )
                     begin = position
-                    for told, pieces, end in stored.arriving(_parts(agent)):
-                        position, deadline = begin + end, 0.0
+                    for told, pieces, end in stored.arriving(_parts(agent, ended)):
+                        position = begin + end
                         yield told, pieces
             except NodeLostError:
                 # The way there may be cut for a moment.
@@ -72,6 +75,9 @@ class ItemStreams:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(PAUSE_SECONDS)
+            else:
+                # Not inside: `_asking` takes a `PoolError` for a refusal.
+                raise problems.without_result(ended[0])
 
     @contextlib.contextmanager
     def _reading_from(self, name: str) -> Iterator[ServiceConnection]:
@@ -89,10 +95,11 @@ class ItemStreams:
                     self._reading.discard(agent)
 
 
-def _parts(agent: ServiceConnection) -> Iterator[bytearray]:
-    """What the agent sends of a stream; raises if the call has ended, and the stream has not."""
+def _parts(agent: ServiceConnection, ended: list[JobView]) -> Iterator[bytearray]:
+    """What the agent sends of a stream, until the call has ended; then `ended` has the call."""
     while True:
         reply, data = agent.next_part()
         if not reply.more:
-            raise problems.without_result(msgspec.convert(reply.value, JobView))
+            ended.append(msgspec.convert(reply.value, JobView))
+            return
         yield data

@@ -15,6 +15,7 @@ import msgspec
 
 from skyward.calls.answers import Answer, Failed, Streaming, Value, cannot_rebuild, remote_failure
 from skyward.calls.flow import not_the_end
+from skyward.calls.streams import RemoteIterator
 from skyward.errors import Outcome, RemoteError, SkywardError
 from skyward.objects import encoding, stored
 from skyward.objects.payloads import Pieces
@@ -83,16 +84,14 @@ def write(file: IO[bytes], outcomes: list[Settled], *, everywhere: bool) -> None
             _append(file, Facts("end", *place), _NOTHING)
 
 
-def write_items(file: IO[bytes], answer: Streaming) -> Answer:
-    """Write the items of a stream as they come, then its end; returns the end."""
-    # Closed if an item cannot be written, so that its generator ends.
-    with contextlib.closing(answer.get()) as stream:
-        while isinstance(item := stream.next_item(), tuple):
-            _append(file, Facts("item"), item[0])
-            file.flush()
+def write_items(file: IO[bytes], stream: RemoteIterator) -> Failed | None:
+    """Write the items of a stream as they come, then its end; returns how it failed, if it did."""
+    while isinstance(item := stream.next_item(), tuple):
+        _append(file, Facts("item"), item[0])
+        file.flush()
     if not isinstance(item, Failed):
         _append(file, Facts("end"), _NOTHING)
-        return answer
+        return None
     _write_failed(file, (0, 0), item)
     return item
 

@@ -154,12 +154,14 @@ class NamedRun:
         load = task.load
         where = place if load is None else (load.node, load.worker)
         if isinstance(answer, Streaming):
-            try:
-                with (self._folder / stream_file(number)).open("wb") as file:
-                    self._answered(number, outcomes.Settled(*where, answer))
-                    answer = outcomes.write_items(file, answer)
-            except OSError as problem:
-                self._unwritten = problem
+            # Closed if its items cannot be written, so that the generator ends.
+            with contextlib.closing(answer.get()) as stream:
+                try:
+                    with (self._folder / stream_file(number)).open("wb") as file:
+                        self._answered(number, outcomes.Settled(*where, answer))
+                        answer = outcomes.write_items(file, stream) or answer
+                except OSError as problem:
+                    self._unwritten = problem
             self._pool.flush_output(task)
         else:
             self._pool.flush_output(task)
@@ -174,7 +176,8 @@ class NamedRun:
                 return
         found = [self._found[each] for each in range(len(self._tasks))]
         self._write(found)
-        if any(isinstance(each.answer, Streaming) for each in found):
+        is_stream = any(isinstance(each.answer, Streaming) for each in found)
+        if is_stream and self._unwritten is None:
             self._on_stream(self.name)
 
 

@@ -1,0 +1,143 @@
+"""The items of calls by name, on their way to the disk of the head and from there to a client."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward as sky
+from skyward.calls.answers import Streaming
+from skyward.compute.named import items, outcomes
+from skyward.compute.named.items import AGAIN_SECONDS, ItemStreams
+from skyward.compute.named.runner import NamedRun
+from skyward.worker.kept_jobs import JobView
+
+CALL = JobView("slow", "running", ["count"], 0.0, 0.0, "")
+
+
+class Clock:
+    """The time, which passes only while somebody sleeps."""
+
+    now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += AGAIN_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(items, "time", clock)
+    return clock
+
+
+def test_a_slow_generator_may_be_cut_off_any_number_of_times() -> None:
+    class Agent:
+        opened = 0
+
+        def send(self, what: str, **arguments: Any) -> None: ...
+
+        def next_part(self) -> Any:
+            if self.opened < 5:
+                raise sky.NodeLostError("cut")
+            ended = JobView("slow", "failed", ["count"], 0.0, 0.0, "", problem="after five")
+            return SimpleNamespace(more=False, value=ended), bytearray()
+
+    agent = Agent()
+
+    @contextlib.contextmanager
+    def asking() -> Iterator[Any]:
+        agent.opened += 1
+        yield agent
+
+    with pytest.raises(sky.PoolError, match="slow has no result: after five"):
+        next(ItemStreams(asking).items(CALL, 0))
+
+
+def test_a_head_that_stays_out_of_reach_is_an_error() -> None:
+    tries = []
+
+    def asking() -> Any:
+        tries.append(1)
+        raise sky.NodeLostError("out of reach")
+
+    with pytest.raises(sky.NodeLostError, match="out of reach"):
+        next(ItemStreams(asking).items(CALL, 0))
+    assert len(tries) == 3
+
+
+def test_an_item_is_on_the_disk_before_the_next_one_is_asked_for(tmp_path: Path) -> None:
+    class Items:
+        """A stream that ends after three items."""
+
+        asked = 0
+
+        def next_item(self) -> object:
+            assert path.stat().st_size >= self.asked * 10_000
+            self.asked += 1
+            return ((memoryview(bytes(10_000)), [], []),) if self.asked < 4 else None
+
+        def close(self) -> None: ...
+
+    path = tmp_path / "stream-0"
+    with path.open("wb") as file:
+        outcomes.write_items(file, Items())  # type: ignore[arg-type]
+    assert path.stat().st_size >= 30_000
+
+
+def test_a_call_whose_output_cannot_be_written_fails_alone(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("no folder")
+    end = NamedRun(None, "full", tmp_path, str).run()  # type: ignore[arg-type]
+    assert end.state == "failed"
+    assert end.problem.startswith("its output could not be written: ")
+
+
+class Untaken:
+    """A stream whose items nobody takes."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StreamingTask:
+    """A task whose worker answers with a stream."""
+
+    load = None
+
+    def __init__(self) -> None:
+        self.stream = Untaken()
+
+    def wait(self) -> Streaming:
+        return Streaming(lambda: self.stream)  # type: ignore[arg-type, return-value]
+
+
+def test_a_stream_whose_file_cannot_be_opened_is_closed(tmp_path: Path) -> None:
+    pool = SimpleNamespace(flush_output=lambda task: None)
+    (tmp_path / "stream-0").mkdir()
+    task: Any = StreamingTask()
+    NamedRun(pool, "full", tmp_path, str)._settled(0, task, (0, 0))  # type: ignore[arg-type]
+    assert task.stream.closed
+
+
+def test_a_stream_whose_result_cannot_be_written_is_not_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = NamedRun(None, "full", tmp_path, told.append)  # type: ignore[arg-type]
+    task: Any = StreamingTask()
+    run._tasks = [task]
+    (tmp_path / "result").mkdir()
+    run._answered(0, outcomes.Settled(0, 0, task.wait()))
+    assert told == []
+    (tmp_path / "result").rmdir()
+    run._unwritten = None
+    run._answered(0, outcomes.Settled(0, 0, task.wait()))
+    assert told == ["full"]
