@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 import skyward as sky
+from skyward import kernel
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.jobs import start_script
+from skyward.nodes import keeping
+from skyward.nodes.keeper import PoolKeeper
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.page import metrics
+from skyward.nodes.node import Node
+from skyward.page import looking, metrics, sockets
 from skyward.page.gathering import Gathering
 from skyward.page.hub import Viewer
-from skyward.page.kept import with_members
+from skyward.page.kept import KnownNodes
 from skyward.page.kept_state import KeptState
-from skyward.page.looking import Watching
+from skyward.page.looking import LookAround, Watching
+from skyward.wire.messages import Members
 
 from ..conftest import PATIENCE
 from .conftest import QUIET, Script
@@ -335,7 +343,10 @@ def test_a_node_that_was_replaced_is_another_one() -> None:
     assert state.clients() == {"a": {"since": 50.0}}
     replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
     members = {1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)}
-    now = with_members(nodes, members)
+    known_nodes = KnownNodes()
+    known_nodes.write(nodes)
+    known_nodes.tell(members)
+    now = known_nodes.nodes
     assert [node.index for node in now] == [0, 1, 3]
     told = state.renew(msgspec.structs.replace(record, nodes=now))
     assert [row[:3] for row in told["nodes"]] == [
@@ -348,3 +359,96 @@ def test_a_node_that_was_replaced_is_another_one() -> None:
         ("2:1.0.2", "lost"),
     ]
     assert told["workers"] == [[0, 0]]
+
+
+def test_the_record_has_newer_facts_than_a_head_that_was_away() -> None:
+    first, second, third = (
+        KeptNode(1, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)
+    )
+    known = KnownNodes()
+    known.write([first])
+    known.tell({1: second})
+    assert known.nodes == [second]
+    known.write([third])
+    assert known.nodes == [third]
+    # The head is there again, and another node has left.
+    known.tell({1: second, 2: None})
+    assert known.nodes == [third]
+    known.tell({1: None, 2: None})
+    assert known.nodes == []
+    known.tell({1: second})
+    assert known.nodes == [second]
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ("train (run-7)", ["train", "run-7"]),
+        ("partial(f)", ["partial(f)", ""]),
+        ("train", ["train", ""]),
+    ],
+)
+def test_only_a_call_by_name_is_taken_for_one(function: str, shown: list[str]) -> None:
+    node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
+    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
+    told = KeptState(record, "p-kept").take([(0, {"lines": [[1.0, 0, 1, "x", function, "a", ""]]})])
+    assert told is not None
+    row = told["lines"][0]
+    assert [row[5], row[7]] == shown
+
+
+@pytest.mark.skipif(not kernel.IS_LINUX, reason="elsewhere, sockets are files")
+def test_a_socket_whose_name_is_no_text_hides_no_pools() -> None:
+    with socket.socket(socket.AF_UNIX) as strange, socket.socket(socket.AF_UNIX) as own:
+        strange.bind(b"\0strange-\xff-%d" % os.getpid())
+        address = f"{sockets.own_address()}-test"
+        own.bind(address)
+        own.listen()
+        assert address in sockets.addresses()
+
+
+def test_a_look_around_that_fails_is_not_the_last(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = threading.Semaphore(0)
+
+    def fail() -> list[str]:
+        looks.release()
+        raise ValueError("no sockets today")
+
+    monkeypatch.setattr(looking, "addresses", fail)
+    monkeypatch.setattr(looking, "LOOK_SECONDS", 0.01)
+    around = LookAround(frozenset())
+    try:
+        assert all(looks.acquire(timeout=PATIENCE) for _ in range(3))
+    finally:
+        around.end()
+    assert capsys.readouterr().err.count("ValueError: no sockets today") == 1
+
+
+def test_a_head_that_was_away_is_told_what_has_changed(home: Path) -> None:
+    nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
+    record = KeptPool("p", "away", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
+    keeping.write(record)
+    done: Future[None] = Future()
+    done.set_result(None)
+    facts = nodes.__getitem__
+    host = SimpleNamespace(facts=facts, keep=lambda: None, after_start=lambda: done)
+    head, gone = (
+        cast(Node, SimpleNamespace(index=n, host=host, tell=lambda message: True)) for n in (0, 2)
+    )
+    told, reached = [], False
+
+    def tell(message: Members) -> bool:
+        told.append(message)
+        return reached
+
+    keeper = PoolKeeper(lambda nodes: record, record, tell)
+    keeper.remove([gone])
+    assert [each.index for each in keeping.read("away").nodes] == [0, 1]
+    reached = True
+    keeper.add(head)
+    assert told == [Members([], [2])] * 2
+    keeper.add(head)
+    assert len(told) == 2
+    keeping.forget("away")

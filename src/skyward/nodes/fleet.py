@@ -264,9 +264,8 @@ class Fleet:
         """Write the pool's record, and let its nodes stay."""
         self._keeper.begin(self.nodes)
 
-    def _tell_head(self, message: Message) -> None:
-        for head in self.nodes[:1]:
-            head.tell(message)
+    def _tell_head(self, message: Message) -> bool:
+        return any(head.tell(message) for head in self.nodes[:1])
 
     @property
     def stays(self) -> bool:

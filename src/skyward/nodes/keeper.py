@@ -61,17 +61,19 @@ class PoolKeeper:
         self,
         make: Callable[[list[KeptNode]], KeptPool],
         begun: KeptPool | None,
-        tell_head: Callable[[Members], None],
+        tell_head: Callable[[Members], bool],
     ) -> None:
         """`make` makes the pool's first record; `begun` is the record of a pool that stays.
 
-        `tell_head` tells the agent of the first node, if it can be reached.
+        `tell_head` tells the agent of the first node, and returns whether it can be reached.
         """
         self._make, self._tell_head = make, tell_head
         self._lock = threading.Lock()
         self._begun = begun
         self._ended: dict[int, str] = {}
         """The nodes that others have ended, and who did."""
+        self._untold: set[int] = set()
+        """The nodes that have changed while the head could not be reached."""
 
     @property
     def begun(self) -> KeptPool | None:
@@ -99,6 +101,8 @@ class PoolKeeper:
             self._ended.pop(node.index, None)
             if record.node(facts.index) != facts:
                 self._change([facts], [])
+            elif self._untold:
+                self._tell_changes(self._written() or record)
             self._let_stay(node, record)
         concurrent.futures.wait([node.host.after_start()])
 
@@ -171,8 +175,15 @@ class PoolKeeper:
             record.nodes = sorted([*left, *added], key=lambda node: node.index)
             keeping.write(record)
             self._begun = record
-        # Who looks at the pool from elsewhere has another copy of the record.
-        self._tell_head(Members([msgspec.to_builtins(node) for node in added], removed))
+        self._untold |= gone
+        self._tell_changes(record)
+
+    def _tell_changes(self, record: KeptPool) -> None:
+        """Tell the head: who looks at the pool from elsewhere has another copy of the record."""
+        there = {node.index: msgspec.to_builtins(node) for node in record.nodes}
+        came = [there[index] for index in sorted(self._untold & there.keys())]
+        if self._tell_head(Members(came, sorted(self._untold - there.keys()))):
+            self._untold = set()
 
     @staticmethod
     def _let_stay(node: Node, record: KeptPool) -> None:

@@ -383,12 +383,14 @@ class Node:
         """Whether the node's agent has a connection, as far as the client knows."""
         return self.control is not None and self.control.connected
 
-    def tell(self, message: Message) -> None:
-        """Send to the agent, if there is a connection to it."""
+    def tell(self, message: Message) -> bool:
+        """Send to the agent, if there is a connection to it; returns whether there is."""
         control = self.control
         if control is not None:
             with contextlib.suppress(OSError):
                 control.send(message)
+                return True
+        return False
 
     def shut_down(self) -> None:
         """Have the agent end its executors and itself."""

@@ -63,8 +63,7 @@ class KeptWatch:
         self._audience: list[Audience] = []
         self._reports = Reports()
         self._watches: dict[int, NodeWatch] = {}
-        self._members: dict[int, KeptNode | None] = {}
-        """What the head was told of nodes that came, and of those that left, which are None."""
+        self._known = KnownNodes()
         self._thread = threading.Thread(target=self._run, name="skyward-kept", daemon=True)
         self._thread.start()
 
@@ -98,6 +97,7 @@ class KeptWatch:
             record = written.read()
             if record.stopped:
                 return
+            self._known.write(record.nodes)
             state = KeptState(record, key_of_kept(record.id))
             self._watch(record)
             self._await_answers(state)
@@ -142,9 +142,8 @@ class KeptWatch:
         for node, told in reports:
             # Only the head is told of all changes.
             if node == state.record.head and "members" in told:
-                self._members = msgspec.convert(
-                    told["members"], dict[int, KeptNode | None], strict=False
-                )
+                members = dict[int, KeptNode | None]
+                self._known.tell(msgspec.convert(told["members"], members, strict=False))
         changes = state.take(reports)
         return [] if changes is None else [changes]
 
@@ -156,7 +155,8 @@ class KeptWatch:
                 record = written.read()
                 if record.id != state.record.id or record.stopped:
                     return
-            nodes = with_members(written.record.nodes, self._members)
+                self._known.write(record.nodes)
+            nodes = self._known.nodes
             if nodes != state.record.nodes:
                 record = msgspec.structs.replace(written.record, nodes=nodes)
                 self._watch(record)
@@ -193,11 +193,35 @@ class KeptWatch:
                 each.put(batch)
 
 
-def with_members(nodes: list[KeptNode], members: dict[int, KeptNode | None]) -> list[KeptNode]:
-    """The nodes of a record, with those that came later, and without those that left."""
-    found: dict[int, KeptNode | None] = {node.index: node for node in nodes}
-    found.update(members)
-    return [node for _, node in sorted(found.items()) if node is not None]
+class KnownNodes:
+    """The nodes of a pool, by its record and by what its head was told; what came last counts."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, KeptNode] = {}
+        self._told: dict[int, KeptNode | None] = {}
+        self._outdated: dict[int, KeptNode | None] = {}
+        """What the head was told, and says still, of nodes of which the record has news."""
+
+    def write(self, nodes: list[KeptNode]) -> None:
+        """Take the nodes of the record, which was read."""
+        now = {node.index: node for node in nodes}
+        for index, node in self._told.items():
+            if now.get(index) != self._written.get(index):
+                self._outdated[index] = node
+        self._written = now
+
+    def tell(self, members: dict[int, KeptNode | None]) -> None:
+        """Take all that the head was told of nodes that came, and of those that left, as None."""
+        self._told = members
+        old = self._outdated.items()
+        self._outdated = {i: node for i, node in old if i in members and members[i] == node}
+
+    @property
+    def nodes(self) -> list[KeptNode]:
+        """The nodes that there are, in the order of their numbers."""
+        newer = {i: node for i, node in self._told.items() if i not in self._outdated}
+        found = self._written | newer
+        return [node for _, node in sorted(found.items()) if node is not None]
 
 
 class _WrittenRecord:

@@ -281,7 +281,7 @@ def _line_row(node: int, line: list[Any]) -> list[Any]:
     Workers know such a call by its function and its name: "train (run-7)".
     """
     when, worker, stream, text, function, client, job = line
-    if not job and function.endswith(")"):
-        function, _, named = function[:-1].rpartition(" (")
-        return [when, node, worker, stream, text, function, client, named]
+    called, separator, named = function.rpartition(" (")
+    if not job and separator and named.endswith(")"):
+        return [when, node, worker, stream, text, called, client, named[:-1]]
     return [when, node, worker, stream, text, function, client, job]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 from skyward.nodes import keeping
@@ -171,6 +173,8 @@ class LookAround:
         self._tried: dict[str, float] = {}
         """When each kept pool was last begun to be watched."""
         self._ended = False
+        self._failures: set[str] = set()
+        """What looks around have failed with, of which each was reported once."""
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._look, name="skyward-look", daemon=True)
         self._thread.start()
@@ -203,13 +207,25 @@ class LookAround:
     def _look(self) -> None:
         while not self._ended:
             self._woken.clear()
-            with self._lock:
-                audience = list(self._audience)
-            found = addresses()
-            for watching in audience:
-                watching.connect_to(found)
-            self._look_at_kept()
+            try:
+                self._look_once()
+            except Exception as problem:
+                self._report(problem)
             self._woken.wait(LOOK_SECONDS)
+
+    def _look_once(self) -> None:
+        with self._lock:
+            audience = list(self._audience)
+        found = addresses()
+        for watching in audience:
+            watching.connect_to(found)
+        self._look_at_kept()
+
+    def _report(self, problem: Exception) -> None:
+        """Show a failed look around on stderr, once; the next one may succeed."""
+        if repr(problem) not in self._failures:
+            self._failures.add(repr(problem))
+            traceback.print_exception(problem, file=sys.stderr)
 
     def _look_at_kept(self) -> None:
         """Have a watch for each of the pools that stay."""

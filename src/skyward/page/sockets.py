@@ -45,7 +45,8 @@ def addresses() -> list[str]:
         return [str(path) for path in sorted(_folder().glob(f"{_prefix()}*.sock"))]
     listed = ""
     with contextlib.suppress(OSError):
-        listed = _LISTED.read_text()
+        # Anybody may give a socket a name that is no text.
+        listed = _LISTED.read_text("utf-8", "surrogateescape")
     # The name ends its line; a machine may have thousands of other sockets.
     names = re.findall(f" @({_prefix()}.*)$", listed, re.MULTILINE)
     return sorted({f"\0{name}" for name in names})
