@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 
@@ -19,8 +21,9 @@ import psutil
 MARK = "SKYWARD_RAY_NODE"
 KILL_ROUNDS = 100
 TRIES = 3
-GIVES_UP_SECONDS = 30.0
-"""How long Ray waits for its own processes on a node; on a busy machine they take longer."""
+LOOK_SECONDS = 0.1
+OWN_TIMEOUT = "timed out during startup"
+"""What Ray says if its own processes on a node took too long, as on a busy machine."""
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -43,7 +46,7 @@ def main() -> None:
     try:
         if _start(arguments, environment, mark):
             print("started", flush=True)
-            while sys.stdin.buffer.read(1 << 16):
+            while not _input_ends(None):
                 pass
     finally:
         _kill(mark)
@@ -52,21 +55,44 @@ def main() -> None:
 
 def _start(arguments: list[str], environment: dict[str, str], mark: str) -> bool:
     """Start Ray, again if it did not wait long enough; says whether it has started."""
-    command = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
     for _ in range(TRIES):
-        began = time.monotonic()
-        started = subprocess.run(
+        code, said = _try(arguments, environment)
+        sys.stderr.write(said)
+        sys.stderr.flush()
+        if code == 0:
+            return True
+        _kill(mark)
+        if code is None or OWN_TIMEOUT not in said:
+            return False
+    return False
+
+
+def _try(arguments: list[str], environment: dict[str, str]) -> tuple[int | None, str]:
+    """Run `ray start`; returns its exit code, None if the input ended first, and its output."""
+    command = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
+    # No pipe: Ray's processes go on, and may have its end.
+    with tempfile.TemporaryFile() as output:
+        starting = subprocess.Popen(
             [sys.executable, "-c", command, "start", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
-            check=False,
+            stdout=output,
+            stderr=output,
         )
-        if started.returncode == 0:
-            return True
-        _kill(mark)
-        if time.monotonic() - began < GIVES_UP_SECONDS:
-            return False
-    return False
+        while (code := starting.poll()) is None:
+            if _input_ends(LOOK_SECONDS):
+                starting.kill()
+                starting.wait()
+                break
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def _input_ends(seconds: float | None) -> bool:
+    """Whether the input ends within so many seconds; None waits until something comes."""
+    descriptor = sys.stdin.fileno()
+    ready, _, _ = select.select([descriptor], [], [], seconds)
+    return bool(ready) and not os.read(descriptor, 1 << 16)
 
 
 def _kill(mark: str) -> None:
