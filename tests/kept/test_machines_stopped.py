@@ -40,6 +40,9 @@ class Cloud:
     async def before_stop(self, pool: str) -> None:
         self.steps.append("before stop")
 
+    async def undo_before_stop(self, pool: str) -> None:
+        self.steps.append("undo")
+
     async def stop(self, pool: str) -> None:
         self.steps.append("stop")
 
@@ -88,10 +91,31 @@ class Reached:
     def lock(self, *, force: bool) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def service(self, node: int, name: str) -> Any: ...
+    def service(self, node: int, name: str) -> Reached:
+        return self
 
     def tell_end(self) -> None:
         self._steps.append("end")
+
+
+class Interrupted(Reached):
+    """A pool of which somebody interrupts the end."""
+
+    def tell_end(self) -> None:
+        raise KeyboardInterrupt
+
+
+class Half(Interrupted):
+    """Such a pool, of which an agent has ended."""
+
+    def service(self, node: int, name: str) -> Reached:
+        raise sky.NodeLostError("node 0 does not answer")
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, reached: Any) -> None:
+    monkeypatch.setattr(occupancy, "ReachedPool", lambda record: reached)
+    for name in ("check_jobs", "_write_back", "_bring_back"):
+        monkeypatch.setattr(occupancy, name, lambda *_: [])
 
 
 def test_what_must_not_be_lost_is_safe_before_an_agent_ends(
@@ -99,14 +123,30 @@ def test_what_must_not_be_lost_is_safe_before_an_agent_ends(
 ) -> None:
     """Whoever kills `sky stop` then, the machines end without their agents."""
     cloud = use(monkeypatch, Stopped("i-0", 0))
-    reached: Any = Reached(cloud.steps)
-    monkeypatch.setattr(occupancy, "ReachedPool", lambda record: reached)
-    for name in ("check_jobs", "_write_back", "_bring_back"):
-        monkeypatch.setattr(occupancy, name, lambda *_: [])
+    answer(monkeypatch, Reached(cloud.steps))
     journalled = occupancy.journalled(record)
     occupancy.end(NoJournal(), journalled, record, force=False, stop=True)
     assert cloud.steps == ["before stop", "end", "stop"]
     assert keeping.read("cloud").stopped
+    keeping.forget("cloud")
+
+
+@pytest.mark.parametrize("kind", [Interrupted, Half])
+def test_machines_of_a_pool_that_was_not_stopped_go_with_it_again(
+    record: KeptPool, monkeypatch: pytest.MonkeyPatch, kind: type[Reached]
+) -> None:
+    """Unless an agent has ended: its machine may end at any time, and must lose nothing."""
+    cloud = use(monkeypatch, Stopped("i-0", 0))
+    answer(monkeypatch, kind(cloud.steps))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        occupancy.end(NoJournal(), occupancy.journalled(record), record, force=False, stop=True)
+    assert keeping.read("cloud") == record
+    notes = getattr(caught.value, "__notes__", [])
+    if kind is Interrupted:
+        assert (cloud.steps, notes) == (["before stop", "undo"], [])
+    else:
+        assert cloud.steps == ["before stop"]
+        assert "may stay, and cost: node 0 does not answer; `sky stop cloud` tries" in notes[0]
     keeping.forget("cloud")
 
 

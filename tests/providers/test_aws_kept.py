@@ -141,6 +141,9 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
             note()
             await seller.before_stop("p1")
             note()
+            await seller.undo_before_stop("p1")
+            note()
+            await seller.before_stop("p1")
             await seller.stop("p1")
             again = await seller.create(order)
             note()
@@ -156,8 +159,8 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
             await seller.sweep("p1")
 
     asyncio.run(attempt())
-    assert seen == ["terminate", "stop", "stop", "terminate", "stop"]
-    assert len(aws.made("ModifyInstanceAttribute")) == 4
+    assert seen == ["terminate", "stop", "terminate", "stop", "terminate", "stop"]
+    assert len(aws.made("ModifyInstanceAttribute")) == 6
 
 
 def test_an_instance_watches_itself_after_every_boot(tmp_path: Path) -> None:

@@ -97,9 +97,11 @@ def ignore_interrupts() -> None:
 
 def reported(context: click.Context, problem: BaseException) -> int | None:
     """Report a failure on stderr, and return its exit code; None for a defect of Skyward."""
+    notes = getattr(problem, "__notes__", ())
     if isinstance(problem, KeyboardInterrupt | click.Abort):
         # On a terminal the cursor stands behind a ^C or a question.
-        click.echo("\nInterrupted" if sys.stderr.isatty() else "Interrupted", err=True)
+        begin = "\nInterrupted" if sys.stderr.isatty() else "Interrupted"
+        click.echo("\n".join([begin, *notes]), err=True)
         return INTERRUPTED
     if isinstance(problem, BrokenPipeError):
         return UNREAD
@@ -108,7 +110,6 @@ def reported(context: click.Context, problem: BaseException) -> int | None:
         return None
     if context.meta.get(f"{_KEY}debug") or os.environ.get("SKYWARD_DEBUG", "0") != "0":
         click.echo("".join(traceback.format_exception(problem)), err=True, nl=False)
-    notes = getattr(problem, "__notes__", ())
     click.echo("\n".join([f"Error: {message}", *notes]), err=True)
     return FAILED
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ from skyward.nodes.reaching import (
     check_here,
     provider_of,
 )
-from skyward.providers.staying import before_stop, stops
+from skyward.providers import Provider
+from skyward.providers.staying import before_stop, spares, stops, undo_before_stop
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import JOB, JobView
 
@@ -147,14 +148,13 @@ def end(
                     check_jobs(record.name, reached.nodes, reached.service)
                 unwritten += _write_back(reached)
                 brought = _bring_back(reached, unwritten)
-        if stop:
-            asyncio.run(before_stop(provider, pool.id))
-        if reached is not None:
-            reached.tell_end()
-        # First: its clients start a lost node anew, as long as the record has the node.
-        # It is not removed yet: whatever ends this process, the pool keeps its name and its keys.
-        count = len(record.nodes) or record.count
-        keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True, count=count))
+        with _prepared(provider, record, reached) if stop else contextlib.nullcontext():
+            if reached is not None:
+                reached.tell_end()
+            # First: its clients start a lost node anew, as long as the record has the node.
+            # It is not removed yet: whatever ends this process, the pool keeps its name and keys.
+            count = len(record.nodes) or record.count
+            keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True, count=count))
         try:
             if stop and stops(provider):
                 cleaned = halt(journal, pool, provider)
@@ -168,6 +168,37 @@ def end(
         elif not stop:
             keeping.forget(record.name, record.id)
     return dataclasses.replace(cleaned, unwritten=tuple(unwritten), brought=brought)
+
+
+@contextlib.contextmanager
+def _prepared(provider: Provider, record: KeptPool, reached: ReachedPool | None) -> Iterator[None]:
+    """Have the machines lose nothing from now on; if the block fails, the pool is as it was."""
+    if not spares(provider):
+        yield
+        return
+    try:
+        asyncio.run(before_stop(provider, record.id))
+        yield
+    except BaseException as problem:
+        try:
+            _check_agents(reached)
+            asyncio.run(undo_before_stop(provider, record.id))
+        except BaseException as failure:
+            why = str(failure) or type(failure).__name__
+            problem.add_note(
+                f"{record.name} is not stopped. If it ends by itself now, its machines or claims "
+                f"may stay, and cost: {why}; `sky stop {record.name}` tries again, and "
+                f"`sky down {record.name}` removes all"
+            )
+        raise
+
+
+def _check_agents(reached: ReachedPool | None) -> None:
+    """Raise unless every agent answers: a machine without one may end, and must lose nothing."""
+    if reached is None:
+        raise PoolError("its agents do not answer")
+    for node in reached.nodes:
+        reached.service(node, "clients").close()
 
 
 def check_jobs(

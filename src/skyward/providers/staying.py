@@ -27,6 +27,11 @@ def stops(provider: Provider) -> TypeGuard[Stopper]:
     return hasattr(provider, "stop")
 
 
+def spares(provider: Provider) -> bool:
+    """Whether something has to be done before the agents of a pool are ended for `stop`."""
+    return hasattr(provider, "before_stop")
+
+
 async def before_stop(provider: Provider, pool: str) -> None:
     """Have a pool's machines lose nothing, by a method `before_stop`, if they end by themselves.
 
@@ -36,6 +41,13 @@ async def before_stop(provider: Provider, pool: str) -> None:
     prepare = getattr(provider, "before_stop", None)
     if prepare is not None:
         await prepare(pool)
+
+
+async def undo_before_stop(provider: Provider, pool: str) -> None:
+    """Undo `before_stop`, by a method `undo_before_stop`: the pool goes on, with all its agents."""
+    undo = getattr(provider, "undo_before_stop", None)
+    if undo is not None:
+        await undo(pool)
 
 
 async def after_start(machine: Machine) -> None:

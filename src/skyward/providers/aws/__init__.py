@@ -355,6 +355,12 @@ class AWS:
 
         await stopping.spare((await self._pool(pool)).instances)
 
+    async def undo_before_stop(self, pool: str) -> None:
+        """Have the pool's instances go with their disks again if they shut themselves down."""
+        from skyward.providers.aws import stopping
+
+        await stopping.unspare((await self._pool(pool)).instances)
+
     async def stop(self, pool: str) -> None:
         """Stop the pool's instances; their disks stay."""
         from skyward.providers.aws import stopping

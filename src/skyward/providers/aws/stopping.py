@@ -33,8 +33,19 @@ def why_not(instances: Iterable[Instance]) -> str:
 
 async def spare(instances: Instances) -> None:
     """Have the instances of a pool keep their disks if they shut themselves down."""
+    await _on_shutdown_of_all(instances, "stop")
+
+
+async def unspare(instances: Instances) -> None:
+    """Have the instances of a pool go with their disks if they shut themselves down."""
+    await _on_shutdown_of_all(instances, "terminate")
+
+
+async def _on_shutdown_of_all(
+    instances: Instances, behaviour: Literal["stop", "terminate"]
+) -> None:
     running = _there((await instances.all()).values())
-    changes = (on_shutdown(instances, str(each["InstanceId"]), "stop") for each in running)
+    changes = (on_shutdown(instances, str(each["InstanceId"]), behaviour) for each in running)
     await asyncio.gather(*changes)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -199,13 +199,17 @@ class Kubernetes:
 
     async def before_stop(self, pool: str) -> None:
         """Have the pool's Job stay after its end, with the claims that go with it."""
-        await asyncio.to_thread(self._before_stop, pool)
+        await asyncio.to_thread(self._change_job, pool, jobs.spare)
 
-    def _before_stop(self, pool: str) -> None:
+    async def undo_before_stop(self, pool: str) -> None:
+        """Have the pool's Job go after its end again, with all that it owns."""
+        await asyncio.to_thread(self._change_job, pool, jobs.unspare)
+
+    def _change_job(self, pool: str, change: Callable[[Access, str], None]) -> None:
         access = Access(self._place)
         try:
             if (job := jobs.find(access, pool)) is not None:
-                jobs.spare(access, job["metadata"]["name"])
+                change(access, job["metadata"]["name"])
         finally:
             access.close()
 
