@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyward.bootstrap import wheel as bootstrap_wheel
-from skyward.device import build
+from skyward.device import build, torch_build
 
 from ..conftest import has_compiler, only_in_all
 
@@ -139,6 +139,16 @@ def test_a_core_is_known_without_torch_unless_several_builds_have_one(
     assert build.ready("worker", "2.14.0") is None
     paths[1].touch()
     assert build.ready("worker", "2.13.0") is None
+
+
+def test_operators_that_python_puts_others_for_are_known_by_their_names() -> None:
+    build_of_torch = torch_build.installed()
+    assert build_of_torch is not None
+    assert build_of_torch.version == torch.__version__
+    names = build_of_torch.named_by_python()
+    if (build_of_torch.home / "_native" / "ops" / "bmm_outer_product").exists():
+        assert {"bmm", "topk", "scatter_add_", "_fused_rms_norm"} <= names
+    assert "add" not in names
 
 
 def test_nodes_get_the_cores_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from skyward.testing import plain_request
 from skyward.wire import connecting
 from skyward.wire.messages import Hello
 
+from ..conftest import Eventually
+
 QUIET = sky.Options(console=False)
 SOON = 50.0
 """Seconds rather than the minute an agent may take to start."""
@@ -275,3 +277,25 @@ def test_pools_that_come_and_go_leave_no_thread_and_no_descriptor(eventually: An
     gc.collect()
     eventually(lambda: used()[0] <= before[0], what="the end of all threads")
     eventually(lambda: used()[1] <= before[1], what=f"{before[1]} descriptors, not {used()[1]}")
+
+
+def test_a_loop_that_cannot_be_made_is_an_error_and_not_a_wait(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    async def work() -> int:
+        return 7
+
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(provider_loop, "_loop", None)
+    with monkeypatch.context() as changed:
+        changed.setattr(provider_loop.asyncio, "new_event_loop", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            provider_loop.submit(work())
+    assert provider_loop.submit(work()).result(10) == 7
+    loop = provider_loop._loop
+    assert loop is not None
+    loop.call_soon_threadsafe(loop.stop)
+    eventually(lambda: not loop.is_running())
+    loop.close()

@@ -6,13 +6,17 @@ import os
 import re
 import signal
 import subprocess
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import skyward as sky
+from skyward.events import EventStream
 from skyward.nodes import keeping
+from skyward.nodes.devices import DeviceDesk
 from skyward.nodes.occupancy import occupancy
 
 from ..conftest import ALL, PATIENCE, Eventually
@@ -102,9 +106,37 @@ def test_leaving_waits_for_the_last_operations_and_raises_what_failed(bench: str
         for place in (0, 9):  # the first of a kind is waited for
             tensor[torch.tensor([place]).to(tensor.device)] = 0
     assert "noticed when the client left the pool" in raised.value.__notes__[-1]
+    with pytest.raises(KeyError) as own, sky.attach(bench) as compute:
+        tensor = compute.kept("last")
+        assert tensor.tolist() == [0, 1, 2, 3]
+        for place in (0, 9):
+            tensor[torch.tensor([place]).to(tensor.device)] = 0
+        raise KeyError("of the block's own")
+    assert "Closing failed as well: IndexError: index 9" in own.value.__notes__[-1]
     with sky.attach(bench) as compute:
-        assert compute.kept("last").tolist() == [0, 1, 2, 3]
         compute.forget("last")
+
+
+def test_leaving_waits_for_every_device_also_if_one_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = DeviceDesk(*[pytest.fail] * 3, EventStream("desk"))
+    released, ended = threading.Event(), []
+
+    def synchronize(index: int) -> None:
+        if index == 0:
+            raise IndexError("index 9")
+        released.wait()
+        ended.append(index)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    for index in (0, 1):
+        desk._open[index] = (0, {"cpu"}, types.SimpleNamespace(index=index))
+        desk.keep(index)
+    threading.Timer(0.2, released.set).start()
+    with pytest.raises(IndexError, match="index 9"):
+        desk.finish(pytest.fail)
+    assert ended == [1]
 
 
 def test_two_names_of_one_tensor_are_one_tensor(bench: str) -> None:

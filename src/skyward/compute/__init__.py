@@ -16,7 +16,7 @@ from skyward import functions
 from skyward.accelerators import Accelerator
 from skyward.compute.arguments import new_name, resolve, restored
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
-from skyward.compute.closing import close_despite_interrupts
+from skyward.compute.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.configured import arguments_of
 from skyward.compute.listening import OnEvent, check_callback
 from skyward.compute.looking import Looking
@@ -233,7 +233,8 @@ class Compute(Looking):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        self.close()
+        with not_instead_of(problem):
+            self.close()
 
     def _forget_context(self) -> None:
         if self._token is not None:
@@ -269,7 +270,8 @@ class Compute(Looking):
         trace: TracebackType | None,
     ) -> None:
         self._forget_context()
-        await asyncio.to_thread(self.close)
+        with not_instead_of(problem):
+            await asyncio.to_thread(self.close)
 
     @classmethod
     def _again(cls, record: KeptPool) -> Self:

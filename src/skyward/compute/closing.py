@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def close_despite_interrupts(close: Callable[[], None], hurry: Callable[[], None]) -> None:
@@ -42,3 +43,14 @@ def close_despite_interrupts(close: Callable[[], None], hurry: Callable[[], None
         raise interrupt
     if ended[0] is not None:
         raise ended[0]
+
+
+@contextlib.contextmanager
+def not_instead_of(problem: BaseException | None) -> Iterator[None]:
+    """Close after a block; what fails meanwhile is a note of the block's own exception."""
+    try:
+        yield
+    except Exception as failure:
+        if problem is None:
+            raise
+        problem.add_note(f"Closing failed as well: {type(failure).__name__}: {failure}")

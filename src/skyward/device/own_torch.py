@@ -49,13 +49,8 @@ class _About(ctypes.Structure):
     """What the core says of torch's libraries; `csrc/worker/api.cpp` has the same."""
 
     gpus: int
-    cudnn: int
     instructions: bytes
-    _fields_ = (
-        ("gpus", ctypes.c_int64),
-        ("cudnn", ctypes.c_int64),
-        ("instructions", ctypes.c_char * 64),
-    )
+    _fields_ = (("gpus", ctypes.c_int64), ("instructions", ctypes.c_char * 64))
 
 
 class OwnTorch:
@@ -87,7 +82,8 @@ class OwnTorch:
         if found is None:
             return False
         self.kind, self.properties = found
-        self.core.sky_worker_import_later(self._import)
+        names = torch.named_by_python() if self.kind != "cpu" else set()
+        self.core.sky_worker_import_later(self._import, "\n".join(names).encode())
         return True
 
     def _described(self, kind: str, torch: TorchBuild) -> tuple[str, dict[str, Any]] | None:
@@ -95,16 +91,17 @@ class OwnTorch:
         about = _About()
         self.core.sky_worker_about(ctypes.byref(about))
         gpus = range(about.gpus)
-        name, _, index = kind.partition(":")
         if kind == "cpu" or (kind == "auto" and not gpus):
             return "cpu", properties.of_host("cpu", torch.version, about.instructions.decode())
-        if name not in ("cuda", "auto") or not (index or "0").isdigit():
-            return None
-        number = int(index or 0)
-        if number not in gpus or not about.cudnn:
+        name, _, index = ("cuda:0" if kind == "auto" else kind).partition(":")
+        if name != "cuda" or not (index or "0").isdigit() or int(index or 0) not in gpus:
             return None  # whoever imports torch says what there is
-        found = properties.of_gpu(number, torch, about.cudnn)
-        return None if found is None else (f"cuda:{number}", found)
+        real = f"cuda:{index or 0}"
+        cudnn = torch.cudnn()
+        if cudnn is None or self.core.sky_worker_try(real.encode()):
+            return None  # the import knows, or says why
+        found = properties.of_gpu(int(index or 0), torch, cudnn)
+        return None if found is None else (real, found)
 
     def _import_apart(self) -> None:
         """Import torch on another thread: this one has switched gradients off."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 import runpy
 from dataclasses import dataclass
 from functools import cache
@@ -25,11 +26,34 @@ class TorchBuild:
     """The CUDA that it was built for, or None."""
 
     def load(self) -> None:
-        """Load its libraries: what needs them must not find those of another torch."""
+        """Load its libraries as its import does, from its own folder; raises OSError."""
+        folder = self.home / "lib"
+        # What these bring must be there for all: MKL and cuDNN load further libraries by name.
+        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
         # Those for CUDA also for a CPU: torch looks for them once, when it is first asked for GPUs.
-        more = ("libc10_cuda.so", "libtorch_cuda.so") if self.cuda else ()
-        for name in ("libc10.so", "libtorch_cpu.so", *more):
-            ctypes.CDLL(str(self.home / "lib" / name))
+        # cuDNN finds the compiler of CUDA only if it has been loaded.
+        cuda = ("libcaffe2_nvrtc.so", "libc10_cuda.so", "libtorch_cuda.so") if self.cuda else ()
+        for name in ("libc10.so", "libtorch_cpu.so", *cuda):
+            ctypes.CDLL(str(folder / name))
+
+    def cudnn(self) -> int | None:
+        """The version of the cuDNN that has been loaded with it; None if there is none."""
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        paths = (line.split(maxsplit=5)[-1] for line in lines if "/libcudnn.so" in line)
+        for path in paths:
+            version = ctypes.CDLL(path).cudnnGetVersion
+            version.restype = ctypes.c_size_t
+            return int(version())
+        return None
+
+    def named_by_python(self) -> set[str]:
+        """The words by which its Python code names operators of a GPU that it puts others for.
+
+        There are more words than operators: torch is only imported once too often for them.
+        """
+        sources = (self.home / "_native").rglob("*.py")
+        texts = (source.read_text(errors="replace") for source in sources)
+        return {word for text in texts for word in re.findall(r"[\"']([\w.]+)[\"']", text)}
 
 
 @cache

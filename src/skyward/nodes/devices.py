@@ -260,20 +260,33 @@ class DeviceDesk:
             for node, _, device in list(self._open.values())
             if device.index in self._kept
         ]
-        for node, index in waiting:
-            threading.Thread(
-                target=self._wait_for, args=(node, index), name="skyward-device-last", daemon=True
-            ).start()
+        for each in waiting:
+            self._begin_to_wait(*each)
+        failures: list[Exception] = []
         for _ in waiting:
             try:
                 ended = self._finished.get(timeout=LAST_SECONDS)
             except queue.Empty:
                 note("waits for the last operations on kept tensors; Ctrl-C leaves them undone")
                 ended = self._finished.get()
-            if isinstance(ended, Exception):
-                raise ended
             if ended == "hurry":
-                return
+                break
+            if isinstance(ended, Exception):
+                failures.append(ended)
+        if failures:
+            for other in failures[1:]:
+                failures[0].add_note(f"Another device failed, too: {other}")
+            raise failures[0]
+
+    def _begin_to_wait(self, node: int, index: int) -> None:
+        thread = threading.Thread(
+            target=self._wait_for, args=(node, index), name="skyward-device-last", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # At the end of the interpreter no thread can be started.
+            self._wait_for(node, index)
 
     def _wait_for(self, node: int, index: int) -> None:
         import torch

@@ -35,18 +35,26 @@ def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
-            made: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+            made: queue.SimpleQueue[asyncio.AbstractEventLoop | Exception] = queue.SimpleQueue()
             threading.Thread(
                 target=_run, args=(made,), name="skyward-providers", daemon=True
             ).start()
-            _loop = made.get()
+            found = made.get()
+            if isinstance(found, Exception):
+                raise found
+            _loop = found
         return _loop
 
 
-def _run(made: queue.SimpleQueue[asyncio.AbstractEventLoop]) -> None:
+def _run(made: queue.SimpleQueue[asyncio.AbstractEventLoop | Exception]) -> None:
     # Made on this thread: a Ctrl-C interrupts the main thread, and would leave half a loop.
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
+    try:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
+    except Exception as problem:
+        # Such as too many open files; whoever waits for the loop raises it.
+        made.put(problem)
+        return
     made.put(loop)
     loop.run_forever()
 

@@ -2,11 +2,12 @@
 #include <ATen/Context.h>
 #include <ATen/Version.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <sstream>
 
 #include "exports.h"
 #include "peers.h"
@@ -34,12 +35,18 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
   }
 }
 
-// Torch has not been imported yet: `import` does that, when an operator is named that only Python may know.
-extern "C" void sky_worker_import_later(void (*import)()) { sky::import_torch = import; }
+// Torch has not been imported yet: `import` does that, when an operator is named that only Python may know, or one of
+// `names`, a line each: Python may have another kernel for it.
+extern "C" void sky_worker_import_later(void (*import)(), const char* names) {
+  sky::later_import().names.clear();
+  std::istringstream lines(names);
+  for (std::string line; std::getline(lines, line);) sky::later_import().names.insert(line);
+  sky::later_import().run = import;
+}
 
 // What torch's libraries know of this machine. `own_torch.py` has the same.
 struct About {
-  int64_t gpus, cudnn;
+  int64_t gpus;
   char instructions[64];  // the newest vector instructions of this processor that torch uses
 };
 
@@ -48,10 +55,19 @@ extern "C" void sky_worker_about(About* about) {
   snprintf(about->instructions, sizeof about->instructions, "%s", at::get_cpu_capability().c_str());
   try {
     about->gpus = c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
-    auto& hooks = at::detail::getCUDAHooks();
-    if (hooks.compiledWithCuDNN()) about->cudnn = hooks.versionCuDNN();
   } catch (const std::exception&) {
     // A torch for the CPU alone.
+  }
+}
+
+// Whether a GPU cannot be used: it may be another process's alone, or full.
+extern "C" int sky_worker_try(const char* device) {
+  try {
+    at::globalContext().lazyInitDevice(c10::kCUDA);
+    c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(c10::Device{std::string(device)}.index());
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
   }
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -29,8 +30,14 @@
 
 namespace sky {
 
-// Imports torch, if that has not been done; set to null when it is called.
-extern void (*import_torch)();
+// The import of torch that has not been done yet.
+struct LaterImport {
+  void (*run)() = nullptr;  // null when it has been done
+  std::unordered_set<std::string> names;  // of operators for which Python may have a kernel of its own
+
+  bool is_pythons(const std::string& name, const std::string& overload) const;
+};
+LaterImport& later_import();
 
 // How an argument is made from a template and a payload.
 struct Spec {

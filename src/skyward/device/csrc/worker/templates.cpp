@@ -4,19 +4,29 @@
 
 namespace sky {
 
-void (*import_torch)() = nullptr;
+LaterImport& later_import() {
+  static LaterImport later;
+  return later;
+}
 
 namespace {
 
-// Operators that Python registers are there when torch has been imported, and that takes long: not before one is named.
+// Importing torch takes long: not before an operator is named that is Python's.
 std::optional<c10::OperatorHandle> find_operator(const std::string& name, const std::string& overload) {
+  auto& later = later_import();
   auto found = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (found || !import_torch) return found;
-  std::exchange(import_torch, nullptr)();
+  if (!later.run || (found && !later.is_pythons(name, overload))) return found;
+  std::exchange(later.run, nullptr)();
   return c10::Dispatcher::singleton().findSchema({name, overload});
 }
 
 }  // namespace
+
+bool LaterImport::is_pythons(const std::string& name, const std::string& overload) const {
+  if (names.empty()) return false;
+  auto bare = name.substr(name.find("::") == std::string::npos ? 0 : name.find("::") + 2);
+  return names.count(bare) || names.count(name) || names.count(bare + "." + overload);
+}
 
 Spec Session::read_spec(Reader& r, bool is_item) {
   Spec s;
