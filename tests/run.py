@@ -3,9 +3,9 @@
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
-others. A few failed tests get a second chance, alone: those of files that need software of others,
-and two of our own, which must then pass three times. An error in fixtures, where leaks show, gets
-none. What passed only so is printed at the end: it is a defect that somebody has to find.
+others. A few failed tests get a second chance: those of files that need software of others, alone,
+and two of our own, of which three copies side by side must then pass. An error in fixtures, where
+leaks show, gets none. What passed only so is printed at the end: it is a defect to be found.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import functools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,8 +59,11 @@ RAY = re.compile(r"\bray_cluster\b")
 """The lanes that need software of others, and what files have in them that need Ray."""
 AGAIN = 4
 """As many failures of such files may be an accident: each of these tests is run again, alone."""
-OWN_AGAIN, OWN_TIMES = 2, 3
-"""As many failures of other tests may be one, and how often each must pass alone."""
+OWN_AGAIN, OWN_COPIES = 2, 3
+"""As many failures of other tests may be one, and how many copies of each must pass at once.
+
+A defect that only shows on a busy machine would pass alone.
+"""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -222,17 +227,23 @@ class Suite:
             return
         print("\n== running again what failed", flush=True)
         for number, (outcome, test) in enumerate([*outside, *own]):
-            for _ in range(1 if number < len(outside) else OWN_TIMES):
-                again, text = run_pytest(outcome.batch, [test], f"again-{number}", self.options)
-                print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
-                outcome.processor_seconds += again.processor_seconds
-                if not again.is_good or not again.counts["passed"]:
-                    print(text, flush=True)
-                    break
-            else:
+            copies = 1 if number < len(outside) else OWN_COPIES
+            if self._passes(outcome, test, [f"again-{number}-{copy}" for copy in range(copies)]):
                 outcome.counts.subtract(outcome.failed.pop(test))
                 outcome.counts["passed when run again"] += 1
                 outcome.passed_again.append(test)
+
+    def _passes(self, outcome: Outcome, test: str, names: Sequence[str]) -> bool:
+        """Whether as many copies of a test pass, all at once."""
+        with ThreadPoolExecutor(len(names)) as threads:
+            run = functools.partial(run_pytest, outcome.batch, [test], options=self.options)
+            found = list(threads.map(lambda name: run(name=name), names))
+        for again, text in found:
+            outcome.processor_seconds += again.processor_seconds
+            print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
+            if not again.is_good:
+                print(text, flush=True)
+        return all(again.is_good and again.counts["passed"] for again, _ in found)
 
     def _tell(self, outcome: Outcome, text: str) -> None:
         number = f"{len(self.outcomes):>3}/{self.total}"

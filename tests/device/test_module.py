@@ -62,8 +62,12 @@ def test_the_process_of_a_cpu_imports_torch_when_an_operator_of_pythons_is_named
         with pytest.raises(NotImplementedError, match="swift::unknown"):
             torch.ops.swift.unknown(torch.ones(2, device=device))
         assert any(python in each.path for each in process.memory_maps())
+
+
+def test_the_properties_of_a_closed_device_say_that_it_is_closed() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        device = compute.device("cpu")
         assert torch.sky.get_device_properties(device).type == "cpu"
-    # Whoever asks a closed device for its properties is told that it is closed.
     with pytest.raises(sky.DeviceError, match="is gone: its pool was closed"):
         torch.sky.get_device_properties(device)
 

@@ -13,7 +13,12 @@ from skyward.cli.commands import Command
 
 @click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=names.kept_pools)
-@click.option("--export", "target", metavar="FILE", help="Write the pool's record to a file.")
+@click.option(
+    "--export",
+    "target",
+    metavar="FILE",
+    help="Write the pool's record, and the keys that Skyward made for it, to a file.",
+)
 @click.option("--import", "source", metavar="FILE", help="Read a record that was exported.")
 def attach(name: str | None, target: str | None, source: str | None) -> None:
     """Check that the pool NAME can be used from here, and say who uses it.
