@@ -224,7 +224,7 @@ def test_a_call_by_name_is_shown_with_its_state_and_its_output(
         return bool(lines) and "done" in states
 
     with sky.attach(kept) as compute:
-        compute.submit(say(), name="run-7").result(60)
+        compute.submit(say(), name="run-7").result(PATIENCE)
         assert after(told, noted)
         assert [line[4:6] for line in lines] == [["said", "say"]]
         compute.forget("run-7")
@@ -250,8 +250,9 @@ def test_two_viewers_share_one_watch_of_a_pool(kept: str, told: Iterator[dict[st
 
 
 def heard(viewer: Viewer) -> Iterator[dict[str, Any]]:
-    while (batch := viewer.next(30)) is not None:
-        yield from json.loads(batch or "[]")
+    while (batch := viewer.next(PATIENCE)) is not None:
+        assert batch, "nothing was told"
+        yield from json.loads(batch)
 
 
 def names_of(message: dict[str, Any]) -> list[str]:

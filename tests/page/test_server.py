@@ -19,7 +19,7 @@ import pytest
 import skyward as sky
 from skyward.events import CallFinished, CallStarted
 from skyward.page import metrics
-from skyward.page.hub import BATCHES_WAITING, Viewer, hub
+from skyward.page.hub import BATCHES_WAITING, Hub, Viewer, hub
 from skyward.page.server import PageServer
 from skyward.page.state import PoolState
 
@@ -276,13 +276,29 @@ def threads() -> set[threading.Thread]:
 def test_nobody_looks_means_no_events() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
         pool = compute._open_pool
-        viewer = hub.join()
+        # The hub of this process may have other viewers: pages, and processes at the door.
+        hub.remove(pool)
+        own = Hub()
+        own.add(pool)
+        assert not pool.events.listened
+        viewers = [own.join(), own.join()]
         assert pool.events.listened
-        hub.leave(viewer)
-        # Another process of this user may look meanwhile, through the door.
-        looked_at = hub._held > 0 or bool(hub._viewers)
-        assert pool.events.listened == looked_at, "only a page that is served keeps events"
+        own.leave(viewers[0])
+        assert pool.events.listened
+        own.leave(viewers[1])
+        assert not pool.events.listened
+        assert not own._watched
+        assert own._thread is None
+
+
+def test_a_pool_that_is_closed_is_watched_no_more() -> None:
+    with sky.Compute(options=sky.Options(console=False)) as compute:
+        pool = compute._open_pool
+        viewer = hub.join()
+        assert pool.id in hub._watched
     assert pool.id not in hub._watched
+    hub.leave(viewer)
+    assert viewer not in hub._viewers
 
 
 def test_a_page_ends_with_its_pool() -> None:

@@ -25,6 +25,9 @@ NOTES_OF_CLIENTS = frozenset(
 )
 """The events of a client that the page shows of a kept pool; the agents tell of the others."""
 
+_STATES = ("workers", "clients", "jobs")
+"""What is told as it is now, also if there are none any more."""
+
 _NOTHING_NEW: dict[str, Any] = {
     "type": "changes",
     "started": [],
@@ -105,7 +108,7 @@ class KeptState:
         for node, told in reports:
             if node in self._nodes:
                 self._take_one(node, told, news)
-        if not any(news.values()):
+        if not any(value or what in _STATES for what, value in news.items()):
             return None
         ended = news["ended"]
         known = [call for call in ended if call[8]]
