@@ -30,27 +30,44 @@ class ItemStreams:
     def __init__(self, asking: Asking) -> None:
         """`asking` connects to the pool's calls."""
         self._asking = asking
-        self._lock = threading.Lock()
+        # An iterator may be collected, and so ended, in a thread that holds it.
+        self._lock = threading.RLock()
         self._reading: set[ServiceConnection] = set()
+        self._open: set[Generator[tuple[Any, Pieces]]] = set()
         self._left = False
 
     def leave(self) -> None:
         """Read nothing any more: the client leaves."""
         with self._lock:
             self._left = True
-            reading = list(self._reading)
+            reading, unread = list(self._reading), list(self._open)
         for agent in reading:
             agent.channel.abort()
+        # Not when the user's iterators go: modules may be torn down by then.
+        for objects in unread:
+            _end(objects)
 
     def items(self, view: JobView, stream: int) -> Iterator[Any]:
         """The items of a call's stream, then its exception; waits for those that are to come."""
-        # Not decoded where they are received: an error of the user's is none of the connection.
-        with contextlib.closing(self._objects(view, stream)) as objects:
+        objects = self._objects(view, stream)
+        with self._lock:
+            self._open.add(objects)
+        try:
+            # Not decoded where they are received: an error of the user's is none of the connection.
             for told, pieces in objects:
+                if self._left:
+                    _end(objects)  # `leave` found it at work
                 is_item, item = outcomes.read_item(told, pieces)
                 if not is_item:
                     return
                 yield item
+            # Only `leave` ends them without an exception.
+            raise problems.left(view.id)
+        finally:
+            with self._lock:
+                self._open.discard(objects)
+            if not self._left:
+                _end(objects)
 
     def _objects(self, view: JobView, stream: int) -> Generator[tuple[Any, Pieces]]:
         position, deadline = 0, 0.0
@@ -93,6 +110,11 @@ class ItemStreams:
             finally:
                 with self._lock:
                     self._reading.discard(agent)
+
+
+def _end(objects: Generator[tuple[Any, Pieces]]) -> None:
+    with contextlib.suppress(ValueError):  # another thread is at work with them, and ends them
+        objects.close()
 
 
 def _parts(agent: ServiceConnection, ended: list[JobView]) -> Iterator[bytearray]:
