@@ -494,11 +494,27 @@ def test_lines_keep_their_order_for_a_client_that_stands_still():
     done = run("""
         import signal, subprocess
 
+        WAKES = '''
+        import array, fcntl, os, signal, sys, termios, time
+        waiting, since, began = -1, 0.0, time.monotonic()
+        # Full for longer than the agent takes to empty a pipe that nobody reads.
+        while waiting < 65536 or time.monotonic() - since < 2:
+            now = array.array("i", [0])
+            fcntl.ioctl(1, termios.FIONREAD, now)
+            if now[0] != waiting:
+                waiting, since = now[0], time.monotonic()
+            if time.monotonic() - began > 60:
+                print("the pipe was never full", file=sys.stderr)
+                break
+            time.sleep(0.01)
+        os.kill(int(sys.argv[1]), signal.SIGCONT)
+        '''
+
         @sky.function
         def many(client):
             os.kill(client, signal.SIGSTOP)
-            subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {client}"])
-            for number in range(20_000):
+            subprocess.Popen([sys.executable, "-c", WAKES, str(client)])
+            for number in range(60_000):
                 print(f"line {number:44}")
 
         lines = []
@@ -509,7 +525,7 @@ def test_lines_keep_their_order_for_a_client_that_stands_still():
         print(len(lines), wrong[:3])
     """)
 
-    assert done.stdout == "20000 []\n", done.stderr
+    assert done.stdout == "60000 []\n", done.stderr
 
 
 def test_a_quiet_console_shows_what_tasks_print_and_nothing_else():

@@ -250,9 +250,20 @@ def test_a_client_that_ends_amid_a_task_leaves_nothing(
 def test_ctrl_c_while_a_pool_starts_takes_it_down(
     client: Callable[..., Script], eventually: Eventually, moment: float
 ) -> None:
-    """Whatever the start was doing at that moment; the pause only spreads the moments."""
+    """Whatever the start was doing at that moment; the pause only spreads the moments.
+
+    Left alone, the start would take longer than a test may.
+    """
     body = """
-        compute = sky.Compute(nodes=2, options=quiet)
+        import contextlib
+
+        @contextlib.contextmanager
+        def slow(info):
+            time.sleep(600)
+            yield
+
+        plugin = sky.Plugin.create("slow").with_around_process(slow)
+        compute = sky.Compute(nodes=2, plugins=[plugin], options=quiet)
         try:
             say("starting")
             with compute:

@@ -23,6 +23,8 @@ from skyward.nodes import contact
 from .network import OUTAGE_SECONDS
 
 MIB = 1 << 20
+LONG = 600.0
+"""An `orphan_timeout` that no test waits for: what ends in time has not ended by that one."""
 Eventually = Callable[..., None]
 
 
@@ -173,7 +175,7 @@ def test_a_silent_network_is_noticed_told_of_and_survived(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Slow: the silence must be long enough to be noticed."""
-    with far_pool(nodes=2) as far:
+    with far_pool(nodes=2, orphan_timeout=LONG) as far:
         where = [pid() >> far.pool for _ in range(8)]
         running = tallied(str(tmp_path / "first"), "here", 5.0) > far.pool
         eventually(lambda: runs(tmp_path / "first") == 1)
@@ -221,7 +223,7 @@ def test_what_a_task_prints_meanwhile_arrives_later_and_in_order(
 def test_a_timeout_is_raised_in_time_and_its_cancellation_delivered_later(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None, patient: None
 ) -> None:
-    with far_pool() as far:
+    with far_pool(orphan_timeout=LONG) as far:
         process = pid() >> far.pool
         started = time.monotonic()
         with far.frozen():
@@ -257,7 +259,7 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
 def test_ctrl_c_in_an_outage_is_answered_at_once(
     far_pool: Any, tmp_path: Path, nothing_left: None, argument: bytes
 ) -> None:
-    with far_pool() as far:
+    with far_pool(orphan_timeout=LONG) as far:
         assert pid() >> far.pool
         with far.frozen():
             time.sleep(0.1)
@@ -295,7 +297,7 @@ def test_a_device_and_its_process_outlast_an_outage(
 def test_leaving_a_pool_in_an_outage_does_not_take_long(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None, how: str
 ) -> None:
-    with far_pool(nodes=2) as far:
+    with far_pool(nodes=2, orphan_timeout=LONG) as far:
         futures = [lasts(str(tmp_path), 600) > far.pool for _ in range(2)]
         large = threading.Thread(target=_fails, args=(far.pool,))
         eventually((tmp_path / "begun").exists)
