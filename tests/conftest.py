@@ -25,7 +25,7 @@ RUN = uuid.uuid4().hex
 MARK = "SKYWARD_TEST_RUN"
 WORKER = re.compile(r"^skyward\.(device\.)?worker\b")
 
-PATIENCE = 200.0
+PATIENCE = 100.0
 """How long a test waits for what must come: other runs of tests may share the machine."""
 Eventually = Callable[..., None]
 
@@ -114,7 +114,7 @@ def _marked() -> Iterator[None]:
 
 
 def wait_until(
-    condition: Callable[[], object], seconds: float = PATIENCE / 2, what: str = "the condition"
+    condition: Callable[[], object], seconds: float = PATIENCE, what: str = "the condition"
 ) -> None:
     """Return as soon as the condition holds; fail loudly when it does not in time."""
     deadline = time.monotonic() + seconds

@@ -168,6 +168,9 @@ def test_ray_is_started_again_if_it_did_not_wait_for_itself(
     """On a busy machine; what fails otherwise would fail again."""
     stand_in = tmp_path / "ray" / "scripts" / "scripts.py"
     stand_in.parent.mkdir(parents=True)
+    # Without those, a Ray that is installed would be found before it.
+    (tmp_path / "ray" / "__init__.py").touch()
+    (tmp_path / "ray" / "scripts" / "__init__.py").touch()
     stand_in.write_text(
         "import os, sys, time\n"
         "def main():\n"

@@ -384,7 +384,7 @@ def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet(emptied: Ra
                 told.set_result(reason)
 
         creating = asyncio.create_task(provider.create(Order("grows", 0, request, tell=tell)))
-        await asyncio.wait({creating, told}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({creating, told}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         creating.cancel()
         await asyncio.wait({creating})
         for machine in await provider.find("grows"):
