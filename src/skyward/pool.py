@@ -143,11 +143,6 @@ class Pool:
         return min((node.index for node in self.nodes), default=0)
 
     @property
-    def client(self) -> str:
-        """Which client of a pool that stays this is."""
-        return self._fleet.client
-
-    @property
     def stays(self) -> bool:
         """Whether the pool stays when this client leaves."""
         return self._fleet.stays

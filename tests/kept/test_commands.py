@@ -8,6 +8,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ Script = Callable[[str], "subprocess.Popen[str]"]
 @sky.function
 def pid() -> int:
     return os.getpid()
+
+
+@sky.function
+def long() -> None:
+    time.sleep(600)
 
 
 def run(*args: str, code: int = 0) -> Result:
@@ -168,6 +174,26 @@ def test_a_script_that_runs_is_not_ended_by_accident(bench: str, tmp_path: Path)
     assert documents("jobs", bench)[0]["state"] == "running"
     run("stop", bench, "--force")
     assert documents("ps")[0]["state"] == "stopped"
+
+
+def test_a_call_by_name_that_runs_is_not_ended_by_accident(bench: str) -> None:
+    with sky.attach(bench) as compute:
+        compute.resize(2)
+        compute.submit(long(), name="steps")
+        with pytest.raises(sky.PoolError, match=r"runs the call steps of .*force=True"):
+            compute.resize(1)
+    assert documents("ps")[0]["state"] == "stays, 1 call by name"
+    for verb in ("stop", "down"):
+        refused = run(verb, bench, code=1).stderr
+        assert f"{bench}: runs the call steps of " in refused
+        assert f"end it with `sky cancel {bench} steps`, or pass --force" in refused
+    with sky.attach(bench) as compute:
+        compute.submit(long(), name="more")
+        with pytest.raises(sky.PoolError, match=r"runs the calls steps of .*, more of .* NAME`"):
+            compute.down()
+        compute.resize(1, force=True)
+        assert len(compute.nodes) == 1
+    run("down", bench, "--force")
 
 
 def test_a_pool_on_which_a_script_runs_does_not_shrink(bench: str, tmp_path: Path) -> None:

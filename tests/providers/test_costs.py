@@ -157,8 +157,7 @@ class TestPools:
         assert said.index("starting 2 x m1.big") < said.index("node 0: starting")
         assert ", $7200.00 an hour\n" in said, "when the nodes are ready"
         last = said.splitlines()[-1]
-        assert "p: 0 of 0 calls succeeded in " in last
-        assert "; cost $" in last
+        assert "p: cost $" in last, "nothing of calls: there were none"
         assert ": 2 x m1.big on demand for " in last
 
     def test_without_a_price_it_says_so(
@@ -170,7 +169,7 @@ class TestPools:
             shop.stock.offers = []
         said = capsys.readouterr().err
         assert "starting m1.small (2 vCPUs, 4 GB) in here-1, on demand, price unknown\n" in said
-        assert "; cost unknown: 1 x m1.small" in said
+        assert ": cost unknown: 1 x m1.small" in said
 
     @pytest.mark.parametrize("nodes", [2, (0, 2)])
     def test_without_an_offer_it_says_so_and_names_no_price(

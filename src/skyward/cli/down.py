@@ -29,9 +29,9 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
     NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A pool that
-    stays is removed only by its name, or with --all; if it has clients, or scripts run on it,
-    --force is needed. --forget removes nothing: it is for machines that are gone, or that nobody
-    can reach any more.
+    stays is removed only by its name, or with --all; if it has clients, or scripts or calls by
+    name run on it, --force is needed. --forget removes nothing: it is for machines that are gone,
+    or that nobody can reach any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")

@@ -29,7 +29,7 @@ def ps(name: str | None) -> None:
 
     A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
     ended themselves, so its cost is what it is at most. A pool that stays is listed with the number
-    of its clients, or how long it has been idle, and with the size of the values that it keeps.
+    of its clients and calls by name, or how long it has been idle, and with the size of its values.
     Other pools of plain workers on this machine end with their process and are not listed.
     NAME is a pool that stays.
     """

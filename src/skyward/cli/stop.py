@@ -12,7 +12,7 @@ from skyward.market import money
 
 @click.command(cls=Command)
 @click.argument("name", shell_complete=names.kept_pools)
-@click.option("--force", is_flag=True, help="Also if the pool has clients, or scripts run on it.")
+@click.option("--force", is_flag=True, help="Also if clients, scripts or calls by name use it.")
 def stop(name: str, force: bool) -> None:
     """End the agents and workers of the pool NAME, and stop its machines.
 

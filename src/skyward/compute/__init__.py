@@ -355,8 +355,8 @@ class Compute(Looking):
     def down(self, *, force: bool = False) -> None:
         """End a pool that stays, for all its clients.
 
-        Refuses while other clients are attached or scripts run on it, and names them, unless
-        `force` is given.
+        Refuses while other clients are attached, or scripts or calls by name run on it, and names
+        them, unless `force` is given.
 
         >>> sky.attach("train").down()
         """

@@ -112,5 +112,8 @@ class OpenedPool:
     def _last_line(self, stays: str) -> str:
         name, receipt = self._spec.name, self.pool.ledger.receipt()
         if self.was_ready:
-            return "; ".join(filter(None, [f"{name}: {done(self.pool.counts)}", receipt, stays]))
+            counts = self.pool.counts
+            calls = done(counts) if counts.submitted else ""
+            parts = [each for each in (calls, receipt, stays) if each]
+            return f"{name}: {'; '.join(parts) or 'closed'}"
         return f"{name}: did not start; {receipt}" if receipt else ""

@@ -277,11 +277,6 @@ class Fleet:
         """The record of a pool that stays."""
         return self._keeper.begun
 
-    @property
-    def client(self) -> str:
-        """Which client of a pool that stays this is."""
-        return self._client
-
     def _node_ready(self, node: Node) -> None:
         if self.stays:
             # Not on the loop's thread: the record is a file.
@@ -300,7 +295,7 @@ class Fleet:
         return held
 
     def _lock_unused(self) -> contextlib.ExitStack:
-        """Lock a pool that loses nodes; `PoolError` if another client or a script uses it."""
+        """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
         with self.lock(force=False) as held:
             if self.stays:
                 indexes = [node.index for node in self.nodes]
@@ -330,8 +325,8 @@ class Fleet:
     def resize(self, nodes: int | Nodes, *, force: bool) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well.
 
-        Without `force`, `PoolError` if nodes would go while another client or a script uses the
-        pool.
+        Without `force`, `PoolError` if nodes would go while another client, a script or a call by
+        name uses the pool.
         """
         count = nodes if isinstance(nodes, int) else nodes.desired
         goes = count < len(self.nodes) and not force

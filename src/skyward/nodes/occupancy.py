@@ -37,7 +37,7 @@ class Occupancy:
     """A pool that stays, as it is now."""
 
     state: str
-    """In words: "stays, 2 clients", "stays, idle for 5 min", "stays, out of reach"."""
+    """In words: "stays, 2 clients, 1 call by name", "stays, idle for 5 min", "stopped"."""
     clients: tuple[dict[str, Any], ...] = ()
     idle: float | None = None
     """For how many seconds nobody has used it; None if it is not known, or in use."""
@@ -59,11 +59,12 @@ def occupancy(record: KeptPool) -> Occupancy:
         return Occupancy("gone")
     except (SkywardError, OSError, EOFError):
         return Occupancy("stays, out of reach")
-    clients = tuple(told["clients"])
+    clients, calls = tuple(told["clients"]), len(told["calls"])
     keeps = _in_words(values)
-    if clients:
-        state = f"stays, {len(clients)} client{'s' * (len(clients) > 1)}{keeps}"
-        return Occupancy(state, clients, values=values)
+    if clients or calls:
+        uses = [f"{len(clients)} client{'s' * (len(clients) > 1)}"] if clients else []
+        uses += [f"{calls} call{'s' * (calls > 1)} by name"] if calls else []
+        return Occupancy(f"stays, {', '.join(uses)}{keeps}", clients, values=values)
     idle = float(told["idle"])
     return Occupancy(f"stays, idle for {duration(idle)}{keeps}", idle=idle, values=values)
 
@@ -206,7 +207,7 @@ def check_jobs(
 ) -> None:
     """Raise `PoolError` if a script runs on a node, unless this process belongs to it.
 
-    Calls by name are clients of the pool: who takes its lock hears of them.
+    Who takes the pool's lock hears of calls by name.
     """
     found = []
     for node in nodes:

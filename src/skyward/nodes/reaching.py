@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ _NOTHING = Request(None, None, None, Image(), ())
 """Nothing is ordered: the machines are there."""
 FIND_SECONDS = 60.0
 """How long a provider may take to find the machines of a pool."""
+CALLS_NAMED = 5
+"""How many calls by name an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,8 @@ class ReachedPool(Closing):
     def lock(self, client: str = "", *, force: bool = False) -> ServiceConnection:
         """Keep others from changing the pool until the connection is closed.
 
-        `PoolError` if another client does, or without `force` if others are attached.
+        `PoolError` if another client does, or without `force` if others are attached or calls by
+        name go on.
         """
         return lock(self.head(), self.record.name, client, force=force)
 
@@ -219,6 +222,7 @@ def lock(
     """Take the pool's lock over a connection to its head, and return the connection."""
     try:
         head.ask("lock", identity=identity(), client=client, force=force)
+        calls = () if force else head.ask("who")["calls"]
     except PoolError as problem:
         head.close()
         said = str(problem).removeprefix("PoolError: ")
@@ -229,7 +233,26 @@ def lock(
         with contextlib.suppress(OSError):
             head.close()
         raise
+    if calls:
+        head.close()
+        raise PoolError(f"{name}: {_called(name, calls)}, or pass --force (in Python, force=True)")
     return head
+
+
+def _called(pool: str, calls: Sequence[dict[str, str]]) -> str:
+    """Which calls by name wait or run, and how to end them."""
+    shown = [f"{each['name']} of {each['by'] or 'an unknown user'}" for each in calls[:CALLS_NAMED]]
+    if len(calls) > CALLS_NAMED:
+        shown.append(f"{len(calls) - CALLS_NAMED} more")
+    if len(calls) == 1:
+        return (
+            f"runs the call {shown[0]}; wait until it ends, end it with "
+            f"`sky cancel {pool} {calls[0]['name']}`"
+        )
+    return (
+        f"runs the calls {', '.join(shown)}; wait until they end, end each with "
+        f"`sky cancel {pool} NAME`"
+    )
 
 
 def _hush(_: str) -> None:

@@ -89,8 +89,6 @@ class KeptCalls:
         self._unwritten: dict[str, CallEnd] = {}
         """The ends that no file tells: the disk was full."""
         self._runner: Channel | None = None
-        self._client = ""
-        """The tenant that the runner is."""
         self._served: set[str] = set()
         """The runners that have connected, as jobs."""
         self._starting = False
@@ -104,10 +102,10 @@ class KeptCalls:
         return bool(self._live or self._begun or self._runners.running)
 
     @property
-    def idle_client(self) -> str:
-        """The runner's tenant if it has nothing to do, and leaves soon."""
+    def live(self) -> list[JobView]:
+        """The calls that wait or run, in the order in which they were made."""
         with self._changed:
-            return "" if self._live else self._client
+            return [self._view(name) for name in self._live]
 
     def _note_change(self) -> None:
         self.version += 1
@@ -280,12 +278,12 @@ class KeptCalls:
 
     # The runner comes, works and goes.
 
-    def serve(self, channel: Channel, client: str, job: str) -> bool:
+    def serve(self, channel: Channel, job: str) -> bool:
         """Let a runner run the calls; whether it may: there is one at a time."""
         with self._changed:
             if self._runner is not None or self._closed:
                 return False
-            self._runner, self._client, self._starting = channel, client, False
+            self._runner, self._starting = channel, False
             self._served.add(job)
             for name in list(self._live):
                 self._give(name)
@@ -317,7 +315,7 @@ class KeptCalls:
         with self._changed:
             if self._live or self._runner is not channel:
                 return False
-            self._runner, self._client = None, ""
+            self._runner = None
             return True
 
     def lost(self, channel: Channel) -> None:
@@ -325,7 +323,7 @@ class KeptCalls:
         with self._changed:
             if self._runner is not channel:
                 return
-            self._runner, self._client = None, ""
+            self._runner = None
             for name, call in list(self._live.items()):
                 if call.started or call.given >= TRIES:
                     self._end(name, "lost", "the process that ran it was killed")

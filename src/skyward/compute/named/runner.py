@@ -299,7 +299,7 @@ def main() -> None:
         context.pool_listeners.append(show)
         agent = pool.service(pool.head, "calls")
         runner.append(CallRunner(pool, agent, folder))
-        agent.send("serve", client=pool.client, job=os.environ[JOB])
+        agent.send("serve", job=os.environ[JOB])
         runner[0].serve()
 
 

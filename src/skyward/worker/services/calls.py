@@ -64,7 +64,6 @@ class EndedQuestion(msgspec.Struct, forbid_unknown_fields=True):
 class RunnerHello(msgspec.Struct, forbid_unknown_fields=True):
     """A runner that offers to run the calls."""
 
-    client: str
     job: str
 
 
@@ -215,7 +214,7 @@ def _same(node: ServedNode, asked: StreamQuestion) -> JobView:
 def _serve_runner(node: ServedNode, channel: Channel, hello: RunnerHello) -> None:
     """Take the reports of a runner; others send it the names of calls meanwhile."""
     calls = node.calls
-    if not calls.serve(channel, hello.client, hello.job):
+    if not calls.serve(channel, hello.job):
         channel.send(Reply(problem="another runner is there"))
         return
     try:

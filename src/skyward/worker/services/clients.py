@@ -10,6 +10,7 @@ from skyward.wire.asking import answer
 from skyward.wire.channel import Channel
 from skyward.wire.messages import NodeEnded
 from skyward.worker.services import ServedNode
+from skyward.worker.services.calls import RUNNER
 
 
 def serve(node: ServedNode, channel: Channel) -> None:
@@ -34,7 +35,20 @@ def serve(node: ServedNode, channel: Channel) -> None:
 
 def _who(node: ServedNode) -> dict[str, Any]:
     tenants = node.tenants
-    return {"clients": tenants.described(), "idle": tenants.idle_seconds, "kept": tenants.keeps}
+    return {
+        "clients": _clients(node),
+        "calls": [{"name": call.id, "by": call.by} for call in node.calls.live],
+        "idle": tenants.idle_seconds,
+        "kept": tenants.keeps,
+    }
+
+
+def _clients(node: ServedNode) -> list[dict[str, Any]]:
+    """The clients that are people's: the calls by name stand for the one that runs them."""
+    runner = f"job {RUNNER}-"
+    return [
+        each for each in node.tenants.described() if not each.get("command", "").startswith(runner)
+    ]
 
 
 def _ending(node: ServedNode, identity: dict[str, Any]) -> None:
@@ -48,9 +62,7 @@ def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:
     holder = node.lease.take(channel, identity, force=bool(asked["force"]))
     if holder is not None:
         raise PoolError(f"{shown(holder)} is changing it")
-    # A runner without calls is nobody's.
-    passed_over = (asked["client"], node.calls.idle_client)
-    others = [each for each in node.tenants.described() if each["client"] not in passed_over]
+    others = [each for each in _clients(node) if each["client"] != asked["client"]]
     if others and not asked["force"]:
         node.lease.give_back(channel)
         raise PoolError(f"in use by {', '.join(shown(each) for each in others)}")
