@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,3 +76,18 @@ def test_executors_that_failed_for_nobody_are_started_again_for_the_next_client(
     executors._failed_starts[0, 0] = STARTS_MAX
     executors.announce_again("", frozenset(), lambda: None)
     assert starts.qsize() == 1
+
+
+def test_a_second_client_may_come_before_the_word_that_the_node_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has heard of the node from the first client, whose word is on its way."""
+    tenants = Tenants(config_of(tmp_path), queue.SimpleQueue())
+    with monkeypatch.context() as impatient:
+        impatient.setattr("skyward.worker.tenants.KEEP_SECONDS", 0.0)
+        with pytest.raises(ProtocolError, match="does not stay"):
+            tenants.enter("second", 2)
+    late = threading.Timer(0.2, tenants.keep, [0])
+    late.start()
+    assert tenants.enter("second", 2) is not tenants.first
+    late.join()

@@ -28,6 +28,11 @@ from skyward.worker.task_history import PastTasks, Visits
 
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
+KEEP_SECONDS = 10.0
+"""How long a second client waits for the first one's word that the node stays.
+
+The second one may have heard of the node before the node has heard that word.
+"""
 
 Starts = queue.SimpleQueue[Callable[[], None] | None]
 """The queue of functions that the agent's main thread calls."""
@@ -174,8 +179,7 @@ class Tenants:
         self.first = self._new(config.client)
         self.first.identity = dict(config.identity)
         self.first.visits.begin(config.client, self.first.identity)
-        self.keeps = False
-        """Whether the node stays when its clients leave."""
+        self._kept = threading.Event()
         self.idle_limit = 0.0
         """After how many seconds without a client the node ends; 0 if it does not."""
         self._idle_since: float | None = None
@@ -190,10 +194,16 @@ class Tenants:
         past, residents = self.past, self.residents
         return Tenant(name, self._config, self._starts, past, residents, self.changes)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the node stays when its clients leave."""
+        return self._kept.is_set()
+
     def keep(self, idle: float) -> None:
         """Stay when the clients leave, until the node was idle for so many seconds (0: always)."""
         with self._lock:
-            self.keeps, self.idle_limit = True, idle
+            self.idle_limit = idle
+        self._kept.set()
 
     def note_members(self, message: Members) -> None:
         """Note nodes that have come, or left, for those who look at the pool."""
@@ -251,6 +261,8 @@ class Tenants:
         A client that the node does not know gets the tenant that another one has left, or a new
         one, if the node stays.
         """
+        if name and name not in self._named:
+            self._kept.wait(KEEP_SECONDS)
         with self._lock:
             tenant = self._named.get(name)
             if tenant is None and not name:
