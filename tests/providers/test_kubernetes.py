@@ -381,6 +381,8 @@ class Refusals:
 
         async def scenario() -> None:
             await asyncio.gather(*(self._order(name, *order) for name, order in orders.items()))
+            # A Job whose pod ran and was lost stays for a moment: the node may be ordered again.
+            await asyncio.to_thread(self._namespace.until_empty)
 
         asyncio.run(scenario())
 
