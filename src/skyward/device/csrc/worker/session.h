@@ -32,7 +32,7 @@ namespace sky {
 
 // The import of torch that has not been done yet.
 struct LaterImport {
-  void (*run)() = nullptr;  // null when it has been done
+  void (*run)() = nullptr;                // null when it has been done
   std::unordered_set<std::string> names;  // of operators for which Python may have a kernel of its own
 
   bool is_pythons(const std::string& name, const std::string& overload) const;
