@@ -11,9 +11,8 @@ from skyward.errors import UnavailableError
 from skyward.providers.aws import tags
 from skyward.providers.aws.account import Account
 from skyward.providers.aws.failures import RequestError
+from skyward.providers.together import GATHER_SECONDS
 
-TOGETHER_SECONDS = 0.05
-"""How long a request waits for others, so that one request does for all."""
 PAUSES = (1.0, 6.0)
 """The first and the longest pause between two looks at instances that start."""
 APPEAR_SECONDS = 60.0
@@ -101,7 +100,7 @@ class Instances:
 
     async def _terminate_soon(self) -> None:
         while self._ending:
-            await asyncio.sleep(TOGETHER_SECONDS)
+            await asyncio.sleep(GATHER_SECONDS)
             taken, self._ending = self._ending, {}
             try:
                 await asyncio.to_thread(self._terminate, list(taken))
