@@ -6,6 +6,8 @@ in for it. With the switch, Linux shows how that works.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import selectors
 import socket
@@ -22,10 +24,32 @@ CLOSE_ON_EXEC = 0 if PORTABLE else int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 """The flag with which received descriptors are closed in programs that this process starts."""
 
 
+CGROUPS = "/sys/fs/cgroup"
+
+
 def processors() -> int:
-    """How many processors this process may use."""
+    """How many processors this process may use, of the machine's or of its container's share."""
     allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+    there = len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+    return max(1, int(min(there, processor_share(CGROUPS))))
+
+
+def processor_share(cgroups: str) -> float:
+    """How many processors' time the container may use, as its cgroup says; infinite if any."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = _read(f"{cgroups}/cpu.max").split()
+        return math.inf if quota == "max" else float(quota) / float(period)
+    with contextlib.suppress(OSError, ValueError):
+        # Of version 1 of cgroups; -1 is no limit.
+        quota = _read(f"{cgroups}/cpu/cpu.cfs_quota_us")
+        if float(quota) > 0:
+            return float(quota) / float(_read(f"{cgroups}/cpu/cpu.cfs_period_us"))
+    return math.inf
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 def selector() -> selectors.BaseSelector:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import kernel
 from skyward.nodes.journal import Journal
+from skyward.worker.usage import memory_there
 
 from ..conftest import Eventually
 from .shop import Shop, opened
@@ -73,11 +75,36 @@ class TestArguments:
         self, shop: Shop, what: str, value: Any
     ) -> None:
         with pytest.raises(sky.ConfigurationError) as refused:
-            sky.Compute(**{what: value})
-        assert f"Compute({what}={value!r}): the provider 'local' sells no machines" in str(
+            sky.Compute(sky.SSH(["host"]), **{what: value})
+        assert f"Compute({what}={value!r}): the provider 'ssh' sells no machines" in str(
             refused.value
         )
         assert "shop" in str(refused.value), "a provider that does"
+
+    def test_a_program_for_a_cloud_runs_on_this_machine_and_says_once_what_it_does_not_get(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        there = kernel.processors()
+        cloud = sky.Compute(
+            nodes=2,
+            vcpus=there + 14,
+            memory_gb=4_000_000,
+            allocation="spot",
+            region="us-east-1",
+            max_hourly_cost=2.0,
+            disk_gb=100,
+            options=QUIET,
+        )
+        with cloud:
+            threads = sky.function(os.getenv)("OMP_NUM_THREADS") @ cloud
+        assert threads == [str(there)] * 2
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition(f"{cloud.name}: ")[2] for line in lines] == [
+            "allocation='spot', region='us-east-1', max_hourly_cost=2.0, disk_gb=100: ignored, "
+            "since this machine is not bought",
+            f"vcpus={there + 14}: this machine has {there}, and workers use those",
+            f"memory_gb=4e+06: this machine has {memory_there() / 1e9:.3g} GB",
+        ]
 
     @pytest.mark.parametrize(
         ("what", "value", "advice"),

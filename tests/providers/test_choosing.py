@@ -152,7 +152,7 @@ def test_everything_is_checked_when_it_is_made(dear: Shop) -> None:
         (dear, {}, "give a list of at least one"),
         ([dear], {}, r"expected sky.Spec\(provider"),
         (specs(dear), {"choose": "best"}, r"choose='best'\): choose 'cheapest'"),
-        ([sky.Spec(sky.Local(), region="x")], {}, "sells no machines"),
+        ([sky.Spec(sky.SSH(["host"]), region="x")], {}, "sells no machines"),
         (specs(dear), {"nodes": -1}, "must be at least"),
         (specs(dear), {"ttl": 0}, "give a number above 0"),
     ]

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward import kernel
 from skyward.worker.usage import Gauge
 
 NVML = """
@@ -69,6 +70,21 @@ def version_1(folder: Path) -> Path:
         memory__memory_dot_limit_in_bytes="8000\n",
         memory__memory_dot_stat="cache 1\ntotal_inactive_file 1000\n",
     )
+
+
+@pytest.mark.parametrize("layout", [version_1, version_2])
+def test_a_container_has_no_more_processors_than_its_share(
+    layout: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "CGROUPS", str(layout(tmp_path)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64), raising=False)
+    assert kernel.processors() == 1, "half of one"
+
+    make(tmp_path, cpu_dot_max="350000 100000", cpu__cpu_dot_cfs_quota_us="350000")
+    assert kernel.processors() == 3
+
+    make(tmp_path, cpu_dot_max="max 100000", cpu__cpu_dot_cfs_quota_us="-1")
+    assert kernel.processors() == 64
 
 
 @pytest.mark.parametrize("layout", [version_1, version_2])

@@ -86,13 +86,15 @@ def resolve(
     }
     for what, number in numbers.items():
         checks.above_zero("Compute", what, number)
-    provider = _bought(
+    provider, notes = _bought(
         provider,
         allocation=allocation,
         region=region,
         max_hourly_cost=max_hourly_cost,
         disk_gb=disk_gb,
     )
+    if isinstance(provider, Local):
+        notes += provider.lacking(vcpus, memory_gb)
     if not isinstance(volumes, Sequence):
         raise ConfigurationError(f"Compute(volumes={volumes!r}): give a list of volumes")
     for volume in volumes:
@@ -140,6 +142,7 @@ def resolve(
         keep=idle,
         folders=(*_project(project), *planned.sent),
         volumes=planned.nodes,
+        notes=notes,
     )
     if idle is not None:
         spec = replace(spec, recorded=_recorded(spec, plugged))
@@ -213,26 +216,32 @@ def _bought(
     region: str | None,
     max_hourly_cost: float | None,
     disk_gb: float | None,
-) -> Provider:
-    """The provider in the region that was asked for; refuses what only a seller understands."""
+) -> tuple[Provider, tuple[str, ...]]:
+    """The provider in the region that was asked for, and what the user is told of the arguments.
+
+    Refuses what only a seller understands; `Local` leaves it out, so that a program for a cloud can
+    be tried here.
+    """
     check_allocation("Compute", allocation)
     check_region("Compute", region)
     if sells(provider):
-        return provider if region is None else provider.in_region(region)
+        return (provider if region is None else provider.in_region(region)), ()
     given: dict[str, object] = {
         "allocation": None if allocation == "on-demand" else allocation,
         "region": region,
         "max_hourly_cost": max_hourly_cost,
         "disk_gb": disk_gb,
     }
-    for what, value in given.items():
-        if value is not None:
-            sellers = ", ".join(sorted(providers_with("offers"))) or "none is installed"
-            raise ConfigurationError(
-                f"Compute({what}={value!r}): the provider {provider.name!r} sells no machines; "
-                f"leave {what} out, or use a provider that sells machines ({sellers})"
-            )
-    return provider
+    asked = [f"{what}={value!r}" for what, value in given.items() if value is not None]
+    if not asked:
+        return provider, ()
+    if isinstance(provider, Local):
+        return provider, (f"{', '.join(asked)}: ignored, since this machine is not bought",)
+    sellers = ", ".join(sorted(providers_with("offers"))) or "none is installed"
+    raise ConfigurationError(
+        f"Compute({asked[0]}): the provider {provider.name!r} sells no machines; leave "
+        f"{asked[0].partition('=')[0]} out, or use a provider that sells machines ({sellers})"
+    )
 
 
 def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool = False) -> None:

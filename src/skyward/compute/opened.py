@@ -50,6 +50,9 @@ class OpenedPool:
         pool.events.emit(PoolStarted, spec.provider.name, count)
         doing = "attaching" if adoption is not None else f"starting {quoted(spec)}"
         console.begin(f"{spec.name}: {doing}", count)
+        if adoption is None:
+            for note in spec.notes:
+                self._note(note)
         pool.start()
         self._enter_plugins(compute)
         if spec.keep is not None and adoption is None:

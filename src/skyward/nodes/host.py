@@ -224,8 +224,7 @@ class Host:
 
     async def start(self, config: AgentConfig) -> None:
         """Start the agent, and find out how to connect to it."""
-        if self._order.request.vcpus:
-            config.env.setdefault("OMP_NUM_THREADS", str(max(1, int(self._order.request.vcpus))))
+        config.vcpus = self._order.request.vcpus
         await self._do(self._launch(config))
 
     async def _prepare(self, former: Machine | None = None) -> None:

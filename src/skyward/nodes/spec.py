@@ -27,10 +27,12 @@ class PoolSpec:
     """After how many seconds without a client a pool that stays ends; 0 if it does not, None if the
     pool ends with its client."""
     recorded: str = field(default="", repr=False, compare=False)
+    """What another client of a pool that stays needs of this, for the pool's record."""
     id: str = ""
     """The id of a pool that exists, or was stopped; empty for a new one."""
-    """What another client of a pool that stays needs of this, for the pool's record."""
     folders: tuple[SentFolder, ...] = ()
     """Folders of the client that nodes have, too; the first may be the project."""
     volumes: tuple[Volume, ...] = ()
     """The volumes that nodes mount or copy by themselves."""
+    notes: tuple[str, ...] = ()
+    """What the user asked for and does not get, said once when the pool starts."""

@@ -53,6 +53,9 @@ class AgentConfig(msgspec.Struct):
     """The tenant that the client which starts the agent is; empty unless the pool is to stay."""
     identity: dict[str, str] = {}
     """Who that client is: user, host, process and command."""
+    vcpus: float | None = None
+    """How many processors the node was asked for: as many threads has PyTorch in a worker, but not
+    more than there are processors."""
 
     def place(self, name: str, *, for_peers: bool = False) -> str:
         """Where a process of this node listens, in the form that a `Listener` takes.

@@ -18,7 +18,6 @@ from typing import Any
 from skyward import kernel
 from skyward.wire.messages import Usage
 
-CGROUPS = Path("/sys/fs/cgroup")
 _NVML = "libnvidia-ml.so.1"
 _LOOPBACK = re.compile(r"lo\d*")
 
@@ -26,7 +25,7 @@ _LOOPBACK = re.compile(r"lo\d*")
 class Gauge:
     """Measures the node; the load of the processors is since the measurement before."""
 
-    def __init__(self, cgroups: Path = CGROUPS, nvml: str = _NVML) -> None:
+    def __init__(self, cgroups: Path = Path(kernel.CGROUPS), nvml: str = _NVML) -> None:
         self._cgroup, self._nvml = _Cgroup(str(cgroups)), nvml
         self._gpus: _Gpus | None = None
         self._lock = threading.Lock()
@@ -52,6 +51,11 @@ class Gauge:
         return round(min(max(100.0 * share, 0.0), 100.0), 1)
 
 
+def memory_there() -> int:
+    """The bytes of memory that this machine has, or the container that this process is in."""
+    return _Cgroup(kernel.CGROUPS).memory()[1]
+
+
 class _Cgroup:
     """What the kernel counts for this container, or for the machine.
 
@@ -60,15 +64,13 @@ class _Cgroup:
     """
 
     def __init__(self, folder: str) -> None:
+        self._folder = folder
         # Of version 2; only the folder of the whole machine lacks the file.
         contained = os.path.exists(f"{folder}/memory.current")
         self._cpu_stat = _found(f"{folder}/cpu.stat") if contained else ""
-        self._cpu_max = _found(f"{folder}/cpu.max")
         self._memory, self._of_memory = folder, ("memory.current", "memory.max", "inactive_file")
         # Of version 1.
         self._cpu_usage = _found(f"{folder}/cpuacct/cpuacct.usage")
-        self._cpu_quota = _found(f"{folder}/cpu/cpu.cfs_quota_us")
-        self._cpu_period = f"{folder}/cpu/cpu.cfs_period_us"
         if not contained:
             self._memory = f"{folder}/memory"
             names = ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file")
@@ -92,16 +94,7 @@ class _Cgroup:
 
     def processors(self) -> float:
         """How many processors may be used."""
-        there = float(os.cpu_count() or 1)
-        if self._cpu_max:
-            with contextlib.suppress(ValueError):
-                quota, period = (_text(self._cpu_max) or "").split()
-                return min(there, float(quota) / float(period)) if quota != "max" else there
-        if self._cpu_quota:
-            quota_us, period_us = _number(self._cpu_quota), _number(self._cpu_period)
-            if quota_us and period_us and quota_us > 0:
-                return min(there, quota_us / period_us)
-        return there
+        return min(float(os.cpu_count() or 1), kernel.processor_share(self._folder))
 
     def memory(self) -> tuple[int, int]:
         """Bytes used, without what the kernel would drop from its cache, and bytes there are."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from skyward import kernel
 from skyward.errors import ConfigurationError
 from skyward.providers import Order, Request
 from skyward.providers.local import image
 from skyward.providers.local.cards import check_accelerator, installed_cards
 from skyward.providers.local.machine import LocalMachine
+from skyward.worker.usage import memory_there
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,18 @@ class Local:
     def machine_at(self, machine: str) -> LocalMachine:
         """The machine of a pool that stays, by its id."""
         return LocalMachine(Path(machine))
+
+    def lacking(self, vcpus: float | None, memory_gb: float | None) -> tuple[str, ...]:
+        """What to tell the user of more processors or memory than this machine has.
+
+        That is no error, so that a program for a cloud can be tried here.
+        """
+        told = []
+        if vcpus is not None and vcpus > (processors := kernel.processors()):
+            told.append(f"vcpus={vcpus:g}: this machine has {processors}, and workers use those")
+        if memory_gb is not None and memory_gb * 1e9 > (there := memory_there()):
+            told.append(f"memory_gb={memory_gb:g}: this machine has {there / 1e9:.3g} GB")
+        return tuple(told)
 
     def check(self, request: Request) -> None:
         """Refuse a request for what this machine does not have."""
