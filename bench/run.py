@@ -27,6 +27,8 @@ from typing import Any
 from measure import say
 from report import Row, load, markdown_table, text_table
 
+import skyward
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 SUITES = {
@@ -185,7 +187,7 @@ def record(suite: str, rows: Sequence[Row], load_before: float) -> None:
         f"{platform.system()} {platform.release()}",
         f"Python {platform.python_version()}",
         f"torch {version('torch')}",
-        f"skyward {version('skyward')}",
+        f"skyward {skyward.__version__}",
         f"load before the run {load_before:.2f}",
     )
     kept = {

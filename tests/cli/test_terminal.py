@@ -19,7 +19,7 @@ import skyward as sky
 
 from ..conftest import PATIENCE
 
-pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
+pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward-torch[store]'")
 
 
 class Terminal:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("asyncssh", reason="skyward[ssh] is not installed")
+pytest.importorskip("asyncssh", reason="skyward-torch[ssh] is not installed")
 
 from skyward.providers.ssh import connections
 

@@ -199,5 +199,5 @@ def test_without_asyncssh_the_message_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(sky.ConfigurationError, match=r"pip install 'skyward\[ssh\]'"):
+    with pytest.raises(sky.ConfigurationError, match=r"pip install 'skyward-torch\[ssh\]'"):
         sky.SSH(["gpu1"])

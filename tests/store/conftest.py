@@ -35,7 +35,7 @@ def store(folder: Path) -> sky.ModelStore:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The address of an S3 server of our own, with a bucket."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward[s3]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'skyward-torch[s3]'")
     server_of = pytest.importorskip(
         "moto.server", reason="moto is not installed: pip install 'moto[s3]' flask flask-cors"
     )
@@ -127,7 +127,9 @@ serving.serve(started=lambda address: print(address, flush=True), **options)
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     """Starts servers, and ends them after the test; each must then end cleanly."""
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    pytest.importorskip(
+        "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
+    )
     with contextlib.ExitStack() as stack:
 
         def start(folder: Path, **options: Any) -> Server:

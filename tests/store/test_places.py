@@ -35,7 +35,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return address
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
-    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
+    pytest.importorskip(
+        "fsspec", reason="fsspec is not installed: pip install 'skyward-torch[store]'"
+    )
     if request.param == "renaming":
         return f"dir::file://{tmp_path}/renamed"
     return f"memory://{uuid.uuid4().hex}"
@@ -385,11 +387,13 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(core, "url_to_fs", missing)
         with pytest.raises(
-            sky.ConfigurationError, match=r"s3:// is missing; install skyward\[s3\]"
+            sky.ConfigurationError, match=r"s3:// is missing; install skyward-torch\[s3\]"
         ):
             sky.ModelStore("s3://bucket/models")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(sky.ConfigurationError, match=r"needs fsspec; install skyward\[store\]"):
+    with pytest.raises(
+        sky.ConfigurationError, match=r"needs fsspec; install skyward-torch\[store\]"
+    ):
         sky.ModelStore("memory://x")
 
 

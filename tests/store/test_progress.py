@@ -72,7 +72,9 @@ def watched(request: pytest.FixtureRequest, ear: Ear, folder: Path) -> sky.Model
     """A store with somebody watching: one that is mapped, and one that is downloaded."""
     if request.param == "folder":
         return sky.ModelStore(folder, progress=ear)
-    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward[store]'")
+    pytest.importorskip(
+        "fsspec", reason="fsspec is not installed: pip install 'skyward-torch[store]'"
+    )
     return sky.ModelStore(f"memory://{uuid.uuid4().hex}", progress=ear)
 
 

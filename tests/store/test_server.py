@@ -533,7 +533,9 @@ def test_curl_follows_the_front_page(serve: Serve, folder: Path, tmp_path: Path)
 def test_servers_that_cannot_be_are_refused(
     folder: Path, options: dict[str, Any], told: str
 ) -> None:
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    pytest.importorskip(
+        "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
+    )
     with pytest.raises(sky.ConfigurationError, match=told):
         serve_here(folder, **{"port": 0} | options)
 
@@ -549,7 +551,7 @@ def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "skyward.store.server.web", raising=False)
 
-    with pytest.raises(sky.ConfigurationError, match=r"install skyward\[server\]"):
+    with pytest.raises(sky.ConfigurationError, match=r"install skyward-torch\[server\]"):
         serve_here(folder)
 
 
@@ -570,7 +572,9 @@ def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, n
 
 @pytest.mark.parametrize("host", [[], ["--host", "0.0.0.0", "--insecure"]])
 def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None:
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    pytest.importorskip(
+        "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
+    )
     folder.mkdir()
     command = [sys.executable, "-m", "skyward", "models", "serve", folder, "--port", "0", "--json"]
     command += host
@@ -602,7 +606,9 @@ def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None
 def test_the_command_says_who_may_come(
     folder: Path, options: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install skyward[server]")
+    pytest.importorskip(
+        "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
+    )
     monkeypatch.delenv("SKYWARD_STORE_TOKEN", raising=False)
     folder.mkdir()
     command = [sys.executable, "-m", "skyward", "models", "serve", folder, "--port", "0", *options]

@@ -116,7 +116,7 @@ def reported(context: click.Context, problem: BaseException) -> int | None:
 
 def _message(problem: BaseException) -> str | None:
     if isinstance(problem, ModuleNotFoundError) and problem.name == "torch":
-        return "this needs torch; install skyward[torch]"
+        return "this needs torch; install skyward-torch[torch]"
     if isinstance(problem, SkywardError):
         return str(problem)
     if isinstance(problem, OSError):

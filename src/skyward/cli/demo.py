@@ -28,6 +28,10 @@ def demo(pool: str | None) -> None:
     Its data are drawn, so nothing is downloaded. Needs torch.
     """
     # Here, since torch takes seconds to import, and `sky --help` must not.
+    import warnings
+
+    # Of a torch without numpy, which the demonstration does not use.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
     from skyward.cli import digits

@@ -47,7 +47,7 @@ def _answer(check: str, provider: Provider) -> Finding:
 def _ssh() -> Finding:
     """What logins would use; which hosts there are only a pool of the settings says."""
     if importlib.util.find_spec("asyncssh") is None:
-        advice = "pip install 'skyward[ssh]'"
+        advice = "pip install 'skyward-torch[ssh]'"
         return Finding("ssh", "not set up", "asyncssh is missing", advice)
     folder = Path.home() / ".ssh"
     keys = [each.stem for each in sorted(folder.glob("id_*.pub"))]

@@ -19,8 +19,10 @@ def my_versions() -> dict[str, str]:
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "protocol": str(PROTOCOL),
+        # Of the code that runs here: an installer may know it by another name, or not at all.
+        "skyward": sys.modules["skyward"].__version__,
     }
-    for package in ("skyward", "cloudpickle", "numpy", "torch"):
+    for package in ("cloudpickle", "numpy", "torch"):
         if version := _version(package):
             versions[package] = version
     return versions

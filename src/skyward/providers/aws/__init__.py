@@ -174,7 +174,7 @@ class AWS:
         self._account()
         if importlib.util.find_spec("asyncssh") is None:
             raise ConfigurationError(
-                "AWS needs the package asyncssh; install it with: pip install 'skyward[aws]'"
+                "AWS needs the package asyncssh; install it with: pip install 'skyward-torch[aws]'"
             )
         for volume in request.volumes:
             if volume.target != volume.source:

@@ -7,11 +7,11 @@ import importlib.util
 import os
 import threading
 import time
-from importlib import metadata
 from typing import Any
 
 from skyward.errors import ConfigurationError, UnavailableError, UnreachableError
 from skyward.providers.aws import failures
+from skyward.wire.versions import my_versions
 
 CONNECTIONS = 32
 ATTEMPTS = 4
@@ -132,7 +132,7 @@ class Account:
                         connect_timeout=10,
                         read_timeout=60,
                         max_pool_connections=CONNECTIONS,
-                        user_agent_extra=f"skyward/{metadata.version('skyward')}",
+                        user_agent_extra=f"skyward/{my_versions()['skyward']}",
                     ),
                 )
             return client
@@ -141,7 +141,7 @@ class Account:
         """The SDK's session, with credentials that it has read."""
         if importlib.util.find_spec("boto3") is None:
             raise ConfigurationError(
-                "AWS needs the package boto3; install it with: pip install 'skyward[aws]'"
+                "AWS needs the package boto3; install it with: pip install 'skyward-torch[aws]'"
             )
         import boto3
         import botocore.exceptions

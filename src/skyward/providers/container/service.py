@@ -34,7 +34,7 @@ class Service:
             import docker
         except ImportError:
             raise ConfigurationError(
-                "Container(): the docker package is missing; install skyward[container]"
+                "Container(): the docker package is missing; install skyward-torch[container]"
             ) from None
         client = docker.DockerClient(base_url=self.address, version=self.version, timeout=TIMEOUT)
         try:

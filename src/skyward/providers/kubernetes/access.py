@@ -29,7 +29,9 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 240
 _MERGE = "application/merge-patch+json"
-_MISSING = "Kubernetes(): the kubernetes package is missing; pip install 'skyward[kubernetes]'"
+_MISSING = (
+    "Kubernetes(): the kubernetes package is missing; pip install 'skyward-torch[kubernetes]'"
+)
 _BUSY = (429, 500, 502, 503, 504)
 """Answers of an API server, or of what stands before it, that the next attempt may not get."""
 

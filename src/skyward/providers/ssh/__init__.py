@@ -87,7 +87,7 @@ class SSH:
         )
         if importlib.util.find_spec("asyncssh") is None:
             raise ConfigurationError(
-                "SSH needs the package asyncssh; install it with: pip install 'skyward[ssh]'"
+                "SSH needs the package asyncssh; install it with: pip install 'skyward-torch[ssh]'"
             )
 
     def __repr__(self) -> str:

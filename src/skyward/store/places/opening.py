@@ -104,13 +104,14 @@ def _open_remote(url: str, token: str | None) -> Files:
         core = importlib.import_module("fsspec.core")
     except ImportError:
         raise ConfigurationError(
-            f"{store_at(shown)}: needs fsspec; install skyward[{extra or 'store'}], or use a folder"
+            f"{store_at(shown)}: needs fsspec; install skyward-torch[{extra or 'store'}], "
+            "or use a folder"
         ) from None
     options = {} if token is None else {"token": token}
     try:
         fs, root = core.url_to_fs(url, **options)
     except ImportError as problem:
-        advice = f"install skyward[{extra}]" if extra else str(problem)
+        advice = f"install skyward-torch[{extra}]" if extra else str(problem)
         raise ConfigurationError(
             f"{store_at(shown)}: the package for {scheme}:// is missing; {advice}"
         ) from problem

@@ -66,7 +66,7 @@ def serve(
         from skyward.store.server.web import Interface
     except ImportError as problem:
         raise ConfigurationError(
-            f"the model server needs aiohttp ({problem}); install skyward[server]"
+            f"the model server needs aiohttp ({problem}); install skyward-torch[server]"
         ) from None
     interface = Interface(root, token=secret, read_only=read_only, durable=durable, private=private)
     asyncio.run(_run(interface.application(), host, port, context, started or _announced))
