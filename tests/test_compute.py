@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import re
 import signal
 import sys
 import threading
@@ -158,6 +159,27 @@ def test_every_pool_has_a_name():
     assert sky.Compute(name="mine").name == "mine"
     assert sky.Compute().name != sky.Compute().name
     assert repr(sky.Compute(name="mine")) == "<sky.Compute mine: not entered>"
+
+
+@pytest.mark.parametrize(
+    ("program", "called"),
+    [
+        ("/home/me/fit.py", "fit"),
+        ("Fine Tuning (v2).py", "fine-tuning-v2"),
+        ("/lib/python/pytest/__main__.py", "pytest"),
+        ("-c", "python"),
+        ("", "python"),
+        ("обучение.py", "python"),
+    ],
+)
+def test_a_pool_without_a_name_is_called_after_its_script_and_the_time(
+    monkeypatch, program, called
+):
+    monkeypatch.setattr(sys, "argv", [program])
+    names = [sky.Compute().name for _ in range(3)]
+    assert len(set(names)) == 3
+    for name in names:
+        assert re.fullmatch(called + r"-\d{6}(-\d)?", name)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,8 @@ def _run_here(
         made["nodes"] = nodes
     if accelerator is not None:
         made["accelerator"] = cards.parse(accelerator)
-    with skyward.Compute(**made), _as_main_program(script, args):
+    # The pool is called after the script.
+    with _as_main_program(script, args), skyward.Compute(**made):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:

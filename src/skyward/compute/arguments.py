@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import re
+import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from skyward.calls.packing import blob_room
 from skyward.compute.choosing import Spec
 from skyward.compute.volumes import equipped
 from skyward.compute.volumes import plan as volume_plan
+from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
 from skyward.market import Allocation, check_allocation, check_region
 from skyward.nodes import keeping
@@ -33,12 +37,27 @@ from skyward.providers import Provider, Request, check_provider, providers_with,
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 
-_names = itertools.count(1)
+_given: Counter[str] = Counter()
+_SCRIPT_MOST = 30
 
 
 def new_name() -> str:
-    """A name for a pool that the user gave none."""
-    return f"compute-{next(_names)}"
+    """A name for a pool that the user gave none: of the script and the time, "fit-191207"."""
+    name = f"{_script()}-{time.strftime('%H%M%S')}"
+    _given[name] += 1
+    return name if _given[name] == 1 else f"{name}-{_given[name]}"
+
+
+def _script() -> str:
+    """What this program is called, in letters that every provider takes in a name."""
+    if kernel_shell() is not None:
+        return "notebook"
+    path = Path(sys.argv[0] if sys.argv else "")
+    # `python -m package` runs the file `__main__.py` of the package.
+    called = path.parent.name if path.name == "__main__.py" else path.stem
+    plain = re.sub("[^a-z0-9]+", "-", called.lower())[:_SCRIPT_MOST].strip("-")
+    # An interactive Python, or one with -c, has no script.
+    return plain if plain and called != "-c" else "python"
 
 
 def resolve(
