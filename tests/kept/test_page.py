@@ -334,6 +334,16 @@ def test_an_agent_that_begins_again_is_not_told_twice() -> None:
     assert [call[0] for call in anew["ended"]] == ["0:2.0.1", "0:1.0.1"]
 
 
+def test_what_a_client_has_moved_stays_counted_when_the_client_is_gone() -> None:
+    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
+    state = KeptState(record, "p-kept")
+    moved = {"retried": 1, "nodes_lost": 0, "waiting": 3, "sent": 100, "received": 7, "devices": []}
+    both = state.sample([moved | {"pool": "p-11"}, moved | {"pool": "p-12"}])
+    assert (both["sent"], both["received"], both["waiting"]) == (200, 14, 6)
+    left = state.sample([moved | {"pool": "p-12", "sent": 150}])
+    assert (left["sent"], left["received"], left["waiting"]) == (250, 14, 3)
+
+
 def test_a_node_that_was_replaced_is_another_one() -> None:
     nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)

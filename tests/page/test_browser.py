@@ -193,6 +193,15 @@ def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromi
         assert chromium.value(shown("#output")).split() == ["run-7", "epoch", "2"]
         # A lane for each client of a worker, and one for the worker that nobody uses.
         chromium.until("new Set(hits.map(h => h[1])).size === 2")
+        # Counts begin again with a node or a device that was started again.
+        many = {"type": "sample", "pool": "p-kept", "time": 1.0, "usage": [], "waiting": 0}
+        many |= {"succeeded": 90, "failed": 0, "sent": 9000, "received": 9000, "cost": 0}
+        many |= {"devices": [{"device": 0, "kind": "cpu", "node": 0, "operations": 70, "waits": 7}]}
+        few = many | {"time": 2.0, "succeeded": 2, "sent": 20, "received": 20}
+        few |= {"devices": [{"device": 0, "kind": "cpu", "node": 0, "operations": 3, "waits": 1}]}
+        chromium.value(f"take({json.dumps(many)}); take({json.dumps(few)}); dirty = true; draw()")
+        assert chromium.value(shown("#figures")).count("0 B/s") == 2
+        assert "-" not in chromium.value(shown("#figures")) + chromium.value(shown("#devices"))
     finally:
         server.close()
 

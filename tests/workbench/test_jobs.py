@@ -133,9 +133,17 @@ def test_a_cancelled_job_can_clean_up_and_leaves_nothing(
         assert b"".join(data for _, data in parts) == b"saved\n"
 
     assert output.job is not None
-    assert output.job.state == "cancelled"
+    assert (output.job.state, output.job.code) == ("cancelled", 1)
     assert not psutil.pid_exists(pid)
     assert jobs.cancel(running, 0, job).state == "cancelled"
+
+
+def test_a_job_that_a_signal_ended_has_the_exit_code_of_a_shell(
+    running: Pool, script: Callable[[str], Path]
+) -> None:
+    job = jobs.start_script(running, 0, script("import os; os.kill(os.getpid(), 2)"))
+    ended = output_of(running, job)[1]
+    assert (ended.state, ended.code) == ("failed", 130)
 
 
 def test_several_jobs_run_at_once(running: Pool, script: Callable[[str], Path]) -> None:

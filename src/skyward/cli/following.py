@@ -90,7 +90,7 @@ def exit_code(job: JobView) -> int:
     """The exit code of a job that has ended, as a shell tells it."""
     if job.code is None:
         return 0 if job.state == "done" else FAILED
-    return job.code if job.code >= 0 else 128 - job.code
+    return job.code
 
 
 def ending(job: JobView) -> str:

@@ -17,7 +17,7 @@ from skyward.page.state import CALLS_A_TIME, CALLS_KEPT, LINES_A_TIME, LINES_KEP
 from skyward.worker.task_board import BUCKETS
 
 _OF_AGENTS = ("begun", "succeeded", "failed", "cancelled", "call_seconds")
-_OF_CLIENTS = ("retried", "nodes_lost", "waiting", "sent", "received")
+_OF_CLIENTS = ("retried", "nodes_lost", "sent", "received")
 SAME_SECONDS = 2.0
 """A task is the one that was told if it has the same name and began within so many seconds."""
 NOTES_OF_CLIENTS = frozenset(
@@ -61,6 +61,8 @@ class KeptState:
         self._before: dict[int, tuple[float, int, int]] = {}
         self._clients: dict[int, dict[str, dict[str, Any]]] = {}
         self._jobs: dict[int, list[dict[str, Any]]] = {}
+        self._counted: dict[str, dict[str, Any]] = {}
+        """The last sample of every client: what those who are gone have moved stays counted."""
         self._ended: deque[list[Any]] = deque(maxlen=CALLS_KEPT)
         self._lines: deque[list[Any]] = deque(maxlen=LINES_KEPT)
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES_KEPT)
@@ -266,15 +268,17 @@ class KeptState:
             "buckets": buckets,
             "cost": cost,
             "hourly_cost": hourly,
+            "waiting": 0,
             **totals,
-            **dict.fromkeys(_OF_CLIENTS, 0),
         }
         for each in clients:
             process = each["pool"].rpartition("-")[2]
-            for name in _OF_CLIENTS:
-                sample[name] += each[name]
+            self._counted[each["pool"]] = {name: each[name] for name in _OF_CLIENTS}
+            sample["waiting"] += each["waiting"]
             sample["submitted"] += each["waiting"]
             sample["devices"] += [{**row, "process": process} for row in each["devices"]]
+        for name in _OF_CLIENTS:
+            sample[name] = sum(counted[name] for counted in self._counted.values())
         return sample
 
 

@@ -56,7 +56,7 @@ class ProgramStatus(msgspec.Struct, omit_defaults=True):
     problem: str = ""
     """Why the command could not be started."""
     code: int | None = None
-    """The exit code; negative for a signal."""
+    """The exit code as a shell tells it: 130 if SIGINT has ended the command."""
 
 
 class ProgramEnd(msgspec.Struct):
@@ -108,7 +108,9 @@ class _Supervisor:
         _signal(child.pid, signal.SIGKILL)
         self._drain()
         self._note_end()
-        self._tell(ProgramStatus(code=self._code if self._code is not None else -signal.SIGHUP))
+        self._tell(
+            ProgramStatus(code=self._code if self._code is not None else 128 + signal.SIGHUP)
+        )
 
     def _started(self, output: int | None) -> subprocess.Popen[bytes]:
         config = self._config
@@ -169,7 +171,8 @@ class _Supervisor:
                 if not pid:
                     return
                 if pid == child.pid:
-                    self._code = child.returncode = os.waitstatus_to_exitcode(status)
+                    code = child.returncode = os.waitstatus_to_exitcode(status)
+                    self._code = code if code >= 0 else 128 - code
 
     def _read_output(self) -> bool:
         """Keep what the command has written; whether there may be more."""

@@ -83,8 +83,7 @@ class NodeCommand(Closing):
 
     def _note(self, told: dict[str, Any]) -> None:
         if "code" in told:
-            code = int(told["code"])
-            self.code = code if code >= 0 else 128 - code
+            self.code = int(told["code"])
             return
         with self._changed:
             self._room += int(told.get("taken", 0))
