@@ -3,9 +3,7 @@
 Files are put together to batches of about four minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
-others. A few failed tests get a second chance: those of files that need software of others, alone,
-and two of our own, of which three copies side by side must then pass. An error in fixtures, where
-leaks show, gets none. What passed only so is printed at the end: it is a defect to be found.
+others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import functools
 import os
 import re
 import subprocess
@@ -22,7 +19,6 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,16 +50,6 @@ ORDER = (("instances", "containers"), ("hosts",), ("pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "jobs", "instances")
 """What takes so long to start that one process runs all files that need it."""
-OUTSIDE = ("jobs", "containers", "pods", "instances")
-RAY = re.compile(r"\bray_cluster\b")
-"""The lanes that need software of others, and what files have in them that need Ray."""
-AGAIN = 4
-"""As many failures of such files may be an accident: each of these tests is run again, alone."""
-OWN_AGAIN, OWN_COPIES = 2, 3
-"""As many failures of other tests may be one, and how many copies of each must pass at once.
-
-A defect that only shows on a busy machine would pass alone.
-"""
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -94,8 +80,6 @@ class Outcome:
     skipped: collections.Counter[str] = field(default_factory=collections.Counter)
     failed: dict[str, list[str]] = field(default_factory=dict)
     """The tests that failed, each with what it is counted as."""
-    passed_again: list[str] = field(default_factory=list)
-    """Tests that failed, and passed when they were run alone."""
 
     @property
     def is_good(self) -> bool:
@@ -202,48 +186,10 @@ class Suite:
 
     def _work(self, lanes: tuple[str, ...]) -> None:
         while (batch := self._next(lanes)) is not None:
-            outcome, text = self._run_batch(batch)
+            outcome, text = run_pytest(batch, self.options)
             with self._lock:
                 self.outcomes.append(outcome)
                 self._tell(outcome, text)
-
-    def _run_batch(self, batch: Batch) -> tuple[Outcome, str]:
-        name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
-        return run_pytest(batch, batch.files, name, self.options)
-
-    def run_again(self) -> None:
-        """Give a few failed tests a second chance, each in a process of its own."""
-        failed = [
-            (outcome, test)
-            for outcome in self.outcomes
-            if not outcome.problem
-            for test, kinds in outcome.failed.items()
-            # An error is one of a fixture, and may be a leak, which would not show again.
-            if "errors" not in kinds
-        ]
-        outside = [each for each in failed if needs_outside(each[1])]
-        own = [each for each in failed if not needs_outside(each[1])]
-        if not failed or len(outside) > AGAIN or len(own) > OWN_AGAIN or self._stopped:
-            return
-        print("\n== running again what failed", flush=True)
-        for number, (outcome, test) in enumerate([*outside, *own]):
-            copies = 1 if number < len(outside) else OWN_COPIES
-            if self._passes(outcome, test, [f"again-{number}-{copy}" for copy in range(copies)]):
-                outcome.counts.subtract(outcome.failed.pop(test))
-                outcome.counts["passed when run again"] += 1
-                outcome.passed_again.append(test)
-
-    def _passes(self, outcome: Outcome, test: str, names: Sequence[str]) -> bool:
-        """Whether as many copies of a test pass, all at once."""
-        with ThreadPoolExecutor(len(names)) as threads:
-            run = functools.partial(run_pytest, outcome.batch, [test], options=self.options)
-            found = list(threads.map(lambda name: run(name=name), names))
-        for again, text in found:
-            outcome.processor_seconds += again.processor_seconds
-            print(f"{again.seconds:9.0f} s {again.processor_seconds:5.0f} s processor  {test}")
-            if not again.is_good:
-                print(text, flush=True)
-        return all(again.is_good and again.counts["passed"] for again, _ in found)
 
     def _tell(self, outcome: Outcome, text: str) -> None:
         number = f"{len(self.outcomes):>3}/{self.total}"
@@ -258,15 +204,14 @@ class Suite:
                 print(f"{' '.join(outcome.batch.files)}: {outcome.problem}", flush=True)
 
 
-def run_pytest(
-    batch: Batch, tests: Sequence[str], name: str, options: Sequence[str]
-) -> tuple[Outcome, str]:
-    """Run tests in one process; gives what became of them, and what pytest printed."""
+def run_pytest(batch: Batch, options: Sequence[str]) -> tuple[Outcome, str]:
+    """Run a batch in one process; gives what became of its tests, and what pytest printed."""
+    name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
     report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
     report.unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
-        *(f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *tests),
+        *(f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *batch.files),
     ]
     began = time.monotonic()
     with log.open("wb") as output:
@@ -289,12 +234,6 @@ def run_pytest(
     if not outcome.problem and code == 1 and not outcome.failed:
         outcome.problem = "pytest failed, though no test did"
     return outcome, log.read_text(errors="replace")
-
-
-def needs_outside(test: str) -> bool:
-    """Whether the test's file needs software of others."""
-    path = test.partition("::")[0]
-    return lane_of(path) in OUTSIDE or bool(RAY.search((ROOT / path).read_text()))
 
 
 def environment() -> dict[str, str]:
@@ -339,7 +278,7 @@ def name_of(case: ElementTree.Element, modules: dict[str, str]) -> str:
 
 def counted(counts: collections.Counter[str]) -> str:
     """Counts as pytest writes them."""
-    kinds = ("failed", "errors", "passed", "passed when run again", "skipped", "xfailed")
+    kinds = ("failed", "errors", "passed", "skipped", "xfailed")
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "no tests"
 
 
@@ -359,10 +298,6 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
         print("\n== skipped")
         for reason, number in skipped.most_common():
             print(f"{number:5}  {reason}")
-    again = [name for each in outcomes for name in each.passed_again]
-    if again:
-        print(f"\n== PASSED ONLY WHEN RUN AGAIN: {len(again)}; what failed before is above")
-        print("\n".join(again))
     bad = [each for each in outcomes if not each.is_good]
     if bad:
         print("\n== failed")
@@ -430,7 +365,6 @@ def main() -> int:
     )
     began = time.monotonic()
     suite.run(told.processes)
-    suite.run_again()
     if told.measure:
         write_table(suite.outcomes)
     good = summarise(suite.outcomes, time.monotonic() - began)
