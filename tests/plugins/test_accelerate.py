@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -184,15 +185,30 @@ class TestConfig:
 
         assert variables(file) == variables(short)
 
-    def test_workers_get_the_settings_of_the_group(
+    def test_on_processors_every_worker_holds_the_model_whatever_the_section_says(
         self, sharing: Sharing, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        plugins = [sky.plugins.torch(), sky.plugins.accelerate(config=FSDP)]
+        config = {**FSDP, "fsdp": {"sync_module_states": True, "cpu_ram_efficient_loading": True}}
+        plugins = [sky.plugins.torch(), sky.plugins.accelerate(config=config)]
         with sharing(sky.Compute(nodes=2, plugins=plugins, options=QUIET)) as compute:
-            seen = settings("FSDP_SHARDING_STRATEGY", "ACCELERATE_USE_FSDP") @ compute
+            seen = train() @ compute
 
-        assert seen == [["SHARD_GRAD_OP", "true"]] * 2
+        assert [(each["kind"], each["precision"]) for each in seen] == [("MULTI_CPU", "bf16")] * 2
         assert "every worker holds the whole model" in capsys.readouterr().err
+
+    def test_workers_with_accelerators_get_the_settings_of_the_group(self) -> None:
+        around = sky.plugins.accelerate(config=FSDP).around_process
+        assert around is not None
+        with (
+            mock.patch.dict(os.environ),
+            entered(around, InstanceInfo(total_nodes=2, accelerators=1)),
+        ):
+            assert os.environ["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
+            assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+    def test_accumulation_of_gradients_counts_without_deepspeed_too(self) -> None:
+        everyone, _ = variables({"deepspeed": {"gradient_accumulation_steps": 4}})
+        assert everyone == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
 
     def test_deepspeed_that_is_not_installed_is_named(self) -> None:
         pytest.importorskip("accelerate")
@@ -201,7 +217,7 @@ class TestConfig:
 
         with (
             pytest.raises(ModuleNotFoundError, match=r"deepspeed is not installed.*pip=\["),
-            entered(plugin.around_process, InstanceInfo(total_nodes=2)),
+            entered(plugin.around_process, InstanceInfo(total_nodes=2, accelerators=1)),
         ):
             raise AssertionError("entered")
 
@@ -229,8 +245,3 @@ class TestConfig:
     def test_settings_that_are_none_are_refused(self, config: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             sky.plugins.accelerate(config=config)
-
-
-@sky.function
-def settings(*names: str) -> list[str | None]:
-    return [os.environ.get(name) for name in names]

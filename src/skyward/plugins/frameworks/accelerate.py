@@ -89,12 +89,14 @@ def _set_up(settings: dict[str, str], group: dict[str, str], info: InstanceInfo)
     check_installed("accelerate")
     os.environ.update(settings)
     # One worker alone has no group to share a model with.
-    if info.total_workers > 1:
-        if "ACCELERATE_USE_DEEPSPEED" in group:
-            check_installed("deepspeed")
-        # Before any task: the first `PartialState` of a process reads them, and never again.
-        os.environ.update(group)
-        if group and not info.accelerators and info.is_head:
+    if group and info.total_workers > 1:
+        if info.accelerators:
+            if "ACCELERATE_USE_DEEPSPEED" in group:
+                check_installed("deepspeed")
+            # Before any task: the first `PartialState` of a process reads them, and never again.
+            os.environ.update(group)
+        elif info.is_head:
+            # The settings stay away: `Accelerator()` refuses some of them on processors.
             print(
                 "skyward: Accelerate has FSDP and DeepSpeed on accelerators alone; on these nodes "
                 "every worker holds the whole model (DistributedDataParallel)",

@@ -25,11 +25,13 @@ TOPOLOGY = frozenset(
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
 _PLAIN = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "downcast_bf16": "ACCELERATE_DOWNCAST_BF16",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_accumulation_steps": _STEPS,
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS",
 }
@@ -54,7 +56,7 @@ _FSDP = {
 
 _DEEPSPEED = {
     "config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_accumulation_steps": _STEPS,
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
     "moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
     "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
@@ -73,7 +75,7 @@ _SECTIONS = {
 
 
 def variables(config: object) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables for every worker, and those for a group of more than one alone.
+    """The variables for every worker, and those for a group of several with accelerators alone.
 
     `config` is what `accelerate config` writes, as a dict. Its sections may be called `fsdp` and
     `deepspeed`, and their keys may come without the prefix.
@@ -106,6 +108,9 @@ def variables(config: object) -> tuple[dict[str, str], dict[str, str]]:
             plain[_PLAIN[key]] = value
     if kind in ("FSDP", "DEEPSPEED") and not group:
         group = {f"ACCELERATE_USE_{kind}": "true"}
+    if _STEPS in group:
+        # DeepSpeed's section has it, too, but it means the same without a group.
+        plain[_STEPS] = group.pop(_STEPS)
     return {name: _text(value) for name, value in plain.items()}, group
 
 
