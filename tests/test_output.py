@@ -694,6 +694,35 @@ def test_on_a_terminal_a_bar_moves_in_place(screen):
         assert len({state for state in states if "% done" in state}) >= 3
 
 
+@pytest.mark.parametrize(
+    "bar",
+    [
+        "__import__('tqdm').tqdm(range(3), 'mine', mininterval=0)",
+        "__import__('rich.progress').progress.track(range(3), 'mine')",
+    ],
+    ids=["tqdm", "rich"],
+)
+def test_a_bar_of_the_client_stays_below_what_tasks_print(bar):
+    screen = on_terminal(f"""
+        coloured = sky.function(print)
+        with sky.Compute(name="outer") as compute:
+            for number in {bar}:
+                hello() >> compute
+                coloured(f"\\x1b[31mred\\x1b[0m {{number}}") >> compute
+            bar(5) >> compute
+    """)
+
+    ready, *lines, mine, done, summary = screen.lines
+    assert ready.startswith("✓ outer")
+    assert re.match("mine.* 100%", mine)
+    assert done == "[node 0] 100% done"
+    assert summary.startswith("outer: ")
+    assert sorted(lines) == sorted(
+        ["[node 0] hello from 0", "[node 0] complaint"] * 3
+        + [f"[node 0] red {number}" for number in range(3)]
+    )
+
+
 def test_output_sent_elsewhere_is_plain_while_progress_is_on_the_terminal(tmp_path):
     with open(tmp_path / "out", "w") as out:
         screen = on_terminal(

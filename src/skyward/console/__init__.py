@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from skyward import context
 from skyward.console.cells import asking_cell, kernel_shell
+from skyward.console.plain import client_bars
 from skyward.context import Listener, Output
 
 STUCK_SECONDS = 5.0
@@ -158,7 +159,8 @@ class Console:
                 finally:
                     details[0].set()
             case "begin":
-                _in(details[0], self._face.begin, *details[1:])
+                with self._above_bars():
+                    _in(details[0], self._face.begin, *details[1:])
             case "output" if self._held_for is not None and (
                 details[6] or details[3:5] != self._held_for
             ):
@@ -176,23 +178,34 @@ class Console:
                 for cell, *each in held:
                     _in(cell, self._show_output, *each)
             case _:
-                getattr(self._face, kind)(*details)
+                with self._above_bars():
+                    getattr(self._face, kind)(*details)
+
+    def _above_bars(self) -> contextlib.AbstractContextManager[None]:
+        """Take the bars that the user's program draws away, and draw them again below."""
+        tqdm = client_bars() if self._shell is None else None
+        if tqdm is None:
+            return contextlib.nullcontext()
+        above: contextlib.AbstractContextManager[None] = tqdm.external_write_mode()
+        return above
 
     def _show_output(
         self, text: str, stream: str, node: int, worker: int, task: str, transient: bool
     ) -> None:
         place = f"{node}.{worker}" if self._several_workers else f"{node}"
         lines = [text] if transient else text.removesuffix("\n").split("\n")
-        for line in lines:
-            self._shown += 1
-            output = Output(line, stream, node, worker, task)
-            if context.pool_listeners:
-                if not transient:
-                    self._tell(context.pool_listeners[-1], f"node {place}", output)
-            elif transient:
-                self._face.bar(f"node {place}", output)
-            else:
-                self._face.line(f"node {place}", output)
+        # A listener may take its time, and the bars must not wait for it.
+        with contextlib.nullcontext() if context.pool_listeners else self._above_bars():
+            for line in lines:
+                self._shown += 1
+                output = Output(line, stream, node, worker, task)
+                if context.pool_listeners:
+                    if not transient:
+                        self._tell(context.pool_listeners[-1], f"node {place}", output)
+                elif transient:
+                    self._face.bar(f"node {place}", output)
+                else:
+                    self._face.line(f"node {place}", output)
 
     def _tell(self, listener: Listener, label: str, line: Output) -> None:
         """Give a line to the user's listener; show the line if the listener fails."""

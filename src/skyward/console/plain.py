@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from skyward.context import Output
 
@@ -23,6 +23,12 @@ def write_line(stream: TextIO, line: str, *, flush: bool = True) -> None:
         stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     if flush:
         stream.flush()
+
+
+def client_bars() -> Any:
+    """tqdm's class, if the user's own program draws progress bars with it now; else None."""
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return tqdm if getattr(tqdm, "_instances", None) else None
 
 
 class Quiet:

@@ -15,12 +15,17 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from skyward.console.plain import MANY_NODES, write_line
+from skyward.console.plain import MANY_NODES, client_bars, write_line
 from skyward.context import Output
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 REDRAW_SECONDS = 0.1
 DONE = {"ready": "[green]✓[/]", "failed": "[red]✗[/]", "lost": "[red]✗[/]"}
+
+
+def _is_taken(stream: object) -> bool:
+    """Whether the user's program has a display of rich's, which writes lines above itself."""
+    return hasattr(stream, "rich_proxied_file")
 
 
 class Terminal:
@@ -48,7 +53,7 @@ class Terminal:
         self._counts[phase] += 1
         self._phases[node] = (phase, seconds)
         if self._live is None and (phase in DONE or not self._is_many):
-            self._console.print(f"[dim]skyward[/] node {node}: {phase}")
+            self._say(f"[dim]skyward[/] node {node}: {phase}")
         elif self._live is not None:
             self._show()
 
@@ -59,7 +64,7 @@ class Terminal:
     def ready(self, text: str) -> None:
         """Replace the table with one line."""
         self._hide()
-        self._console.print(f"[green]✓[/] {escape(text)}")
+        self._say(f"[green]✓[/] {escape(text)}")
 
     def line(self, label: str, line: Output) -> None:
         """A line of a task, labelled in the node's colour."""
@@ -68,7 +73,7 @@ class Terminal:
         stream = sys.stderr if line.stream == "stderr" else sys.stdout
         if not stream.isatty():
             write_line(stream, f"[{label}] {line}")
-        elif self._live is None and "\x1b" not in line:
+        elif self._live is None and ("\x1b" not in line or _is_taken(stream)):
             # rich takes 0.25 ms for this, and there may be 100,000 of them.
             write_line(stream, f"{self._tinted(label, line.node)} {line}")
         else:
@@ -89,18 +94,26 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A warning."""
-        self._console.print(f"[yellow]skyward[/] {escape(text)}")
+        self._say(f"[yellow]skyward[/] {escape(text)}")
 
     def end(self, summary: str) -> None:
         """The summary."""
         self._bars.clear()
         self._hide()
         if summary:
-            self._console.print(f"[dim]{escape(summary)}[/]")
+            self._say(f"[dim]{escape(summary)}[/]")
 
     def redraw(self, *, at_once: bool = False) -> float | None:
         """Nothing: rich draws by itself what was put off."""
         return None
+
+    def _say(self, markup: str) -> None:
+        if not _is_taken(sys.stderr):
+            self._console.print(markup)
+            return
+        with self._console.capture() as said:
+            self._console.print(markup)
+        sys.stderr.write(said.get())
 
     def _tinted(self, label: str, node: int) -> str:
         plain = self._console.color_system is None or self._console.no_color
@@ -112,7 +125,9 @@ class Terminal:
         return Text(f"[{label}] ", style=COLOURS[output.node % len(COLOURS)])
 
     def _show(self) -> None:
-        if not self._bars and not self._title:
+        # Two displays that are redrawn in place would tear each other: the user's own bars stay.
+        others = client_bars() is not None or _is_taken(sys.stderr)
+        if not (self._bars or self._title) or others:
             self._hide()
             return
         if self._title:
