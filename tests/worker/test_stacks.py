@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -59,6 +61,31 @@ def test_a_worker_shows_its_task_and_the_line_that_it_is_at(
     assert "executor.py" in busy.text(everything=True)
     assert ": idle" in str(idle)
     assert str(sky.Stacks([idle, busy])).startswith("node 0 worker 0 (pid")
+
+
+def test_an_import_is_shown_without_the_frames_of_the_import_system(
+    compute: sky.Compute, tmp_path: Path, eventually: Eventually
+) -> None:
+    (tmp_path / "imports_slowly.py").write_text(
+        "import pathlib, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / 'there').touch()\n"
+        "while not (here / 'go').exists(): time.sleep(0.01)\n"
+    )
+
+    @sky.function
+    def imports(folder: str) -> None:
+        sys.path.append(folder)
+        importlib.import_module("imports_slowly")
+
+    running = compute.submit(imports(str(tmp_path)), on=1)
+    eventually((tmp_path / "there").exists)
+    busy = compute.stacks()[1]
+    (tmp_path / "go").touch()
+    running.result()
+    assert "imports_slowly.py" in str(busy)
+    assert "<frozen importlib" not in str(busy)
+    assert "<frozen importlib" in busy.text(everything=True)
 
 
 def test_a_worker_that_holds_the_interpreter_in_c_code_shows_its_stack_too(

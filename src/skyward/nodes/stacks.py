@@ -62,6 +62,7 @@ class ThreadStack:
     def user_frames(self) -> tuple[StackFrame, ...]:
         """The frames inside the code of the user; none for a thread of Skyward's that waits."""
         inner = list(itertools.dropwhile(_starts_thread, self.frames))
+        inner = [frame for frame in inner if not _imports(frame)]
         is_ours = bool(inner) and inner[0].internal
         inner = list(itertools.dropwhile(lambda frame: frame.internal, inner))
         if is_ours and not self.task and all(map(_only_waits, inner)):
@@ -73,6 +74,11 @@ def _starts_thread(frame: StackFrame) -> bool:
     """Whether every thread begins with such a frame."""
     first = frame.function in ("_bootstrap", "_bootstrap_inner", "run")
     return "<frozen runpy>" in frame.file or (first and frame.file.endswith("threading.py"))
+
+
+def _imports(frame: StackFrame) -> bool:
+    """Whether it is the import system's own; an import has six of them, and tracebacks none."""
+    return frame.file.startswith("<frozen importlib")
 
 
 def _only_waits(frame: StackFrame) -> bool:
