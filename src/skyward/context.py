@@ -22,6 +22,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 from skyward.errors import ConfigurationError
 
 VARIABLE = "COMPUTE_POOL"
+POOL_VARIABLE = "SKYWARD_POOL"
+"""Names the pool that a process runs on, in the environment of scripts on its nodes."""
 PACKED_PEERS = 64
 """For more peers, the variable holds a compressed list: each node of a pool gets the whole list,
 and Linux takes no variable of more than 128 KiB."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import os
 import sys
 import threading
 import types
@@ -59,6 +60,7 @@ Where = CallTarget | types.ModuleType
 current: ContextVar[CallTarget | None] = ContextVar("skyward_compute", default=None)
 active: list[CallTarget] = []
 """Every entered Compute of this process, for threads that inherited no context."""
+_attaching = threading.Lock()
 
 
 def call_target(where: Where) -> CallTarget:
@@ -75,14 +77,29 @@ def call_target(where: Where) -> CallTarget:
     found = active_compute()
     if found is None:
         raise PoolClosedError(
-            "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block"
+            "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block, and in "
+            "scripts that `sky run` runs"
         )
     return found
 
 
 def active_compute() -> CallTarget | None:
-    """The Compute whose block this code is in, or that was entered last."""
-    return current.get() or (active[-1] if active else None)
+    """The Compute whose block this code is in, or that was entered last.
+
+    In a script on a pool that stays, outside of all blocks, it is that pool.
+    """
+    found = current.get() or (active[-1] if active else None)
+    if found is None and context.POOL_VARIABLE in os.environ and context.VARIABLE not in os.environ:
+        found = _pool_of_script()
+    return found
+
+
+def _pool_of_script() -> CallTarget:
+    """Attach to the pool that this script runs on, when it is used for the first time."""
+    with _attaching:
+        # The script's own `sky`: what attaches is built on this module.
+        found: CallTarget = active[-1] if active else sys.modules["skyward"].attach()
+    return found
 
 
 class Function(Generic[P, T]):

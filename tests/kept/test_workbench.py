@@ -66,6 +66,8 @@ def begun(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 def test_a_command_runs_on_the_head_or_on_all_nodes(train: str) -> None:
     assert run("exec", train, "--", "sh", "-c", "echo $0 -x; exit 3", code=3).stdout == "sh -x\n"
+    shown = run("exec", train, "sh", "-c", "echo $0 $@", "-la", "--all", "--help").stdout
+    assert shown == "-la --all --help\n"
     everywhere = run("exec", train, "--all", "--", "sh", "-c", "echo a; echo b; exit 2", code=2)
     assert sorted(everywhere.stdout.splitlines()) == [
         "[node 0] a",
@@ -285,6 +287,25 @@ def test_a_script_runs_on_the_pool_and_its_output_is_shown_again(
     assert row.split()[1:3] == ["failed", "3"]
     assert row.endswith("fit.py --rate 0.1")
     assert job in [each["id"] for each in json.loads(run("jobs", train, "--json").stdout)]
+
+
+def test_the_pool_of_a_script_is_the_active_one(train: str, script: Callable[[str], str]) -> None:
+    path = script(
+        "import skyward as sky\n"
+        "@sky.function\n"
+        "def add(a, b):\n"
+        "    sky.counter('added').add(1)\n"
+        "    return a + b\n"
+        "print('sum', add(40, 2) >> sky)\n"
+        "print('both', sky.gather(add(1, 1), add(2, 2)) >> sky)\n"
+        "print('added', sky.counter('added').value)\n"
+    )
+    lines = run("run", path, "--on", train).stdout.splitlines()
+    assert [line for line in lines if not line.startswith("skyward: ")] == [
+        "sum 42",
+        "both [2, 4]",
+        "added 3",
+    ]
 
 
 def test_ctrl_c_leaves_a_job_alone_and_says_how_to_go_on(

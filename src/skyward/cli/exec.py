@@ -15,7 +15,27 @@ from skyward.cli.names import kept_pools
 from skyward.cli.reached import chosen_node, reached
 
 
-@click.command("exec", cls=Command)
+class _Exec(Command):
+    """Leaves all that follows the first word of COMMAND to COMMAND, as `ssh` does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write the -- that stands for: no option of `sky exec` follows."""
+        name = self._first_word(args, 0)
+        command = self._first_word(args, name + 1)
+        if not ctx.resilient_parsing and "--" not in args[: command + 1]:
+            args = [*args[:command], "--", *args[command:]]
+        return super().parse_args(ctx, args)
+
+    def _first_word(self, args: list[str], at: int) -> int:
+        """The place of the first argument from there on that is no option, nor an option's."""
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        takes_one = {name for each in options if not each.is_flag for name in each.opts}
+        while at < len(args) and args[at].startswith("-"):
+            at += 2 if args[at] in takes_one else 1
+        return at
+
+
+@click.command("exec", cls=_Exec)
 @click.argument("name", shell_complete=kept_pools)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--node", "nodes", type=int, multiple=True, help="On this node; may be repeated.")
@@ -32,10 +52,10 @@ def exec_command(
 ) -> None:
     """Run COMMAND on the head node of the pool NAME, on other nodes, or on all.
 
-    Write -- before a COMMAND that has options: sky exec train --all -- nvidia-smi -L. Output comes
-    as it is written, labelled by node if there are several. Piped input goes to every node. The
-    exit code is the command's; of several, the highest. Ctrl-C goes to the command. Whatever the
-    command has started ends with it.
+    Options stand before COMMAND: sky exec train --all nvidia-smi -L. Output comes as it is written,
+    labelled by node if there are several. Piped input goes to every node. The exit code is the
+    command's; of several, the highest. Ctrl-C goes to the command. Whatever the command has started
+    ends with it.
     """
     if nodes and everywhere:
         raise click.UsageError("give --node or --all, not both")

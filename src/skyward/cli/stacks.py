@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("name", required=False, shell_complete=names.kept_pools)
-@click.option("--all", "everything", is_flag=True, help="Also show frames of Skyward and of importlib.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also show frames of Skyward and of importlib."
+)
 def stacks(name: str | None, everything: bool) -> None:
     """Show the task, the line and the stack of every worker of your pools.
 

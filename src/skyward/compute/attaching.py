@@ -6,10 +6,10 @@ import os
 
 from skyward.compute import Compute
 from skyward.compute.listening import OnEvent, check_callback
+from skyward.context import POOL_VARIABLE
 from skyward.errors import ConfigurationError, PoolError
 from skyward.nodes import keeping
 from skyward.nodes.failures import shown_from_outside
-from skyward.nodes.inside import VARIABLE
 from skyward.nodes.reaching import ReachedPool
 
 
@@ -42,10 +42,10 @@ def reach(name: str, *, forget: bool = False) -> ReachedPool:
 
 
 def _named(name: str | None) -> str:
-    found = name or os.environ.get(VARIABLE)
+    found = name or os.environ.get(POOL_VARIABLE)
     if not found or not isinstance(found, str):
         raise ConfigurationError(
             f"attach({name!r}): give the name of a pool that stays, such as `sky ps` lists; "
-            f"only a script that runs on such a pool ({VARIABLE}) may leave it out"
+            f"only a script that runs on such a pool ({POOL_VARIABLE}) may leave it out"
         )
     return found

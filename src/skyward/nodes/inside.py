@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 
+from skyward.context import POOL_VARIABLE
 from skyward.errors import PoolStartError
 from skyward.nodes.keeping import KeptNode, KeptPool, encode
 from skyward.providers import Order, Request
 from skyward.wire.connecting import direct
 
 CONNECT_SECONDS = 10.0
-VARIABLE = "SKYWARD_POOL"
-"""Names the pool that a process runs on, in the environment of scripts on its nodes."""
 
 
 def record_for_nodes(record: KeptPool) -> KeptPool | None:
@@ -34,7 +33,7 @@ def way_back(record: KeptPool) -> tuple[dict[str, str], dict[str, str]]:
 
     On this machine, the job can read the record itself.
     """
-    variables = {VARIABLE: record.name}
+    variables = {POOL_VARIABLE: record.name}
     theirs = record_for_nodes(record)
     if theirs is None:
         return variables, {}

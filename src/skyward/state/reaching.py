@@ -111,7 +111,7 @@ def link_for(on: Any) -> StateLink:
         if not isinstance(on, StateTarget):
             raise ConfigurationError(f"on={on!r} has no shared state; give a sky.Compute")
         return on.state_link()
-    target: Any = functions.current.get() or (functions.active[-1] if functions.active else None)
+    target: Any = functions.active_compute()
     if target is not None:
         link: StateLink = target.state_link()
         return link
@@ -140,9 +140,7 @@ def _who() -> str:
 
 def worker_count(on: Any) -> int:
     """How many workers the pool has whose state `link_for` finds."""
-    target: Any = on or functions.current.get()
-    if target is None and functions.active:
-        target = functions.active[-1]
+    target: Any = on or functions.active_compute()
     if target is None:
         return context.instance_info().total_workers
     return int(target.worker_count())
