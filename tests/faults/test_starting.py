@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes import contact, provider_loop
+from skyward.nodes import contact, executors, provider_loop
 from skyward.nodes.host import Host
 from skyward.nodes.journal import NoJournal
 from skyward.nodes.membership import Membership
@@ -178,6 +179,30 @@ def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> No
     )
     with pytest.raises(sky.PoolStartError, match=words):
         sky.Compute(Walled(), options=QUIET).__enter__()
+
+
+def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_that_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(executors, "MANY", 3)
+    reached: list[int] = []
+    attempt = contact.Approach.attempt
+
+    def all_but_the_last(approach: contact.Approach) -> Any:
+        if approach._hello.role == "data":
+            reached.append(1)
+            if len(reached) > 2:
+                raise TimeoutError("timed out")
+        return attempt(approach)
+
+    monkeypatch.setattr(contact.Approach, "attempt", all_but_the_last)
+    with pytest.raises(sky.PoolStartError) as caught:
+        sky.Compute(worker=sky.Worker(concurrency=3)).__enter__()
+    said = str(caught.value)
+    assert re.match(r"node 0: \d of 3 worker processes are connected, and another does not", said)
+    assert "answer: timed out; if that is too many" in said
+    assert "for threads of one process with executor='thread'" in said
+    assert "starting workers: 1 of 3" in capsys.readouterr().err
 
 
 def test_a_failing_new_node_leaves_the_pool_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
@@ -17,7 +18,16 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice, Written
+from skyward.wire.messages import (
+    DeviceDown,
+    DeviceUp,
+    ExecutorDown,
+    ExecutorUp,
+    Message,
+    OpenDevice,
+    Written,
+)
+from skyward.worker import limits, supervision
 from skyward.worker.agent import Agent
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
@@ -25,6 +35,8 @@ from skyward.worker.output import PIPE_SIZE
 from skyward.worker.process import ending
 from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
+
+from ..conftest import PATIENCE
 
 QUIET = sky.Options(console=False)
 REAL_TIME = signal.SIGRTMIN + 1
@@ -107,6 +119,72 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     reason = f"its process was killed by signal {int(REAL_TIME)}"
     assert told.get(timeout=60) == DeviceDown(1, reason)
     devices.close_all()
+
+
+def test_executors_start_a_few_at_a_time(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "AT_ONCE", 2)
+    config.slots = 3
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    executors = ExecutorProcesses(config, told.put, starts)
+    try:
+        executors.start_all()
+        assert len(executors.all()) == 2
+
+        more = starts.get(timeout=PATIENCE)
+        assert more is not None
+        more()
+        assert len(executors.all()) == 3
+        ups = [told.get(timeout=PATIENCE) for _ in range(3)]
+        assert {each.slot for each in ups if isinstance(each, ExecutorUp)} == {0, 1, 2}
+    finally:
+        executors.stop_restarting()
+        executors.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "files", "reason"),
+    [
+        (1e9, 1 << 20, "100 processes take at least 1.68 GB, and it has 1 GB"),
+        (1e12, 256, "100 processes take 628 open files of their agent, which may have 256"),
+    ],
+)
+def test_more_processes_than_a_node_can_have_are_refused_before_the_first(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch, memory: float, files: int, reason: str
+) -> None:
+    monkeypatch.setattr(supervision, "memory_there", lambda: memory)
+    monkeypatch.setattr(limits, "raise_descriptors", lambda wanted: files)
+    config.slots = 100
+    told: list[Message] = []
+    executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())
+
+    executors.start_all()
+
+    (down,) = told
+    assert isinstance(down, ExecutorDown)
+    assert not down.restarting
+    assert reason in down.reason
+    assert "sky.Worker(concurrency=...), or for threads" in down.reason
+    assert executors.all() == []
+
+
+def test_a_machine_that_starts_no_more_processes_is_told(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervision, "ChildProcess", full)
+    config.slots = 3
+    told: list[Message] = []
+
+    ExecutorProcesses(config, told.append, queue.SimpleQueue()).start_all()
+
+    (down,) = told
+    assert isinstance(down, ExecutorDown)
+    assert "after 0 processes no other can start: [Errno 11] Resource" in down.reason
 
 
 def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(

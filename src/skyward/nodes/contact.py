@@ -57,6 +57,11 @@ class Approach:
         self._refused_since: float | None = None
         self._pause, self._longest = PAUSES
 
+    @property
+    def is_within_host(self) -> bool:
+        """Whether no network is in between, and no firewall."""
+        return self._dialer is None
+
     def attempt(self) -> tuple[Channel, Welcome]:
         """Connect; over a network, the channel outlives its connections."""
         if self._dialer is None:

@@ -45,7 +45,7 @@ def allow(count: int, nodes: int, *, dialled: bool) -> None:
         raise ConfigurationError(
             f"nodes={nodes}: the client needs at least {least} open files, and this process may "
             f"have {allowed}; raise the hard limit (`ulimit -Hn`, LimitNOFILE= of a service), or "
-            "start fewer nodes"
+            "start fewer nodes, or fewer processes on each (sky.Worker(concurrency=...))"
         )
 
 

@@ -15,6 +15,7 @@ from skyward.calls.standing import Standing
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import PoolStartError, SkywardError, WorkerDiedError
+from skyward.nodes.capacity import Capacity
 from skyward.nodes.contact import Approach, Contacts, connecting
 from skyward.nodes.node import Node
 from skyward.nodes.preparing import Preparer
@@ -31,6 +32,8 @@ NEAR_SECONDS = 60.0
 
 It may wait for a processor; there is no second attempt, and with the process its state would go.
 """
+MANY = 20
+"""For so many executors of a node or more, the console shows how many there are while it starts."""
 LAST_RESULTS_SECONDS = 1.0
 """After so long without another byte from a dead executor, its tasks count as lost."""
 
@@ -42,6 +45,7 @@ class Executors:
         self,
         pool_id: str,
         worker: Worker,
+        capacity: Capacity,
         roster: Roster,
         loop: Loop,
         dispatcher: Dispatcher,
@@ -59,6 +63,7 @@ class Executors:
         `look` finds a task on its worker.
         """
         self._id, self._worker, self._roster = pool_id, worker, roster
+        self._capacity = capacity
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._contacts, self._preparer = contacts, preparer
         self._credentials, self._versions = credentials, my_versions()
@@ -90,19 +95,27 @@ class Executors:
                 # Not on this thread: many nodes may be out of reach at a time.
                 connecting.later(pause, lambda: self._attempt(node, up, approach, control))
             elif not self._roster.closed and node.state == "starting":
-                self._give_up(
-                    node,
-                    PoolStartError(
-                        f"node {node.index}: its worker cannot be reached, though its agent can: "
-                        f"{problem}; if a firewall is in between, let all ports through, or use "
-                        "sky.SSH(..., direct=False), which takes that of SSH alone"
-                    ),
-                )
+                self._give_up(node, self._unreachable(node, approach, problem))
             elif not self._roster.closed:
                 # The agent starts a new executor, and the client then connects to that one.
                 node.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
             return
         self._add_lane(node, up, channel)
+
+    def _unreachable(self, node: Node, approach: Approach, problem: Exception) -> PoolStartError:
+        if approach.is_within_host:
+            there, all_of_them = len(node.lanes), self._capacity.executors_on(node)
+            return PoolStartError(
+                f"node {node.index}: {there} of {all_of_them} worker processes are connected, and "
+                f"another does not answer: {problem}; if that is too many for this machine, ask "
+                "for fewer with sky.Worker(concurrency=...), or for threads of one process with "
+                "executor='thread'"
+            )
+        return PoolStartError(
+            f"node {node.index}: its worker cannot be reached, though its agent can: "
+            f"{problem}; if a firewall is in between, let all ports through, or use "
+            "sky.SSH(..., direct=False), which takes that of SSH alone"
+        )
 
     def _add_lane(self, node: Node, up: ExecutorUp, channel: Channel) -> None:
         worker = self._worker
@@ -127,6 +140,7 @@ class Executors:
         if self._roster.closed or not node.add_lane(lane):
             channel.close()
             return
+        self._show_progress(node)
         self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
         self._loop.watch(
             channel,
@@ -134,6 +148,13 @@ class Executors:
             lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)
+
+    def _show_progress(self, node: Node) -> None:
+        """Show how many of a node's executors are there, at every tenth, if they are many."""
+        count, expected = len(node.lanes), self._capacity.executors_on(node)
+        tenth = count * 10 // expected > (count - 1) * 10 // expected
+        if expected >= MANY and count < expected and tenth and node.state == "starting":
+            self._console.phase(node.index, f"starting workers: {count} of {expected}")
 
     def _lane_lost(self, node: Node, lane: Lane, problem: BaseException) -> None:
         """Handle the end of a connection; the agent reports why, unless it is gone, too."""

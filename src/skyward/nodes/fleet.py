@@ -158,6 +158,7 @@ class Fleet:
         self._executors = Executors(
             pool_id,
             spec.worker,
+            self.capacity,
             self._roster,
             loop,
             dispatcher,

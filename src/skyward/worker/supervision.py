@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
@@ -13,6 +14,7 @@ import subprocess
 import termios
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +23,13 @@ import msgspec
 
 from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
-from skyward.worker import lifeline, process, task_output
+from skyward.worker import lifeline, limits, process, task_output
 from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.output import PIPE_SIZE, LineCutter
 from skyward.worker.process import ChildProcess
 from skyward.worker.stacks import StackSource
+from skyward.worker.usage import memory_there
 
 STOPPED_SECONDS = 1.0
 """How long an executor may be stopped by a signal before the agent kills it."""
@@ -34,6 +37,15 @@ FULL_SECONDS = 0.5
 """How long an output pipe may hold the same bytes before the agent empties it."""
 BUSY_SECONDS = 10.0
 """How long, if a thread of the executor runs: its reader may only be waiting for a processor."""
+AT_ONCE = 16
+"""How many executors start at the same time: more only take the processors from each other, from
+those that are up, and from the agent, until somebody takes them for dead."""
+OWN_BYTES = 16 << 20
+"""How much memory an executor takes at least, before it has imported anything of the user's."""
+OWN_FILES = 5
+"""How many open files an executor takes of its agent."""
+OTHER_FILES = 128
+"""How many the agent may need besides."""
 STARTS_MAX = 3
 """After so many failed starts in a row, the agent does not start an executor again."""
 LEAVE_SECONDS = 3.0
@@ -94,6 +106,9 @@ class ExecutorProcesses:
         self._running: dict[tuple[int, int], ExecutorProcess] = {}
         self._lock = threading.Lock()
         self._failed_starts: dict[tuple[int, int], int] = {}
+        self._to_start: deque[tuple[int, int]] = deque()
+        self._starting = 0
+        """How many executors have been started and have not announced themselves."""
         self._oom_kills = process.oom_kills()
         self._ending = False
         self._announcing = threading.Lock()
@@ -102,9 +117,34 @@ class ExecutorProcesses:
 
     def start_all(self) -> None:
         """Start every executor of the node; only on the agent's main thread."""
-        for worker in range(self._config.workers):
-            for slot in range(1 if self._config.threads else self._config.slots):
-                self._start(worker, slot)
+        slots = 1 if self._config.threads else self._config.slots
+        places = list(itertools.product(range(self._config.workers), range(slots)))
+        if len(places) > AT_ONCE and (reason := _too_many(len(places))):
+            self._refuse(*places[0], reason)
+            return
+        self._to_start.extend(places)
+        self._start_more()
+
+    def _start_more(self) -> None:
+        """Start executors, as many as may start at once; only on the agent's main thread."""
+        while self._to_start and self._starting < AT_ONCE:
+            place = self._to_start.popleft()
+            try:
+                self._start(*place)
+            except OSError as problem:
+                if problem.errno not in (errno.EAGAIN, errno.ENOMEM):
+                    raise
+                before = len(self.all())
+                self._refuse(*place, f"after {before} processes no other can start: {problem}")
+
+    def _refuse(self, worker: int, slot: int, reason: str) -> None:
+        """Tell the client that an executor cannot be had, and start no more of them."""
+        self._to_start.clear()
+        advice = (
+            "ask for fewer with sky.Worker(concurrency=...), or for threads of one process with "
+            "executor='thread'"
+        )
+        self._tell(ExecutorDown(worker, slot, 0, f"{reason}; {advice}", restarting=False))
 
     def _start(self, worker: int, slot: int) -> None:
         if self._ending:
@@ -146,6 +186,11 @@ class ExecutorProcesses:
                 stderr=pipes["stderr"][1],
                 inherited=(*output, *stacks.inherited, *changes),
             )
+        except OSError:
+            for read_end, _ in pipes.values():
+                os.close(read_end)
+            stacks.close()
+            raise
         finally:
             for _, write_end in pipes.values():
                 os.close(write_end)
@@ -158,6 +203,7 @@ class ExecutorProcesses:
             late = self._is_ending()
             if not late:
                 self._running[worker, slot] = executor
+            self._starting += 1
         if late:
             child.end()
         threading.Thread(
@@ -170,6 +216,10 @@ class ExecutorProcesses:
     def _follow(self, executor: ExecutorProcess) -> None:
         """Announce an executor when it is ready, report it when it ends, replace it."""
         said = executor.process.announcement()
+        with self._lock:
+            self._starting -= 1
+        if self._to_start:
+            self._starts.put(self._start_more)
         place = (executor.worker, executor.slot)
         pid = executor.process.pid
         if said is not None:
@@ -299,6 +349,22 @@ class ExecutorProcesses:
         """The executors as they are now."""
         with self._lock:
             return list(self._running.values())
+
+
+def _too_many(count: int) -> str:
+    """Why a node cannot have so many executors, whatever they do; empty if it may."""
+    memory = memory_there()
+    if count * OWN_BYTES > memory:
+        least = count * OWN_BYTES / 1e9
+        return f"{count} processes take at least {least:.3g} GB, and it has {memory / 1e9:.3g} GB"
+    files = count * OWN_FILES + OTHER_FILES
+    allowed = limits.raise_descriptors(files)
+    if files > allowed:
+        return (
+            f"{count} processes take {files} open files of their agent, which may have {allowed} "
+            "(`ulimit -Hn`)"
+        )
+    return ""
 
 
 def nth_card(number: str) -> str:
