@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import os
 import threading
 import time
 from pathlib import Path
@@ -49,6 +50,8 @@ def waits(marker: str) -> None:
 
 
 def failing() -> None:
+    # Only with the variable are the frames of a failure kept; breakpoints need none.
+    os.environ["SKYWARD_DEBUGGER"] = os.environ["SKYWARD_DEBUGGER"] or "1"
     try:
         fails(6) >> sky
     except ValueError as problem:

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.calls.debuggers import DebuggerDesk, source_of
+from skyward.calls.debuggers import DebuggerDesk, DebuggerSession, source_of
 from skyward.console.prompts import WOKEN, AskingPrompt, open_prompt
-from skyward.wire.messages import NEVER, DebuggerHears, DebuggerSays
+from skyward.wire.messages import DebuggerHears, DebuggerSays
 from skyward.worker.debugger_console import DebuggerConsole
 
 QUIET = sky.Options(console=False)
@@ -61,20 +61,46 @@ def typing(*lines: str) -> object:
     return ask
 
 
-def test_a_breakpoint_without_the_variable_says_what_to_set(
+def test_a_breakpoint_needs_no_variable(
     compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for value in (None, "0", ""):
-        if value is None:
-            monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
-        else:
-            monkeypatch.setenv("SKYWARD_DEBUGGER", value)
-        with pytest.raises(
-            sky.DebuggerError,
-            match=r"breakpoint\(\) at .*test_no_terminal\.py:\d+ in stops has nobody to ask: set "
-            r"SKYWARD_DEBUGGER=1 in the environment of the script",
-        ):
-            stops() >> compute
+    monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
+    monkeypatch.setattr(builtins, "input", typing("value = 5", "c"))
+    assert stops() >> compute == "went on with 5"
+    # Frames of a failure hold memory: only who asks for them has them kept.
+    with pytest.raises(ValueError, match="on purpose"):
+        fails() >> compute
+    monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
+    with pytest.raises(sky.DebuggerError, match="no call has failed on this pool since"):
+        sky.post_mortem(compute)
+
+
+def test_a_breakpoint_does_not_wait_for_a_pipe_that_nobody_may_fill(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
+    mine, theirs = os.pipe()
+    try:
+        with open(mine, encoding="utf-8") as silent:
+            monkeypatch.setattr("sys.stdin", silent)
+            with pytest.raises(
+                sky.DebuggerError, match="no terminal; start it in one, or set SKYWARD_DEBUGGER=1"
+            ):
+                stops() >> compute
+    finally:
+        os.close(theirs)
+
+
+def test_a_breakpoint_where_debuggers_are_off_says_so(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYWARD_DEBUGGER", "0")
+    with pytest.raises(
+        sky.DebuggerError,
+        match=r"breakpoint\(\) at .*test_no_terminal\.py:\d+ in stops: SKYWARD_DEBUGGER=0 in .* "
+        "leave it out, and the breakpoint opens pdb",
+    ):
+        stops() >> compute
 
 
 @pytest.mark.usefixtures("wanted")
@@ -83,10 +109,10 @@ def test_a_client_without_a_terminal_says_so(
 ) -> None:
     with open("/dev/null", encoding="utf-8") as nowhere:
         monkeypatch.setattr("sys.stdin", nowhere)
-        with pytest.raises(sky.DebuggerError, match="this process has no terminal; start it in"):
+        with pytest.raises(sky.DebuggerError, match="the call has no terminal; start it in"):
             stops() >> compute
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(sky.DebuggerError, match="this process has no terminal"):
+    with pytest.raises(sky.DebuggerError, match="has no terminal; start it in one, or take"):
         stops() >> compute
 
 
@@ -159,20 +185,20 @@ def test_only_code_of_the_client_is_shown(tmp_path: Path) -> None:
     assert "def test_only_code" in source_of(__file__)
 
 
-def test_a_worker_gets_source_only_for_a_task_that_may_be_debugged() -> None:
+def test_a_worker_gets_source_only_for_a_task_that_is_in_a_debugger() -> None:
     told: queue.SimpleQueue[DebuggerHears] = queue.SimpleQueue()
     lane: Any = SimpleNamespace(tell=told.put)
     nothing: Any = None
     desk = DebuggerDesk(nothing, nothing)
-    tasks: list[Any] = [None, SimpleNamespace(debugged=NEVER), SimpleNamespace(debugged=1)]
     texts = []
-    for task in tasks:
-        desk.heard(lane, task, DebuggerSays(7, "source", __file__))
+    for number in (6, 7):
+        desk._sessions = [DebuggerSession(lane, number, "f", None, reads_pipe=False)]
+        desk.heard(lane, None, DebuggerSays(7, "source", __file__))
         answer = told.get(timeout=30)
         assert (answer.task, answer.event, answer.file) == (7, "source", __file__)
         texts.append(answer.text)
-    assert texts[:2] == ["", ""]
-    assert "may_be_debugged" in texts[2]
+    assert texts[0] == ""
+    assert "is_in_a_debugger" in texts[1]
 
 
 def test_a_late_source_is_not_taken_for_another_file() -> None:
@@ -200,7 +226,7 @@ def test_a_notebook_whose_page_cannot_ask_says_so(
 def test_a_defect_of_the_debugger_is_the_calls_error_and_the_next_one_works(
     compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def defect() -> None:
+    def defect(**_: object) -> None:
         raise ValueError("filedescriptor out of range in select()")
 
     with monkeypatch.context() as patch:

@@ -31,7 +31,8 @@ class Person:
         paths = f"{Path(sky.__file__).parents[1]}"
         self.script = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("scenes.py"))],
-            env=os.environ | {"PYTHONPATH": paths, "TERM": "dumb"} | settings,
+            env={**os.environ, "SKYWARD_DEBUGGER": "", "PYTHONPATH": paths, "TERM": "dumb"}
+            | settings,
             preexec_fn=lambda: os.login_tty(theirs),
         )
         os.close(theirs)
@@ -64,7 +65,7 @@ class Person:
 
 @pytest.fixture(scope="module")
 def person() -> Iterator[Person]:
-    somebody = Person(SKYWARD_DEBUGGER="1")
+    somebody = Person()
     try:
         yield somebody
         somebody.leaves()

@@ -24,6 +24,7 @@ from skyward.staff import Staff
 from skyward.wire.messages import (
     AT_BREAKPOINTS,
     AT_FAILURES,
+    KEEPING_FRAMES,
     NEVER,
     DebuggerHears,
     DebuggerSays,
@@ -43,12 +44,12 @@ PATIENCE = 3
 
 def debug_mode() -> int:
     """When the tasks of this process's calls open a debugger, as the environment says."""
-    if _KEY not in _environment:
+    wanted = os.environ.get(VARIABLE) if _KEY in _environment else None
+    if not wanted:
+        return AT_BREAKPOINTS
+    if wanted == "0":
         return NEVER
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted in ("", "0"):
-        return NEVER
-    return AT_FAILURES if wanted == ON_FAILURES else AT_BREAKPOINTS
+    return AT_FAILURES if wanted == ON_FAILURES else KEEPING_FRAMES
 
 
 def source_of(file: str) -> str:
@@ -84,6 +85,8 @@ class DebuggerSession:
     name: str
     cell: Context | None
     """The cell of a notebook that the task's call is in; None outside of notebooks."""
+    reads_pipe: bool
+    """Whether input may come from a pipe: without the variable, nobody has promised any."""
     said: deque[DebuggerSays] = field(default_factory=deque)
     complete: bool = False
     """Whether the debugger has said everything; the next one of its task has a place of its own."""
@@ -112,7 +115,8 @@ class DebuggerDesk:
         """Take what a task's debugger says; on the loop's thread."""
         if says.event == "source":
             # At once, also if the debugger waits for the terminal.
-            debugged = task is not None and task.debugged != NEVER
+            with self._lock:
+                debugged = self._session(lane, says.task) is not None
             _readers.run(lambda: _tell_source(lane, says, allowed=debugged))
             return
         with self._lock:
@@ -121,7 +125,8 @@ class DebuggerDesk:
                 return
             if session is None:
                 name, cell = ("?", None) if task is None else (task.name, task.cell)
-                session = DebuggerSession(lane, says.task, name, cell)
+                reads_pipe = task is None or task.debugged != AT_BREAKPOINTS
+                session = DebuggerSession(lane, says.task, name, cell, reads_pipe)
                 if self._sessions:
                     self._console.note(
                         f"{session.where} waits in line: {self._sessions[0].where} is in the "
@@ -222,7 +227,7 @@ class DebuggerDesk:
     def _attend(self, session: DebuggerSession) -> None:
         self._console.drain()
         try:
-            prompt = open_prompt()
+            prompt = open_prompt(pipe=session.reads_pipe)
         except DebuggerError as problem:
             self._tell(session, "refused", str(problem))
             return

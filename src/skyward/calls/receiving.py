@@ -25,7 +25,8 @@ from skyward.errors import ProtocolError
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
-    NEVER,
+    AT_FAILURES,
+    KEEPING_FRAMES,
     Credit,
     DebuggerSays,
     End,
@@ -161,7 +162,7 @@ class Receiver:
         task = self._leave(lane, failure.task, failure.ran)
         if task is None:
             return
-        if task.debugged != NEVER:
+        if task.debugged in (KEEPING_FRAMES, AT_FAILURES):
             self.failed = lane.node, lane.worker
         answer = remote_failure(failure, pieces, task.name, lane.where)
         self._finisher.end_stream(task, answer)

@@ -7,7 +7,7 @@ from skyward.calls.debuggers import ON_FAILURES, VARIABLE, debug_mode
 from skyward.compute.running import Running
 from skyward.errors import ConfigurationError, DebuggerError, PoolClosedError
 from skyward.functions import Function
-from skyward.wire.messages import NEVER, POST_MORTEM
+from skyward.wire.messages import AT_BREAKPOINTS, NEVER, POST_MORTEM
 
 
 def post_mortem(
@@ -21,7 +21,7 @@ def post_mortem(
 
     >>> sky.post_mortem()
     """
-    if debug_mode() == NEVER:
+    if debug_mode() in (NEVER, AT_BREAKPOINTS):
         raise DebuggerError(
             f"workers keep nothing of a call that fails; set {VARIABLE}=1 before you make the call"
         )

@@ -125,20 +125,26 @@ class AskingPrompt:
             print(self._shown, flush=True)
 
 
-def open_prompt() -> Prompt:
-    """The place where this process's person types; `DebuggerError` if there is none."""
+def open_prompt(*, pipe: bool = True) -> Prompt:
+    """The place where this process's person types; `DebuggerError` if there is none.
+
+    With `pipe`, input may also come from a pipe or a file.
+    """
     if not isinstance(builtins.input, types.BuiltinFunctionType):
         # A notebook's kernel has put its own function there, which asks in the page.
         return AskingPrompt(builtins.input)
     terminal = _terminal_of(sys.stdin)
     if terminal is not None:
         return TerminalPrompt(terminal)
+    piped = False
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode):
-            return AskingPrompt(_read_line)
+        piped = not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
+    if piped and pipe:
+        return AskingPrompt(_read_line)
+    typed = ", or set SKYWARD_DEBUGGER=1 to have its input read" if piped else ""
     raise DebuggerError(
-        "the debugger needs a place to type, and this process has no terminal; start it in one, or "
-        "unset SKYWARD_DEBUGGER"
+        "breakpoint() needs a place to type, and the process that made the call has no terminal; "
+        f"start it in one{typed}, or take the breakpoint out"
     )
 
 

@@ -15,10 +15,11 @@ At the front of the body, in shared memory, at the end of the body, or in the re
 """
 
 
-NEVER, AT_BREAKPOINTS, AT_FAILURES, POST_MORTEM = range(4)
+NEVER, AT_BREAKPOINTS, KEEPING_FRAMES, AT_FAILURES, POST_MORTEM = range(5)
 """When a task opens a debugger on the client's terminal.
 
-Never; at `breakpoint()`; also when the task fails; or at once, in the frames of the failure before.
+Never; at `breakpoint()`; there, and a failure's frames are kept; also when the task fails; or at
+once, in the frames of the failure before.
 """
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]

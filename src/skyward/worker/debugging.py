@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyward.errors import DebuggerError
 from skyward.wire.messages import (
+    AT_BREAKPOINTS,
     AT_FAILURES,
+    KEEPING_FRAMES,
     NEVER,
     POST_MORTEM,
     DebuggerHears,
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from skyward.worker.task_debugger import TaskDebugger
 
 _HOW = (
-    "set SKYWARD_DEBUGGER=1 in the environment of the script that makes the call, and the "
-    "breakpoint opens pdb in its terminal"
+    "SKYWARD_DEBUGGER=0 in the environment of the script that made the call turns debuggers off; "
+    "leave it out, and the breakpoint opens pdb in the script's terminal"
 )
 
 
@@ -84,7 +86,8 @@ class Debuggers:
     def failed(self, job: Job, problem: BaseException) -> None:
         """Keep the frames of a task that has failed, and show them if that is wanted."""
         trace = problem.__traceback__
-        if job.run.debugged in (NEVER, POST_MORTEM) or not isinstance(problem, Exception):
+        mode = job.run.debugged
+        if mode not in (KEEPING_FRAMES, AT_FAILURES) or not isinstance(problem, Exception):
             return
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
             trace = trace.tb_next
@@ -92,7 +95,7 @@ class Debuggers:
             return
         self.used = True
         self._failed[threading.get_ident()] = trace
-        if job.run.debugged == AT_FAILURES and not self._debuggers.get(job.run.task):
+        if mode == AT_FAILURES and not self._debuggers.get(job.run.task):
             with contextlib.suppress(DebuggerError):
                 # If the client has no terminal, the task's own failure is what counts.
                 self._debugger(job).look_at(trace, f"{type(problem).__name__}: {problem}")
@@ -137,8 +140,8 @@ class Debuggers:
         # A forked process must not touch the lock on the jobs: nobody may be there to release it.
         is_here = os.getpid() == self._pid
         job = self._job_of(current_task.get()) if is_here else None
-        wanted = job is not None and job.run.debugged != NEVER
-        if setting and not wanted:
+        mode = NEVER if job is None else job.run.debugged
+        if setting and mode in (NEVER, AT_BREAKPOINTS):
             return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
         frame = sys._getframe(1)
         code = frame.f_code
@@ -150,7 +153,7 @@ class Debuggers:
             )
         if job is None:
             raise DebuggerError(f"{place}: no task runs on this thread, so nobody can be asked")
-        if not wanted:
-            raise DebuggerError(f"{place} has nobody to ask: {_HOW}, or take the breakpoint out")
+        if mode == NEVER:
+            raise DebuggerError(f"{place}: {_HOW}")
         self._debugger(job).stop_at(frame, str(kwargs.get("header") or ""))
         return None
