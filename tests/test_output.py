@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
-from skyward.worker.output import LineCutter
+from skyward.wire.frames import META_LIMIT
+from skyward.worker.output import PIECE, LineCutter
 
 from .conftest import PATIENCE
 from .waiting import wait_for
@@ -363,6 +364,49 @@ def test_lines_do_not_depend_on_how_the_bytes_are_cut(text, data):
     cut += cutter.finish()
 
     assert cut == (text if text.endswith("\n") or not text else text + "\n")
+
+
+@given(st.lists(st.text(st.sampled_from("a\nŵ"))))
+def test_a_long_line_is_cut_into_pieces_that_make_the_line_again(texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("skyward.worker.output.PIECE", 3)
+        cutter, cut, text = LineCutter(), "", "".join(texts)
+        for each in texts:
+            cut += cutter.feed(each.encode())[0]
+        assert cutter.unfinished == (cut != text or bool(text) and not text.endswith("\n"))
+        cut += cutter.finish()
+
+    assert cut == (text if text.endswith("\n") or not text else text + "\n")
+
+
+@pytest.mark.parametrize("kind", ["compute", "threads"])
+def test_a_line_that_is_longer_than_a_frame_arrives_whole(kind, request, printed):
+    @sky.function
+    def write_long():
+        print("first\nfrom here", "x" * META_LIMIT, "to here")
+        print(("y" * (META_LIMIT // 16) + "\n") * 20, end="")
+        print("z" * META_LIMIT, end="")
+
+    write_long() >> request.getfixturevalue(kind)
+
+    expected = ["first", f"from here {'x' * META_LIMIT} to here", *["y" * (META_LIMIT // 16)] * 20]
+    # Not in an assert of pytest's, which would show the difference.
+    assert (printed == [*expected, "z" * META_LIMIT]) is True, [line[:20] for line in printed]
+
+
+def test_the_beginning_of_a_long_line_is_not_lost_when_its_process_dies(pool, printed, eventually):
+    @sky.function
+    def die():
+        sys.stdout.write("x" * 3_000_000)
+        sys.stdout.flush()
+        os._exit(3)
+
+    with pytest.raises(sky.WorkerDiedError):
+        die() >> pool
+
+    # The process may have read a last piece, and not sent it.
+    eventually(lambda: sum(map(len, printed)) >= 3_000_000 - 2 * PIECE)
+    assert set("".join(printed)) == {"x"}
 
 
 # Progress bars.

@@ -114,6 +114,7 @@ class Dispatcher:
 
     def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
         """Give a lane up: its running tasks fail or are retried, its other tasks are requeued."""
+        self.receiver.lost(lane)
         self.packer.recipients.discard(lane)
         started, unstarted = self.lanes.remove(lane)
         self.counts.bytes_sent += lane.channel.bytes_sent

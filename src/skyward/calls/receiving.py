@@ -67,6 +67,8 @@ class Receiver:
         self._cancel, self._abandon = cancel, abandon
         self.failed: tuple[int, int] | None = None
         """The worker whose task failed last, if it may be looked at in a debugger."""
+        self._unfinished: dict[tuple[Lane, int, str], list[str]] = {}
+        """For each task and stream, the beginning of a long line whose rest has not come yet."""
 
     def receive(self, lane: Lane, frame: Frame) -> None:
         """Deal with a frame, on the loop's thread, or on a transfer thread for a large body."""
@@ -77,20 +79,7 @@ class Receiver:
             case Failure():
                 self._on_failure(lane, frame, message)
             case Written():
-                task = lane.tasks.get(message.task)
-                if task is not None:
-                    task.wrote = True
-                name = "" if task is None else task.name
-                self._console.output(
-                    message.text,
-                    message.stream,
-                    lane.node,
-                    lane.worker,
-                    name,
-                    message.transient,
-                    None if task is None else task.cell,
-                )
-                self._teller.output(message, lane.node, lane.worker, name)
+                self._on_written(lane, message)
             case Item():
                 pieces = lane.connection.take(frame, message.payload)
                 task = lane.tasks.get(message.task)
@@ -127,6 +116,48 @@ class Receiver:
                 lane.on_prepared(lane, message.problem)
             case _:
                 raise ProtocolError(f"an executor does not send {type(message).__name__}")
+
+    def _on_written(self, lane: Lane, written: Written) -> None:
+        task = lane.tasks.get(written.task)
+        if task is not None:
+            task.wrote = True
+        if not written.transient and not self._is_whole(lane, written):
+            return
+        name = "" if task is None else task.name
+        self._console.output(
+            written.text,
+            written.stream,
+            lane.node,
+            lane.worker,
+            name,
+            written.transient,
+            None if task is None else task.cell,
+        )
+        self._teller.output(written, lane.node, lane.worker, name)
+
+    def _is_whole(self, lane: Lane, written: Written) -> bool:
+        """Keep the beginning of a long line until the rest has come, and put it before the rest.
+
+        False if there is nothing to show yet.
+        """
+        key = lane, written.task, written.stream
+        if written.text.endswith("\n") and key not in self._unfinished:
+            return True
+        pieces = self._unfinished.pop(key, [])
+        lines, newline, rest = written.text.rpartition("\n")
+        if newline:
+            written.text = "".join([*pieces, lines, newline])
+            pieces = []
+        if rest:
+            pieces.append(rest)
+            self._unfinished[key] = pieces
+        return bool(newline)
+
+    def lost(self, lane: Lane) -> None:
+        """Show the beginnings of long lines whose rest will not come."""
+        for key in [key for key in self._unfinished if key[0] is lane]:
+            _, task, stream = key
+            self._on_written(lane, Written(task, stream, "\n", False))
 
     def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
         if result.payload is None:

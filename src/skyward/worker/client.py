@@ -12,6 +12,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Message, Written
 from skyward.worker.inbox import Inbox
 from skyward.worker.outbox import Outbox, Sendable
+from skyward.worker.output import PIECE
 
 
 class ClientConnection:
@@ -69,8 +70,12 @@ class ClientConnection:
     def emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         """Send what a task has written."""
         channel = self._channel
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.send(Written(task, stream, text, transient))
+        if channel is None:
+            return
+        # The next state of a bar replaces this one, so that it need not be whole.
+        whole = text[:PIECE] if transient else text
+        with contextlib.suppress(OSError):
+            for at in range(0, len(whole) or 1, PIECE):
+                channel.send(Written(task, stream, whole[at : at + PIECE], transient))
                 # While the client is cut off, a task may print only as much as the link keeps.
                 channel.wait_for_room()

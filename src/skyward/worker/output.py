@@ -24,6 +24,8 @@ from skyward.context import Route, RoutedStream
 
 PIPE_SIZE = 1 << 20
 BAR_SECONDS = 0.1
+PIECE = 256 << 10
+"""A longer line is sent in pieces of about so many characters, which the client joins."""
 
 Emit = Callable[[int, str, str, bool], None]
 """task, stream, text, transient"""
@@ -32,23 +34,35 @@ current_task: ContextVar[int] = ContextVar("skyward_task", default=0)
 
 
 class LineCutter:
-    """Cuts a byte stream into whole lines and, at most ten times a second, progress-bar states."""
+    """Cuts a byte stream into whole lines and, at most ten times a second, progress-bar states.
+
+    Of a line longer than `PIECE`, it returns pieces: the time per byte must not grow with the line.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
+        self._is_long = False
+        """Whether a piece of the last line was returned already."""
         self._last_bar = 0.0
         self.unfinished = False
         """Whether there is text, or part of a character, without a newline at its end."""
 
     def feed(self, data: bytes) -> tuple[str, str]:
-        """Whole lines with their newlines, and the bar state to show now; each may be empty."""
+        """Lines with their newlines, and the bar state to show now; each may be empty.
+
+        If the lines do not end with a newline, a later call returns the rest of the last one.
+        """
         text = self._rest + self._decoder.decode(data)
-        lines, _, self._rest = text.rpartition("\n")
-        if lines or text.startswith("\n"):
-            lines = "\n".join(_visible(line) for line in lines.split("\n")) + "\n"
+        lines, newline, self._rest = text.rpartition("\n")
+        if newline:
+            first, *others = lines.split("\n")
+            # A bar does not begin with so much text: what was sent of a long line stays.
+            first = first.removesuffix("\r") if self._is_long else _visible(first)
+            lines = "\n".join([first, *map(_visible, others)]) + "\n"
+            self._is_long = False
         bar = ""
-        if "\r" in self._rest:
+        if "\r" in self._rest and not self._is_long:
             done, _, ahead = self._rest.rpartition("\r")
             state = ahead or _visible(done)
             now = time.monotonic()
@@ -57,16 +71,22 @@ class LineCutter:
             self._rest = state if not ahead else "\r" + ahead
             if not ahead:
                 self._rest += "\r"
-        self.unfinished = bool(self._rest or self._decoder.getstate()[0])
+        if len(self._rest) > PIECE:
+            lines += self._rest if self._is_long else _visible(self._rest)
+            self._rest, self._is_long = "", True
+        self.unfinished = bool(self._is_long or self._rest or self._decoder.getstate()[0])
         return lines, bar
 
     def finish(self) -> str:
-        """The text after the last newline, as a line of its own."""
+        """The text after the last newline, as a line of its own or as the end of a long one."""
         text = self._rest + self._decoder.decode(b"", True)
-        rest = _visible(text)
         self._decoder.reset()
+        is_long, self._is_long = self._is_long, False
         self._rest = ""
         self.unfinished = False
+        if is_long:
+            return text + "\n"
+        rest = _visible(text)
         if "\r" in text and not rest.strip():
             return ""  # a progress bar that has erased itself
         return rest + "\n" if rest else ""
