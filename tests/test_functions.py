@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import gc
 import inspect
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 
 import skyward as sky
+from skyward.wire.frames import META_LIMIT
 
 from .waiting import wait_for
 
@@ -123,6 +125,22 @@ def test_a_call_of_a_nested_function_survives_pickling(compute):
     assert again >> compute == 42
     assert (again.function.timeout, again.function.retries) == (30, 2)
     assert again.function.name == "shift"
+
+
+def test_a_function_takes_its_options_with_or_without_a_decorator():
+    def plain(x):
+        return x
+
+    for made in (
+        sky.function(plain, timeout=1, retries=2, name="x"),
+        sky.function(timeout=1, retries=2, name="x")(plain),
+    ):
+        assert (made.timeout, made.retries, made.name) == (1, 2, "x")
+    with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
+        sky.function(plain, timeout=-1)
+    with pytest.raises(sky.ConfigurationError, match="use with_timeout"):
+        sky.function(add, timeout=1)
+    assert sky.function(add) is add
 
 
 def test_a_call_survives_cloudpickle(compute):
@@ -1136,9 +1154,17 @@ class Custom(Exception):
         return functools.partial(type(self), hint=self.hint), (self.code,)
 
 
-class Unloadable(Exception):
-    def __init__(self, code, hint):
-        super().__init__(f"code {code}")
+class Rewritten(Exception):
+    """Gives its base something else than what it takes."""
+
+    def __init__(self, code, detail):
+        super().__init__(f"custom {code}")
+        self.code, self.detail = code, detail
+
+
+class ByKeyword(OSError):
+    def __init__(self, *, path):
+        super().__init__(errno.ENOENT, "not there", path)
 
 
 def test_an_exception_arrives_as_what_it_was(compute):
@@ -1169,16 +1195,61 @@ def test_an_exception_shows_where_it_was_raised_with_source_lines(compute):
     assert "test_functions.py" in note
 
 
-def test_an_exception_that_cannot_be_rebuilt_arrives_as_a_remote_error(compute):
+def test_an_exception_keeps_its_type_whatever_its_class_takes(compute):
     @sky.function
     def broken():
-        raise Unloadable(7, "hint")
+        problem = Rewritten(7, detail={"hint": "again"})
+        problem.add_note("a note")
+        raise problem from ByKeyword(path="/nowhere")
 
-    with pytest.raises(sky.RemoteError, match="Unloadable: code 7") as caught:
+    with pytest.raises(sky.BroadcastError) as everywhere:
+        broken() @ compute
+    with pytest.raises(Rewritten) as caught:
         broken() >> compute
 
-    assert caught.value.type_name.endswith("Unloadable")
-    assert 'raise Unloadable(7, "hint")' in caught.value.remote_traceback
+    for problem in (caught.value, *everywhere.value.exceptions):
+        assert type(problem) is Rewritten
+        assert problem.args == ("custom 7",)
+        assert (problem.code, problem.detail) == (7, {"hint": "again"})
+        assert problem.__notes__[0] == "a note"
+        assert type(problem.__cause__) is ByKeyword
+        assert problem.__cause__.filename == "/nowhere"
+        assert str(problem.__cause__) == "[Errno 2] not there: '/nowhere'"
+
+
+def test_an_exception_of_a_class_that_is_not_here_arrives_as_a_remote_error(compute):
+    @sky.function
+    def broken():
+        module = sys.modules["only_there"] = type(sys)("only_there")
+        exec("class Odd(Exception): pass", vars(module))
+        raise module.Odd("code 7")
+
+    with pytest.raises(sky.RemoteError, match=r"only_there\.Odd: code 7") as caught:
+        broken() >> compute
+
+    assert caught.value.type_name == "only_there.Odd"
+    assert 'raise module.Odd("code 7")' in caught.value.remote_traceback
+    assert "cannot be rebuilt here: ModuleNotFoundError: No module named 'only_there'" in str(
+        caught.value
+    )
+
+
+def test_an_exception_that_cannot_be_sent_arrives_as_a_remote_error(compute):
+    @sky.function
+    def broken():
+        problem = Rewritten(7, detail=1)
+        problem.lock = threading.Lock()
+        raise problem
+
+    with pytest.raises(sky.RemoteError, match=r"Rewritten: custom 7 \(.* cannot be sent: .*\.lock"):
+        broken() >> compute
+
+
+def test_an_exception_with_a_message_longer_than_a_frame_arrives(compute):
+    with pytest.raises(ValueError) as caught:
+        fail(ValueError("x" * META_LIMIT)) >> compute
+
+    assert len(caught.value.args[0]) == META_LIMIT
 
 
 def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventually, patient):

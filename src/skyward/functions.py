@@ -404,7 +404,14 @@ def checked(pending: Any) -> Pending[Any]:
 
 
 @overload
-def function(body: Callable[P, T], /) -> Function[P, T]: ...
+def function(
+    body: Callable[P, T],
+    /,
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    name: str | None = None,
+) -> Function[P, T]: ...
 @overload
 def function(
     *, timeout: float | None = None, retries: int = 0, name: str | None = None
@@ -427,7 +434,14 @@ def function(
     """
     if body is None:
         return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
-    return as_function(body)
+    if timeout is None and not retries and name is None:
+        return as_function(body)
+    if isinstance(body, Function) or getattr(type(body), "__sky_method__", False):
+        raise ConfigurationError(
+            f"function({_short(body)}, ...): it is a function of Skyward's already, with its own "
+            "timeout, retries and name; give them where it is made, or use with_timeout"
+        )
+    return Function(body, timeout=timeout, retries=retries, name=name)
 
 
 def as_function(body: Callable[..., Any]) -> Function[..., Any]:

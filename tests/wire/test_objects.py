@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import datetime
 import enum
@@ -9,6 +10,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward.objects import blobs, encoding, payloads
+from skyward.objects.exceptions import PortableException
 from skyward.wire.messages import Buffer
 
 Trip = Callable[..., Any]
@@ -130,8 +133,8 @@ def test_types_of_the_standard_library_and_of_users(trip: Trip) -> None:
 def test_an_exception_keeps_its_type_arguments_and_chain(trip: Trip) -> None:
     problem = KeyError("missing", 7)
     problem.extra = [1, 2]  # type: ignore[attr-defined]
-    cause = encoding.PortableException(ValueError("the cause"), {}, False)
-    got = trip(encoding.PortableException(problem, {"__cause__": cause}, True)).rebuild()
+    cause = PortableException.of(ValueError("the cause"), {})
+    got = trip(PortableException.of(problem, {"__cause__": cause})).rebuild()
     assert (type(got), got.args, got.extra) == (KeyError, ("missing", 7), [1, 2])
     assert repr(got.__cause__) == "ValueError('the cause')"
 
@@ -201,3 +204,76 @@ def test_encoding_keeps_no_reference_to_the_object() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+MADE_WITH = {
+    UnicodeDecodeError: ("utf-8", b"\xff", 0, 1, "bad"),
+    UnicodeEncodeError: ("ascii", "\xff", 0, 1, "bad"),
+    UnicodeTranslateError: ("\xff", 0, 1, "bad"),
+    SyntaxError: ("bad", ("file.py", 3, 4, "text", 5, 6)),
+    OSError: (2, "not there", "/here", None, "/there"),
+    BlockingIOError: (11, "later", 5),
+    BaseExceptionGroup: ("several", [ValueError(1), KeyError(2)]),
+}
+
+
+def builtin_exceptions() -> list[type[BaseException]]:
+    found = [value for value in vars(builtins).values() if isinstance(value, type)]
+    return [kind for kind in found if issubclass(kind, BaseException)]
+
+
+@pytest.mark.parametrize("builtin", builtin_exceptions())
+def test_an_exception_arrives_as_it_was_without_a_call_of_its_class(
+    trip: Trip, builtin: type[BaseException]
+) -> None:
+    class Slotted(builtin):  # type: ignore[misc, valid-type]
+        __slots__ = ("slot",)
+
+    class Derived(Slotted):
+        def __new__(cls, *, detail: Any, given: tuple[Any, ...]) -> Any:
+            return super().__new__(cls, *given)
+
+        def __init__(self, *, detail: Any, given: tuple[Any, ...]) -> None:
+            super().__init__(*given)
+            self.detail, self.slot = detail, "slot"
+
+    likely = [found for found in MADE_WITH if issubclass(builtin, found)]
+    given = MADE_WITH[likely[-1]] if likely else ("why", 7)
+    if issubclass(builtin, ExceptionGroup):
+        given = MADE_WITH[BaseExceptionGroup]
+    problem: Any = Derived(detail=[1], given=given)
+    problem.add_note("a note")
+
+    for sent in (problem, builtin(*given)):
+        came = trip(sent)
+        assert type(came) is type(sent)
+        assert (str(came), repr(came)) == (str(sent), repr(sent))
+        assert repr(came.args) == repr(sent.args)
+        assert vars(came) == vars(sent)
+        for name in dir(sent):
+            if not name.startswith("__") and not callable(getattr(sent, name, len)):
+                assert repr(getattr(came, name)) == repr(getattr(sent, name)), name
+
+
+def test_an_exception_with_a_way_of_its_own_to_be_pickled_is_pickled_so(trip: Trip) -> None:
+    class Careful(Exception):
+        def __init__(self, code: int) -> None:
+            super().__init__(f"code {code}")
+            self.code, self.lock = code, threading.Lock()
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return type(self), (self.code,)
+
+    came = trip(Careful(7))
+
+    assert (type(came), came.args, came.code) == (Careful, ("code 7",), 7)
+
+
+def test_an_exception_may_refer_to_itself(trip: Trip) -> None:
+    class Ring(Exception):
+        def __init__(self) -> None:
+            self.me = self
+
+    came = trip(Ring())
+
+    assert came.me is came

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,14 +134,23 @@ def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: st
             return TaskCancelledError(f"{name} was cancelled on {where}")
         text = remote_traceback(failure)
         problem: BaseException | None = None
+        why = ""
+        if failure.unsent:
+            why = f" (the exception itself cannot be sent: {failure.unsent})"
+        elif failure.type_name == "SystemExit":
+            why = _EXIT_HINT
         if pieces is not None:
-            with contextlib.suppress(Exception):
+            try:
                 portable = encoding.decode(*pieces)
                 problem = portable.rebuild()
+            except Exception as unknown:
+                why = (
+                    " (the exception itself cannot be rebuilt here: "
+                    f"{type(unknown).__name__}: {unknown})"
+                )
         if not isinstance(problem, Exception):
             problem = RemoteError(
-                f"{failure.type_name}: {failure.text}"
-                + (_EXIT_HINT if failure.type_name == "SystemExit" else ""),
+                f"{failure.type_name}: {failure.text}{why}",
                 type_name=failure.type_name,
                 remote_traceback=text,
             )

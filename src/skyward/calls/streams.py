@@ -13,6 +13,7 @@ from skyward.calls.staying import ArrivedTensors
 from skyward.closing import Closing
 from skyward.errors import SkywardError
 from skyward.objects import encoding, payloads
+from skyward.objects.exceptions import PortableException
 from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Credit, End, Item
@@ -156,11 +157,11 @@ class Feeder:
         try:
             if not isinstance(problem, Exception):
                 raise SkywardError("only exceptions proper are raised in other processes")
-            portable = encoding.PortableException(problem, {}, False)
+            portable = PortableException.of(problem, {})
             encoded = encoding.encode(portable, own_modules=True)
         except SkywardError:
             replacement = SkywardError(f"the argument stream failed: {problem!r}")
-            encoded = encoding.encode(encoding.PortableException(replacement, {}, False))
+            encoded = encoding.encode(PortableException.of(replacement, {}))
         packed = payloads.pack(encoded, None)
         with contextlib.suppress(OSError):
             self._channel.send(End(self._task_id, self._index, packed.payload), packed.body)

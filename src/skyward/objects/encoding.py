@@ -16,7 +16,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
-from skyward.objects import modules, tensors
+from skyward.objects import exceptions, modules, tensors
 from skyward.objects.staying import Stayed, StayingBook, StayingShelf
 from skyward.objects.tensors import Openings, Shelf, StorageBook, StorageRef
 
@@ -130,6 +130,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _handle, (obj.key,)
         if getattr(kind, "__sky_function__", False):
             return obj.by_value()
+        if isinstance(obj, BaseException):
+            return exceptions.reduce_exception(obj)
         return NotImplemented
 
     def _reduce_class(self, kind: type) -> Any:
@@ -431,19 +433,3 @@ class StreamRef:
     """Stands for an argument that travels item by item."""
 
     index: int
-
-
-@dataclass(slots=True)
-class PortableException:
-    """An exception with its causes and contexts; pickle alone would leave these out."""
-
-    problem: Exception
-    chain: dict[str, PortableException]
-    suppress_context: bool
-
-    def rebuild(self) -> Exception:
-        """The exception with its restored chain."""
-        for link, other in self.chain.items():
-            setattr(self.problem, link, other.rebuild())
-        self.problem.__suppress_context__ = self.suppress_context
-        return self.problem

@@ -322,10 +322,15 @@ class Failure(Message):
     """The remote traceback: file, line, function, and the source line if the worker has it."""
     payload: Payload | None
     cancelled: bool
+    unsent: str = ""
+    """Why an exception that could arrive as what it was has no payload."""
 
 
 class Written(Message):
-    """Output of a task: whole lines, or one state of a progress bar."""
+    """Output of a task: lines, or one state of a progress bar.
+
+    If lines do not end with a newline, the task's next lines of the same stream continue them.
+    """
 
     KIND = 27
     task: int
