@@ -17,7 +17,7 @@ import pytest
 import skyward as sky
 from skyward.compute.volumes import plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
-from skyward.files import mounting, volumes
+from skyward.files import copying, mounting, volumes
 from skyward.files.copying import BucketCopy
 from skyward.files.items import FileItem
 from skyward.files.mounting import PROGRAMS, BucketPlace
@@ -373,6 +373,42 @@ class TestCopies:
     def test_what_cannot_be_copied_says_why(self, tmp_path: Path, url: str, message: str) -> None:
         with pytest.raises(PoolError, match=message):
             NodeVolume(url, str(tmp_path / "at"), read_only=True).open(quiet)
+
+    def test_what_fails_leaves_no_folder_of_its_own_and_no_record(self, tmp_path: Path) -> None:
+        volume = NodeVolume("file:///nothing/here", str(tmp_path / "a" / "at"), read_only=False)
+        with pytest.raises(PoolError, match="there is nothing at"):
+            volume.open(quiet)
+        assert list(tmp_path.iterdir()) == []
+        assert not volume._place.exists()
+
+        (tmp_path / "a" / "at").mkdir(parents=True)
+        with pytest.raises(PoolError, match="there is nothing at"):
+            volume.open(quiet)
+        assert (tmp_path / "a" / "at").exists(), "it was there before"
+
+    def test_a_new_path_in_a_bucket_that_exists_is_made_by_what_is_written(
+        self, bucket: Path, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "at"
+        url = f"file://{bucket}/run-7"
+        with pytest.raises(PoolError, match="there is nothing at"):
+            NodeVolume(url, str(target), read_only=True).open(quiet)
+
+        volume = NodeVolume(url, str(target), read_only=False)
+        volume.open(quiet)
+        assert list(target.iterdir()) == []
+        assert not (bucket / "run-7").exists()
+        (target / "deep").mkdir()
+        (target / "deep" / "model").write_text("weights")
+        assert volume.close(quiet) == 1
+
+        assert (bucket / "run-7" / "deep" / "model").read_text() == "weights"
+        assert not target.exists()
+
+    def test_of_a_bucket_only_the_bucket_has_to_be_there(self) -> None:
+        assert copying._holder("bucket/new/deep") == "bucket"
+        assert copying._holder("/data/new/deep") == "/data/new"
+        assert copying._holder("/new") == "/"
 
     def test_a_key_that_leads_out_of_the_volume_is_refused(
         self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

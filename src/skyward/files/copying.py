@@ -32,13 +32,20 @@ class BucketCopy:
         self.before = Listing(())
         """What the source has, as far as it is known."""
 
-    def bring(self, told: Told) -> None:
-        """Copy everything here; files that are here already, with the same size, are not."""
+    def bring(self, told: Told, *, may_be_new: bool = False) -> None:
+        """Copy everything here; files that are here already, with the same size, are not.
+
+        With `may_be_new`, the source may be a path in a bucket, or in a folder, that is not there
+        yet: it comes with what is written back.
+        """
         try:
             found: dict[str, Any] = self._files.find(self._root, detail=True)
+            is_there = bool(found) or self._files.exists(self._root)
+            if not is_there and may_be_new:
+                is_there = self._files.exists(_holder(self._root))
         except Exception as problem:
             raise _refused(self.url, problem) from problem
-        if not found and not self._files.exists(self._root):
+        if not is_there:
             raise PoolError(
                 f"there is nothing at {self.url}; check the name of the bucket and the path"
             )
@@ -144,6 +151,12 @@ class BucketCopy:
                 for each in doing:
                     each.cancel()
                 raise _refused(self.url, problem) from problem
+
+
+def _holder(root: str) -> str:
+    """What must be there for a new path: its bucket, or the folder that it is in."""
+    bucket = root.partition("/")[0]
+    return bucket or root.rstrip("/").rpartition("/")[0] or "/"
 
 
 class CopyProgress:

@@ -58,7 +58,7 @@ class CopiedVolume:
 
     def bring(self, told: Told) -> None:
         """Make the copy."""
-        self._copy.bring(told)
+        self._copy.bring(told, may_be_new=not self._read_only)
         self._remember()
 
     def write_back(self, told: Told) -> int:
@@ -196,7 +196,19 @@ class NodeVolume:
     def _serve(self, told: Told, *, ours: bool) -> ServedVolume:
         if "://" not in self.source:
             return self._link()
+        made = [each for each in (self.target, *self.target.parents) if not each.exists()]
         self._make_folder(ours)
+        try:
+            return self._filled(told)
+        except BaseException:
+            for folder in made:
+                # What was copied already stays, for the next attempt.
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    def _filled(self, told: Told) -> ServedVolume:
+        """Mount the source at the path, or copy it there."""
         mounted, reasons = mount(self.source, self.target, read_only=self.read_only)
         if mounted is not None:
             return MountedVolume(mounted)
