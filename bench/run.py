@@ -2,6 +2,7 @@
 
     make bench
     python bench/run.py [--only functions,objects,device] [--quick]
+    python bench/run.py --page    # the page and its charts again, from what is recorded
 
 The rows of each suite are kept in bench/recorded with their machine and date, and the page is made
 of all that is kept there; a quick run only prints. A missed bar is shown, and is not an error: the
@@ -19,11 +20,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from charts import chart
 from measure import say
 from report import Row, load, markdown_table, text_table
 
@@ -49,6 +51,16 @@ SUITES = {
     "scale": "A thousand simulated nodes",
     "page": "The page",
 }
+CHARTS = PAGE.parent / "images" / "bench"
+FIRST = (
+    "ResNet-50, AMP, channels last",
+    "GPT-2 124M, bf16",
+    "BERT-base with dropout, bf16",
+    "ViT-base, bf16",
+    "Llama with LoRA, bf16",
+)
+"""The models of the first page's chart."""
+LOCALLY = "PyTorch on the same GPU, directly"
 RECORDED = HERE / "recorded"
 """The last run of each suite, and runs on machines that not everybody has, as they came."""
 
@@ -56,6 +68,9 @@ TEMPLATE = """\
 # Benchmarks
 
 Written by `make bench`; do not edit. {verdict}
+
+In the charts, a shorter bar is better for times and sizes, a longer one for rates. Orange misses
+its bar. The table behind a chart has every figure, its spread, and the machine.
 
 Both ends of every measurement share one machine, so a transfer has the sender, the receiver and
 the rest of the system on its few cores. Compare ratios rather than figures.
@@ -129,7 +144,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="run the benchmarks")
     parser.add_argument("--only", default=",".join(SUITES), help="suites, separated by commas")
     parser.add_argument("--quick", action="store_true", help="small and few: a smoke test")
+    parser.add_argument("--page", action="store_true", help="only write the page again")
     options = parser.parse_args()
+    if options.page:
+        write_page()
+        return 0
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(SUITES):
         parser.error(f"no suite named {', '.join(unknown)}; there are {', '.join(SUITES)}")
@@ -146,8 +165,7 @@ def main() -> int:
     if options.quick:
         print(f"{PAGE.relative_to(HERE.parent)} is left as it is: this was a quick run")
     else:
-        PAGE.write_text(page())
-        print(f"written to {PAGE.relative_to(HERE.parent)}")
+        write_page()
     return 1 if any(row.failed for row in rows) else 0
 
 
@@ -201,6 +219,28 @@ def record(suite: str, rows: Sequence[Row], load_before: float) -> None:
     _kept(suite).write_text(text + "\n")
 
 
+def write_page() -> None:
+    for name, drawing in drawings():
+        CHARTS.mkdir(exist_ok=True)
+        (CHARTS / f"{name}.svg").write_text(drawing)
+    PAGE.write_text(page())
+    print(f"written to {PAGE.relative_to(HERE.parent)}")
+
+
+def drawings() -> Iterator[tuple[str, str]]:
+    """The charts by name: one for each run that is kept, and that of the first page."""
+    for path in sorted(RECORDED.glob("*.json")):
+        kept = json.loads(path.read_text())
+        if drawing := chart(kept["title"], _rows(kept)):
+            yield path.stem, drawing
+    elsewhere = json.loads((RECORDED / "parity-h200.json").read_text())
+    steps = {row.what: row for row in _rows(elsewhere)}
+    rows = [replace(steps[f"{name}: steps a second"], against=LOCALLY) for name in FIRST]
+    drawing = chart("Training on an NVIDIA H200 through the sky device", rows)
+    assert drawing is not None
+    yield "first", drawing
+
+
 def page() -> str:
     """The page with everything that is kept: the suites in their order, then runs elsewhere."""
     suites = [path for path in map(_kept, SUITES) if path.exists()]
@@ -223,10 +263,15 @@ def _rows(kept: dict[str, Any]) -> list[Row]:
 def section(path: Path) -> str:
     """A section for one run that is kept."""
     kept = json.loads(path.read_text())
+    rows = _rows(kept)
+    drawn = chart(kept["title"], rows) is not None
+    picture = f"![{kept['title']}](images/bench/{path.stem}.svg)\n\n" if drawn else ""
     return (
-        f"## {kept['title']}\n\n"
-        f"Recorded on {kept['date']} with `{kept['command']}`: {kept['machine']}.\n\n"
-        f"{markdown_table(_rows(kept))}\n\n"
+        f"## {kept['title']}\n\n{picture}"
+        f'<details markdown="1"{"" if drawn else " open"}>\n'
+        f"<summary>The table, of {kept['date']}</summary>\n\n"
+        f"Recorded with `{kept['command']}`: {kept['machine']}.\n\n"
+        f"{markdown_table(rows)}\n\n</details>\n\n"
     )
 
 

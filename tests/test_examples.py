@@ -206,8 +206,8 @@ LONG = {
 """Examples of what other tests cover, and which take long: `make test-all` runs them."""
 
 
-def run(script: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script)]
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
     # A developer's cluster is not what the examples are about.
     env = {**os.environ, "KUBECONFIG": os.devnull, "SKYWARD_EXAMPLE_QUICK": "1" if QUICK else ""}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
@@ -239,16 +239,22 @@ def test_every_example_is_expected_to_show_something() -> None:
 
 
 def test_the_readme_runs(tmp_path: Path) -> None:
+    """Each block as a program of its own, and fit.py as the text runs it."""
     readme = (EXAMPLES.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    assert len(blocks) >= 2
+    found = re.findall(r"(<!-- needs: [^\n]* -->\n)?```python\n(.*?)```", readme, flags=re.DOTALL)
+    programs = [code for needs, code in found if not needs]
     script = tmp_path / "readme.py"
-    checks = ["assert n == 4", "assert len(means) == 4", "assert averages == [0.5, 0.5]"]
-    # It runs as written, but would leave its store here.
-    text = "\n".join([*blocks, *checks])
-    script.write_text(text.replace('ModelStore("models")', f'ModelStore("{tmp_path}/models")'))
+    each = 'exec(compile({!r}, "README.md", "exec"), {{"__name__": "__main__"}})'
+    script.write_text("\n".join(map(each.format, programs)))
+    (fit,) = [code for _, code in found if code.startswith("# fit.py")]
+    (tmp_path / "fit.py").write_text(fit)
 
     done = run(script)
+    fitted = run("-m", "skyward", "run", tmp_path / "fit.py")
 
+    assert len(programs) >= 3
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 nodes, 250 values each" in done.stdout + done.stderr
+    assert "4 2 [2, 1] [2.0, 4.0]" in done.stdout
+    assert "[node 1] 2 of 4 values" in done.stdout
+    assert fitted.returncode == 0, fitted.stderr
+    assert "best of 3: 0.000003" in fitted.stdout

@@ -74,13 +74,8 @@ def _pool_alone(stack: contextlib.ExitStack) -> Names:
     return lambda: {"compute": compute}
 
 
-def _plugins(_: contextlib.ExitStack) -> Names:
-    return lambda: {"train": sky.function(lambda: 0)}
-
-
 _GIVEN: dict[str, Callable[[contextlib.ExitStack], Names]] = {
     "docs/device.md": _device,
     "docs/store.md": _store,
     "docs/debugging.md": _pool_alone,
-    "docs/plugins.md": _plugins,
 }

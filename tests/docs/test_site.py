@@ -13,6 +13,8 @@ import pytest
 import skyward as sky
 from skyward import plugins
 
+from ..conftest import only_in_all
+from ..page.chromium import PROGRAM, Chromium
 from .snippets import ROOT
 
 pytest.importorskip("material")
@@ -59,3 +61,38 @@ def test_nothing_is_fetched_from_elsewhere_when_a_page_is_viewed(site: Path) -> 
 
 def test_what_a_snippet_needs_is_on_the_page(site: Path) -> None:
     assert '<p class="needs">Needs an AWS account:</p>' in (site / "aws.html").read_text()
+
+
+def test_llms_txt_lists_every_page_as_markdown(site: Path) -> None:
+    listed = re.findall(r"^- \[.+?\]\((.+?\.md)\)", (site / "llms.txt").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(site).with_suffix(".md")) for page in site.rglob("*.html")}
+    assert set(listed) == pages - {"404.md"}
+    assert "```python" in (site / "guides" / "functions.md").read_text()
+    compute = (site / "reference" / "pools.md").read_text()
+    assert "### Compute.device" in compute, "the reference as words, not as a reference to them"
+
+
+def test_charts_are_part_of_their_page_with_the_tables_behind_them(site: Path) -> None:
+    text = (site / "benchmarks.html").read_text()
+    pictures = list((ROOT / "docs" / "images" / "bench").glob("*.svg"))
+    assert text.count('<div class="chart"') == len(pictures) - 1, "all but that of the first page"
+    assert text.count("<details") == len(list((ROOT / "bench" / "recorded").glob("*.json")))
+    assert '<div class="chart"' in (site / "index.html").read_text()
+
+
+@only_in_all
+@pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")
+def test_a_browser_shows_every_page_on_a_phone_and_searches_from_the_disk(site: Path) -> None:
+    width = 390
+    with Chromium() as browser:
+        browser.show(width, 844)
+        for page in site.rglob("*.html"):
+            browser.open(page.as_uri())
+            assert browser.value("document.documentElement.scrollWidth") <= width, page
+        browser.open((site / "guides" / "functions.html").as_uri())
+        browser.value("document.querySelector('[data-md-toggle=search]').click()")
+        field = "document.querySelector('[data-md-component=search-query]')"
+        browser.value(f"{field}.value = 'broadcast'")
+        browser.value(f"{field}.dispatchEvent(new Event('keyup'))")
+        found = "document.querySelectorAll('.md-search-result__item').length"
+        assert browser.until(found)

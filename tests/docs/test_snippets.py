@@ -41,7 +41,10 @@ as a script by `tests/test_examples.py`."""
     ],
 )
 def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """In order, in one namespace, as the script of a user; with a pool where the page has one."""
+    """In order, in one namespace, as the script of a user; with a pool where the page has one.
+
+    Nothing is given to the first: a page begins with a program that runs as it stands.
+    """
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
@@ -51,7 +54,7 @@ def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: Any)
         # The name of a script: functions of it travel by value.
         names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         for snippet in RUN[page]:
-            names |= new_names()
+            names |= new_names() if snippet is not ALL[ROOT / page][0] else {}
             exec(compile(snippet.tree(), str(snippet), "exec"), names)
 
 

@@ -1,8 +1,10 @@
-"""The site's pages that are made from the code: the reference, the examples, and notes."""
+"""The site's pages that are made from the code, and every page as Markdown for llms.txt."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,19 @@ PAGES = {
 }
 """Pages of the reference: title, and the rooms of the house whose public names it has."""
 REST = "more"
+_LATER = "---\nsearch: {boost: 0.5}\n---\n"
+"""On top of a page that the search lists after those of the guides and the reference."""
 _NEEDS = re.compile(r"^<!-- needs: (.+?) -->$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?:docker|examples|bench|tests|src|tools)[^)]*\)")
 """Links to files of the repository that have no page; their text stays."""
+_CHART = re.compile(r"^!\[[^\]]*\]\((?:\.\./)*(images/bench/[\w-]+\.svg)\)$", re.MULTILINE)
+_STYLE = re.compile(r"<style>.*?</style>\n", re.DOTALL)
+_REFERENCE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*)?$", re.MULTILINE)
+_FIRST_SENTENCE = re.compile(r"^[A-Z`*].*?[.:](?=\s|$)", re.MULTILINE | re.DOTALL)
+_sections: dict[str, list[str]] = {}
+"""The sections of the site, and the paths of their pages."""
+_written: dict[str, str] = {}
+"""The pages of this build as Markdown, by their paths."""
 _EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
 
 
@@ -48,7 +60,7 @@ def made_pages() -> Iterator[tuple[str, str]]:
     for name in ("CHANGELOG", "CONTRIBUTING"):
         text = (ROOT / f"{name}.md").read_text()
         # What these link to in docs/ is beside them on the site.
-        yield f"{name.lower()}.md", re.sub(r"\]\(docs/", "](", text)
+        yield f"{name.lower()}.md", _LATER + re.sub(r"\]\(docs/", "](", text)
 
 
 def reference() -> Iterator[tuple[str, str]]:
@@ -114,7 +126,7 @@ def examples() -> Iterator[tuple[str, str]]:
         code = path.read_text()
         words = ast.get_docstring(ast.parse(code)) or ""
         first = words.partition("\n\n")[0].replace("\n", " ")
-        yield f"examples/{path.stem}.md", f"# {path.stem}.py\n\n```python\n{code}```\n"
+        yield f"examples/{path.stem}.md", f"{_LATER}# {path.stem}.py\n\n```python\n{code}```\n"
         rows.append(f"| [{path.stem}.py]({path.stem}.md) | {first} |")
     table = "\n".join(["| example | shows |", "|---|---|", *rows])
     words = "Each is a file that runs; the tests run it."
@@ -128,7 +140,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = _EXAMPLE.sub(rf"]({up}examples/\1.md)", markdown)
     for name in ("CHANGELOG", "CONTRIBUTING"):
         markdown = re.sub(rf"\]\((?:\.\./)+{name}\.md", f"]({up}{name.lower()}.md", markdown)
-    return _OUTSIDE.sub(r"\1", markdown)
+    markdown = _OUTSIDE.sub(r"\1", markdown)
+    _written[page.file.src_uri] = _REFERENCE.sub(_documented, markdown)
+    return _CHART.sub(_inline, markdown)
+
+
+def _inline(match: re.Match[str]) -> str:
+    """A chart as part of its page, where it is as wide as the text and has the page's colours."""
+    drawing = _STYLE.sub("", (ROOT / "docs" / match[1]).read_text())
+    drawing = drawing.replace('width="640"', 'width="100%"').replace("\n", "")
+    return f'<div class="chart" data-search-exclude>{drawing}</div>'
 
 
 def on_config(config: Any) -> Any:
@@ -164,3 +185,62 @@ def _filled(entries: list[Any], made: list[str]) -> list[Any]:
 def _below(folder: str, made: list[str]) -> list[str]:
     index = f"{folder}index.md"
     return [index, *(path for path in made if path.startswith(folder) and path != index)]
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """Keep the navigation: llms.txt has its order."""
+    _written.clear()
+    _sections.clear()
+    for item in nav.items:
+        pages = [item] if item.is_page else _pages(item)
+        _sections[item.title or "Start"] = [each.file.src_uri for each in pages]
+
+
+def _pages(section: Any) -> Iterator[Any]:
+    for item in section.children:
+        if item.is_page:
+            yield item
+        else:
+            yield from _pages(item)
+
+
+def on_post_build(config: Any) -> None:
+    """Write the pages as Markdown beside their HTML, and llms.txt, which lists them."""
+    site = Path(config.site_dir)
+    for path, text in _written.items():
+        (site / path).write_text(text)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for title, paths in _sections.items():
+        lines += ["", f"## {title}", ""]
+        lines += [_listed(path, _written[path]) for path in paths]
+    (site / "llms.txt").write_text("\n".join([*lines, ""]))
+
+
+def _listed(path: str, text: str) -> str:
+    """A page's line in llms.txt: its heading, and its first sentence."""
+    heading, _, rest = text.partition("# ")[2].partition("\n")
+    first = _FIRST_SENTENCE.search(
+        re.sub(r"^(?:```.*?^```|<.*?>|[|!#].*?)$", "", rest, flags=re.M | re.S)
+    )
+    words = " ".join(first[0].split()) if first else ""
+    return f"- [{heading}]({path})" + (f": {words}" if words else "")
+
+
+def _documented(match: re.Match[str]) -> str:
+    """A name of the reference as Markdown: its signature and its own words, and its methods."""
+    found = pkgutil.resolve_name(match[1])
+    last = match[1].rpartition(".")[2]
+    blocks = [f"## {last}", _words(last, found)]
+    if inspect.isclass(found):
+        for name, member in inspect.getmembers(found, inspect.isroutine):
+            if not name.startswith("_") and inspect.getdoc(member):
+                blocks += [f"### {last}.{name}", _words(name, member)]
+    return "\n\n".join(blocks)
+
+
+def _words(name: str, found: Any) -> str:
+    try:
+        signature = f"```python\n{name}{inspect.signature(found)}\n```\n\n"
+    except (TypeError, ValueError):
+        signature = ""
+    return signature + (inspect.getdoc(found) or "")
