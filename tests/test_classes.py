@@ -131,12 +131,21 @@ def test_an_object_is_made_on_the_node_that_is_asked_for(pool: sky.Compute) -> N
     assert future.result(30).predict(1) == (1, 1)
 
 
+@sky.function
+def last_of(models: Any) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = models[-1:].predict(5)
+    return found
+
+
 def test_a_group_has_an_object_in_every_worker(pool: sky.Compute) -> None:
     models = Model("gpt") @ pool
     assert [node for node, _ in models.place()] == [0, 1]
     assert models.predict(5) == [(5, 1), (5, 1)]
     assert models[1].predict(5) == (5, 2)
     assert len(models) == len(list(models)) == 2
+    assert models[1:].predict(5) == [(5, 3)]
+    assert models[2:].predict(5) == []
+    assert pool.run(last_of(models), on=0) == [(5, 4)]
     assert models(7) == [7, 7]
     assert [future.result(30) for future in models.static.submit(1)] == [-1, -1]
     with pytest.raises(sky.BroadcastError, match=r"Model.fails failed on 2 of 2 workers"):

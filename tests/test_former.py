@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +146,18 @@ class TestNames:
         with pytest.raises(AttributeError, match=f"Compute has no attribute '{name}'; .*"):
             getattr(sky.Compute(), name)
 
+    @pytest.mark.parametrize("name", sorted(former.SHARED))
+    def test_so_does_an_attribute_of_a_shared_object(self, name: str) -> None:
+        with pytest.raises(AttributeError, match=f"sky.counter has no attribute '{name}'; .*"):
+            getattr(sky.counter("n"), name)
+
+    def test_the_page_has_every_name_and_argument(self) -> None:
+        page = (Path(__file__).parents[1] / former.GUIDE.split()[0]).read_text()
+        words = set(re.findall(r"\w+", page))
+        arguments = {name for ways in former.ARGUMENTS.values() for name in ways if name != "*"}
+
+        assert {*former.NAMES, *former.PLUGINS, *former.METHODS, *arguments} <= words
+
     def test_any_other_attribute_is_simply_missing(self) -> None:
         with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
             sky.Compute().nothing
@@ -172,6 +186,48 @@ class TestArguments:
     def test_any_other_argument_is_a_type_error(self) -> None:
         with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
             sky.Options(nothing=1)  # type: ignore[call-arg]
+
+
+@sky.function
+def their_collections() -> tuple[Any, ...]:
+    import queue
+
+    counter = sky.counter("theirs", consistency="eventual")
+    counter.increment(10)
+    counter.decrement(3)
+    counted = counter.value
+    counter.reset()
+    jobs: sky.queue[str] = sky.queue("theirs")
+    jobs.put("job")
+    taken = jobs.get(timeout=5)
+    try:
+        jobs.get(timeout=0.01)
+    except queue.Empty as none:
+        advice = str(none)
+    cache: sky.dict[str, int] = sky.dict("theirs", consistency="strong")
+    cache["a"] = 1
+    with sky.lock("theirs", 30):
+        return counted, int(counter), taken, "catch this as queue.Empty" in advice, cache.pop("a")
+
+
+@sky.function
+def meet_as_they_do() -> int:
+    sky.barrier("theirs", n=sky.instance_info().total_nodes).wait()
+    return sky.instance_info().node
+
+
+class TestCollections:
+    def test_they_are_used_as_theirs(self, pool: sky.Compute) -> None:
+        assert their_collections() >> pool == (7, 0, "job", True, 1)
+        assert meet_as_they_do() @ pool == [0, 1]
+
+    def test_what_would_mean_something_else_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"get\(0\.5\): write get\(timeout=0\.5\)"):
+            sky.queue("q").get(0.5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="two names of one number"):
+            sky.barrier("b", 2, n=3)
+        with pytest.raises(ConfigurationError, match=r"consistency='weak'.*'strong' here"):
+            sky.dict("d", consistency="weak")  # type: ignore[arg-type]
 
 
 class TestPlugins:

@@ -387,7 +387,14 @@ class InstanceGroup(Closing, Generic[C]):
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, rank: int) -> C:
+    @overload
+    def __getitem__(self, rank: int) -> C: ...
+    @overload
+    def __getitem__(self, rank: slice) -> InstanceGroup[C]: ...
+    def __getitem__(self, rank: int | slice) -> C | InstanceGroup[C]:
+        """The object of a rank, or the group of some."""
+        if isinstance(rank, slice):
+            return InstanceGroup(list(self._members[rank]))
         return self._members[rank]
 
     def __iter__(self) -> Iterator[C]:
@@ -429,6 +436,8 @@ class GroupMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method of all objects at once; `BroadcastError` if any of them fails."""
         pendings = [function(*args, **kwargs) for function in self._functions]
+        if not pendings:
+            return []
         return self._functions[0].seat.run_together(pendings)
 
     def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:

@@ -80,26 +80,40 @@ NAMES = {
         ],
         _TYPE,
     ),
-    "App": "no block is needed around pools: Options(console=False) keeps the console quiet",
+    "App": (
+        "no block is needed around pools: leave `with sky.App():` out; what it said of the console "
+        "is sky.Compute(options=sky.Options(console=False))"
+    ),
     "CallbackWriter": "write `with sky.redirect_output(callback):`, or print(...) to a file object",
     "Client": "there is no server: sky.attach(name) reaches a pool that stays",
     "Cluster": "compute.nodes lists the nodes as they are now; a plugin's hooks get the cluster",
     "ComputePool": "it is called sky.Compute",
     "DEFAULT_IMAGE": "write sky.Image(), or leave image= out",
     "DockerImage": "give the image's name: sky.Container('pytorch/pytorch:latest')",
-    "HealthChecker": "every node is watched without it; a node that does not answer is replaced",
+    "HealthChecker": (
+        "leave health_checker= out: a node that does not answer is replaced without it; to judge "
+        "nodes by a function of yours, call it on each: `healthy() @ compute`"
+    ),
     "Instance": "compute.nodes lists sky.NodeView values: state, address, running tasks",
     "InstanceType": "sky.offers(...) lists sky.Offer values, each with its machine and its price",
     "LogConfig": "write Options(log=...) for lines of JSON; console=False silences the progress",
+    "NoOffersError": "catch sky.UnavailableError",
     "NodeInstance": "compute.nodes lists sky.NodeView values: state, address, running tasks",
     "OfferRepository": "sky.offers('A100', max_hourly_cost=2) returns a list, the cheapest first",
     "Pool": "it is called sky.Compute",
     "PoolSpec": "give the arguments to sky.Compute, or several sky.Spec to sky.Compute.any",
     "ProviderConfig": "a provider is a value such as sky.SSH([...]), typed by its own class",
-    "Session": "no session is needed: open several `with sky.Compute(...)` blocks at once",
+    "ProvisioningError": "catch sky.PoolStartError",
+    "Session": (
+        "no session is needed: write `with sky.Compute(...) as pool:` in place of "
+        "session.compute(...); several may be open at once"
+    ),
     "Storage": _BUCKET,
     "containers": "give the image's name: sky.Container('pytorch/pytorch:latest')",
-    "main": "no decorator is needed: run the script with Python, or with `sky run SCRIPT`",
+    "main": (
+        "no decorator is needed: leave @sky.main out, call the function at the script's end, and "
+        "run it with `sky run SCRIPT`, or with a `with sky.Compute(...)` block in it"
+    ),
     "metrics": "compute.usage(node) returns processors, memory and GPUs as they are now",
     "storage": _BUCKET,
     "time": "times are in seconds: write timeout=10 * 60 for ten minutes",
@@ -177,6 +191,28 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Arguments that a class does not take here, and what to write in their place."""
+
+SHARED = dict.fromkeys(
+    [
+        "acquire_async",
+        "add_async",
+        "contains_async",
+        "decrement_async",
+        "discard_async",
+        "get_async",
+        "increment_async",
+        "pop_async",
+        "put_async",
+        "release_async",
+        "reset_async",
+        "set_async",
+        "update_async",
+        "value_async",
+        "wait_async",
+    ],
+    "write `await asyncio.to_thread(...)` with the method without _async",
+)
+"""Attributes of shared objects, such as `sky.counter(name)`, that these do not have."""
 
 METHODS = {
     "barrier": "write sky.barrier(name, ...)",

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 from skyward import instances
 from skyward.errors import ConfigurationError, InstanceLostError, StateLostError
@@ -308,7 +308,14 @@ class TaskHandleGroup:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, rank: int) -> TaskHandle:
+    @overload
+    def __getitem__(self, rank: int) -> TaskHandle: ...
+    @overload
+    def __getitem__(self, rank: slice) -> TaskHandleGroup: ...
+    def __getitem__(self, rank: int | slice) -> TaskHandle | TaskHandleGroup:
+        """The object of a rank, or the group of some."""
+        if isinstance(rank, slice):
+            return TaskHandleGroup(self._members[rank])
         return self._members[rank]
 
     def __iter__(self) -> Iterator[TaskHandle]:

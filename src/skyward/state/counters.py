@@ -30,6 +30,14 @@ class SharedCounter(SharedObject):
         """Add to the counter, and return what it is then."""
         return int(self._call("add", self._whole(amount)))
 
+    def increment(self, n: SupportsIndex = 1) -> int:
+        """The same as `add`."""
+        return self.add(n)
+
+    def decrement(self, n: SupportsIndex = 1) -> int:
+        """Subtract from the counter, and return what it is then."""
+        return self.add(-self._whole(n))
+
     @property
     def value(self) -> int:
         """What the counter is now."""
@@ -38,6 +46,10 @@ class SharedCounter(SharedObject):
     def set(self, value: SupportsIndex) -> None:
         """Set the counter."""
         self._call("set", self._whole(value))
+
+    def reset(self, value: SupportsIndex = 0) -> None:
+        """The same as `set`; 0 if nothing is given."""
+        self.set(value)
 
     def compare_and_set(self, expected: SupportsIndex, new: SupportsIndex) -> bool:
         """Set the counter if it is what is expected; says whether it was."""

@@ -35,8 +35,8 @@ class SharedLock(SharedObject):
     def __init__(
         self,
         name: str,
-        *,
         timeout: float | None = None,
+        *,
         lease: float = LEASE_SECONDS,
         on: Any = None,
     ) -> None:
@@ -132,8 +132,18 @@ class SharedBarrier(SharedObject):
 
     KIND = "barrier"
 
-    def __init__(self, name: str, parties: int | None = None, *, on: Any = None) -> None:
+    def __init__(
+        self, name: str, parties: int | None = None, *, n: int | None = None, on: Any = None
+    ) -> None:
+        """`n` is another name of `parties`."""
         super().__init__(name, on=on)
+        if n is not None:
+            if parties is not None:
+                raise ConfigurationError(
+                    f"sky.barrier({name!r}, parties={parties!r}, n={n!r}): these are two names of "
+                    "one number; give one of them"
+                )
+            parties = n
         is_number = isinstance(parties, int) and not isinstance(parties, bool)
         if parties is not None and not (is_number and parties > 0):
             raise ConfigurationError(

@@ -57,6 +57,8 @@ class SharedQueue(SharedObject, Generic[T]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> T:
         """Take the first item; waits for one, and raises `queue.Empty` if none comes in time."""
+        if not isinstance(block, bool):
+            raise ConfigurationError(f"{self!r}.get({block!r}): write get(timeout={block!r})")
         if block:
             found = self._wait("get", timeout=timeout, undo=_unget)
         else:
@@ -65,7 +67,10 @@ class SharedQueue(SharedObject, Generic[T]):
             return cast(T, decode(found[0]))
         if not block:
             raise queue.Empty(f"{self!r} is empty")
-        raise EmptyTimeoutError(f"{self!r} had no item for {timeout:g} s")
+        raise EmptyTimeoutError(
+            f"{self!r} had no item for {timeout:g} s; catch this as queue.Empty: None may be an "
+            "item, so that `get` does not return it for none"
+        )
 
     def get_nowait(self) -> T:
         """Take the first item; `queue.Empty` if there is none."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from skyward.errors import ConfigurationError, StateLostError
+from skyward.former import SHARED, missing
 from skyward.state.connection import StateOperation, Undo
 from skyward.state.reaching import link_for
 
@@ -17,7 +18,19 @@ class SharedObject:
 
     KIND: ClassVar[str]
 
-    def __init__(self, name: str, *, on: Any = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        on: Any = None,
+        consistency: Literal["strong", "eventual"] | None = None,
+    ) -> None:
+        """`consistency` is there for programs that give it: every object here is strong."""
+        if consistency not in ("strong", "eventual", None):
+            raise ConfigurationError(
+                f"sky.{self.KIND}({name!r}, consistency={consistency!r}): leave it out; every "
+                "object is 'strong' here, and 'eventual' asks for less"
+            )
         if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX:
             raise ConfigurationError(
                 f"sky.{self.KIND}({name!r}): give a name of 1 to {NAME_MAX} characters"
@@ -87,6 +100,9 @@ class SharedObject:
         >>> sky.dict("scores").delete()
         """
         self._call("delete")
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(f"sky.{self.KIND}", name, SHARED)
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
         """In another process, the handle belongs to the pool of that process."""
