@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -111,6 +112,33 @@ def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
     assert time.monotonic() - began < SOON
 
 
+def test_a_start_is_late_only_if_no_more_executors_come_and_says_how_many_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("skyward.nodes.membership.READY_SECONDS", 1.0)
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("skyward.nodes.membership.time", clock)
+    node: Any = SimpleNamespace(
+        index=0, serves=False, failure=None, lanes={}, control=object(), settled=threading.Event()
+    )
+    node.host = SimpleNamespace(made_at=now)
+
+    def wait(_: float) -> None:
+        nonlocal now
+        now += 0.9
+        if len(node.lanes) < 5:
+            node.lanes[len(node.lanes)] = object()
+
+    node.settled.wait = wait
+    capacity: Any = SimpleNamespace(executors_on=lambda _: 250)
+    parts: list[Any] = [None] * 5
+    membership = Membership(Roster(), *parts, capacity, is_slow=False, stop_nodes=lambda *_: None)
+    words = r"node 0: 5 of 250 worker processes are connected, and in 1 s no other came; .*'thread'"
+    with pytest.raises(sky.PoolStartError, match=words):
+        membership._await_ready([node], 1)
+
+
 @dataclass(frozen=True)
 class Queued(sky.Local):
     """A provider whose machines wait in a queue first."""
@@ -129,7 +157,7 @@ def test_the_time_in_a_providers_queue_does_not_count(monkeypatch: pytest.Monkey
     provider: Any = Queued()
     order = Order("pool", 3, plain_request())
     host = Host(provider, order, NoJournal(), lambda _: None, lambda _: None)
-    parts: list[Any] = [None] * 5
+    parts: list[Any] = [None] * 6
     membership = Membership(Roster(), *parts, is_slow=False, stop_nodes=lambda *_: None)
     preparing = provider_loop.submit(host.prepare())
     try:

@@ -206,6 +206,7 @@ class Fleet:
             prospects,
             self._briefing,
             self._preparer,
+            self.capacity,
             is_slow=not self._is_here or bool(spec.preparations),
             stop_nodes=self._ending.end,
         )

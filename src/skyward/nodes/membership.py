@@ -10,6 +10,7 @@ from skyward.calls.dispatch import Dispatcher
 from skyward.calls.prospects import Prospects
 from skyward.errors import PoolClosedError, PoolStartError
 from skyward.nodes.briefing import Briefing
+from skyward.nodes.capacity import Capacity
 from skyward.nodes.node import Node
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.roster import Roster
@@ -32,6 +33,7 @@ class Membership:
         prospects: Prospects,
         briefing: Briefing,
         preparer: Preparer,
+        capacity: Capacity,
         *,
         is_slow: bool,
         stop_nodes: Callable[[list[Node], float], None],
@@ -40,6 +42,7 @@ class Membership:
         self._roster, self._startup = roster, startup
         self._dispatcher, self._prospects = dispatcher, prospects
         self._briefing, self._preparer = briefing, preparer
+        self._capacity = capacity
         self._seconds = READY_SECONDS + (PREPARE_SECONDS if is_slow else 0.0)
         self._stop_nodes = stop_nodes
         self._resizing = threading.Lock()
@@ -140,13 +143,19 @@ class Membership:
         """Wait until so many of these nodes are ready; raises when too many have failed.
 
         The wait for a machine has no limit here: it may be in a queue, and its provider says how
-        long it waits.
+        long it waits. Nor is a node late whose executors come one after the other.
         """
         began = time.monotonic()
+        most: dict[int, tuple[int, float]] = {}
+        """How many executors each node had at most, and since when."""
 
         def is_late(node: Node) -> bool:
-            made = node.host.made_at
-            return made is not None and time.monotonic() > max(began, made) + self._seconds
+            made, now = node.host.made_at, time.monotonic()
+            count, since = most.get(node.index, (0, began))
+            if len(node.lanes) > count:
+                most[node.index] = len(node.lanes), now
+                return False
+            return made is not None and now > max(since, made) + self._seconds
 
         while sum(node.serves for node in nodes) < needed:
             if self._roster.closed:
@@ -155,12 +164,9 @@ class Membership:
             if len(nodes) - len(failures) < needed:
                 raise failures[0]
             starting = [node for node in nodes if not node.serves and node.failure is None]
-            late = [node.index for node in starting if is_late(node)]
+            late = [node for node in starting if is_late(node)]
             if late and len(nodes) - len(failures) - len(late) < needed:
-                raise PoolStartError(
-                    f"node {late[0]} was not ready {self._seconds:.0f} s after its machine was "
-                    "there; see what its machine does, and try again"
-                )
+                raise self._lateness(late[0])
             waiting = [node for node in nodes if not node.settled.is_set()]
             # Short waits, so that a Ctrl-C and the failure of another node are noticed. For the
             # last node: with the first, each of many nodes would end a wait, and be counted again.
@@ -168,6 +174,21 @@ class Membership:
                 waiting[-1].settled.wait(0.1)
             else:
                 time.sleep(0.01)
+
+    def _lateness(self, node: Node) -> PoolStartError:
+        there = len(node.lanes)
+        expected = there if node.control is None else self._capacity.executors_on(node)
+        if there < expected:
+            return PoolStartError(
+                f"node {node.index}: {there} of {expected} worker processes are connected, and in "
+                f"{self._seconds:.0f} s no other came; see what its machine does, and if that is "
+                "too many for it, ask for fewer with sky.Worker(concurrency=...), or for threads "
+                "of one process with executor='thread'"
+            )
+        return PoolStartError(
+            f"node {node.index} was not ready {self._seconds:.0f} s after its machine was there; "
+            "see what its machine does, and try again"
+        )
 
     def _drop(self, nodes: list[Node]) -> None:
         """Remove nodes that were added together and did not all start."""
