@@ -212,6 +212,9 @@ class Nodes:
 class Worker:
     """The workers on each node: how many, of which kind, and how many tasks each runs at once.
 
+    With `executor="process"`, each of a worker's `concurrency` tasks has a process of its own, of
+    20 MB or more; for hundreds that mostly wait, "thread" has them in one.
+
     >>> Worker(per_node="accelerator").per_node
     'accelerator'
     """

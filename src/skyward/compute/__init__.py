@@ -61,7 +61,8 @@ class Compute(Looking):
     After `ttl` seconds the pool ends, whatever runs on it, and a machine ends itself even if this
     process is gone. The other arguments for machines that cost money are those of a provider that
     sells them: `allocation`, `region`, `disk_gb`, and `max_hourly_cost`, the most that one machine
-    may cost in an hour, in US dollars.
+    may cost in an hour, in US dollars. On this machine, which is not bought, a line says that they
+    are ignored, and so are `vcpus` and `memory_gb` beyond what there is.
 
     `on_event` is called with every event of the pool (`sky.events`), on a thread of its own.
 
