@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 
@@ -44,6 +47,28 @@ def test_jacobians_forward_and_reverse(
     for jacobian in (torch.func.jacrev, torch.func.jacfwd):
         transform = jacobian(lambda w, x: torch.tanh(x @ w))
         torch.testing.assert_close(transform(w.to(device), x.to(device)).cpu(), transform(w, x))
+
+
+FORWARD: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda a: f(a).sum())(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x)[1](torch.ones_like(x)),
+    "vmap": lambda f, x: torch.func.vmap(torch.func.jacfwd(f))(torch.stack([x, x])[1:]),
+}
+
+
+@pytest.mark.parametrize("transform", FORWARD)
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_forward_mode_of_a_part_of_a_tensor(device: torch.device, transform: str) -> None:
+    """A tangent has the layout of its tensor, with what lies before it in the storage."""
+
+    def f(part: torch.Tensor) -> torch.Tensor:
+        return part.view(2, 3).square().sum(0)
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    ours, right = (FORWARD[transform](f, t[1]) for t in (whole.to(device), whole))
+    torch.testing.assert_close(tree_map(torch.Tensor.cpu, ours), right, rtol=0, atol=0)
 
 
 def test_functional_call(device: torch.device, x: torch.Tensor) -> None:

@@ -196,7 +196,7 @@ def test_sparse_results_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="cannot live on a sky device"):
         torch.eye(3, device=device).to_sparse()
     with pytest.raises(NotImplementedError, match="cannot live on a sky device"):
-        torch.nested.nested_tensor([torch.ones(2, device=device)])
+        torch.quantize_per_tensor(torch.ones(3, device=device), 0.1, 0, torch.quint8)
     with pytest.raises(NotImplementedError, match="dense tensors only"):
         torch.sparse.mm(torch.eye(3).to_sparse(), torch.ones(3, 3, device=device))
     with pytest.raises(NotImplementedError, match="dense tensors only"):
@@ -205,6 +205,34 @@ def test_sparse_results_are_refused_by_name(device: torch.device) -> None:
     with pytest.raises(NotImplementedError, match="dense tensors only"):
         rows(torch.tensor([1], device=device)).sum().backward()
     assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused_where_it_would_be_made(
+    device: torch.device, needs_grad: bool
+) -> None:
+    """One that needed a gradient ended the process: autograd asks for its sizes, and must get them.
+
+    PyTorch's own jagged tensors are made of dense ones, and work.
+    """
+    parts = [torch.ones(2, 3), torch.ones(3, 3)]
+    there = [part.to(device) for part in parts]
+    options = {"requires_grad": needs_grad}
+    for make in (
+        lambda: torch.nested.nested_tensor(parts, device=device, **options),
+        lambda: torch.nested.nested_tensor(there, **options),
+        lambda: torch.nested.nested_tensor([[1.0, 2.0], [3.0]], device=device, **options),
+        lambda: torch.nested.nested_tensor([], device=device, **options),
+        lambda: torch.nested.as_nested_tensor(parts, device=device),
+        lambda: torch.nested.as_nested_tensor(torch.ones(2, 3, device=device)),
+        lambda: torch.nested.nested_tensor(parts).to(device),
+    ):
+        with pytest.raises(NotImplementedError, match="dense tensors only"):
+            make()
+    assert torch.nested.nested_tensor(parts, **options).to_padded_tensor(0.0).shape == (2, 3, 3)
+    jagged = torch.nested.nested_tensor(parts, device=device, layout=torch.jagged, **options)
+    assert jagged.to_padded_tensor(0.0).cpu().tolist()[0][2] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

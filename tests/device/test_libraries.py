@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import skyward as sky
 from skyward.device.core import DeviceError, core
 from skyward.device.libraries import torch as patches_of_torch
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import Patches, wrap, wrap_property
+
+from ..conftest import Sharing
 
 torch = pytest.importorskip("torch")
 
@@ -339,3 +344,153 @@ def test_other_errors_of_backward_stay_what_they_are(device: torch.device) -> No
     y.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()
+
+
+FOREIGN = """
+import torch
+
+library = torch.library.Library("foreign", "DEF")
+library.define("scaled(Tensor x, float by) -> Tensor")
+library.define("above(Tensor x, float least) -> Tensor")
+library.define("increase_(Tensor(a!) x, int by) -> ()")
+library.define("halves(Tensor x) -> (Tensor, Tensor[])")
+
+
+@torch.library.impl(library, "scaled", "CPU")
+def scaled(x, by):
+    return torch.from_numpy(x.numpy() * by)
+
+
+@torch.library.register_fake("foreign::scaled", lib=library)
+def _(x, by):
+    return torch.empty_like(x)
+
+
+def setup_context(ctx, inputs, output):
+    ctx.by = inputs[1]
+
+
+def backward(ctx, gradient):
+    return torch.ops.foreign.scaled(gradient, ctx.by), None
+
+
+torch.library.register_autograd(
+    "foreign::scaled", backward, setup_context=setup_context, lib=library
+)
+
+
+@torch.library.impl(library, "above", "CPU")
+def above(x, least):
+    return x[x > least]
+
+
+@torch.library.register_fake("foreign::above", lib=library)
+def _(x, least):
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@torch.library.impl(library, "increase_", "CPU")
+def increase_(x, by):
+    x += by
+
+
+@torch.library.impl(library, "halves", "CPU")
+def halves(x):
+    return x.sum(), [half.clone() for half in x.chunk(2)]
+
+
+@torch.library.custom_op("foreign::reversed", mutates_args=(), device_types="cpu")
+def reversed(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy()[::-1].copy())
+"""
+
+
+@pytest.fixture(scope="module")
+def with_library(
+    tmp_path_factory: pytest.TempPathFactory, sharing: Sharing
+) -> Iterator[torch.device]:
+    """A device of a node that has a library which registers operators, as the client has."""
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "foreign_operators.py").write_text(FOREIGN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        library = importlib.import_module("foreign_operators").library
+        with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
+            yield compute.device("cpu")
+        library._destroy()
+
+
+def test_an_operator_of_another_library_runs_on_the_node(with_library: torch.device) -> None:
+    x = torch.arange(4.0).to(with_library).requires_grad_()
+    y = torch.ops.foreign.scaled(x, 2.5)
+    y.sum().backward()
+    assert (y.device, y.tolist()) == (with_library, [0.0, 2.5, 5.0, 7.5])
+    assert x.grad.tolist() == [2.5] * 4
+    total, (first, second) = torch.ops.foreign.halves(x.detach())
+    assert (total.item(), first.tolist(), second.tolist()) == (6.0, [0.0, 1.0], [2.0, 3.0])
+    assert torch.ops.foreign.reversed(x.detach()).tolist() == [3.0, 2.0, 1.0, 0.0]
+
+
+def test_what_an_operator_returns_is_asked_every_time_unless_its_library_says_it(
+    with_library: torch.device,
+) -> None:
+    operators, x = torch.ops.foreign, torch.zeros(3, device=with_library)
+
+    def asked(call: Callable[[], Any]) -> int:
+        call()
+        before = sky.device_stats(with_library).asked
+        for _ in range(4):
+            call()
+        return sky.device_stats(with_library).asked - before
+
+    assert asked(lambda: operators.scaled(x, 2.0)) == 0
+    assert asked(lambda: operators.increase_(x, 1)) == 0
+    assert asked(lambda: operators.above(x, 4.5)) == 4
+    assert operators.above(x, 4.5).tolist() == [5.0, 5.0, 5.0]
+    x[1] = 0.0
+    assert operators.above(x, 4.5).tolist() == [5.0, 5.0]
+    assert operators.above(x, 9.5).tolist() == []
+
+
+def test_a_compiled_graph_has_operators_of_another_library(with_library: torch.device) -> None:
+    torch.compiler.reset()
+
+    @torch.compile
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.foreign.scaled(x + 1, 3.0) - 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(torch.arange(3.0).to(with_library)).tolist() == [2.0, 5.0, 8.0]
+
+
+def test_a_library_that_the_node_does_not_have_is_named(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of `device` has the folders that were on the path when its pool began."""
+    (tmp_path / "only_here.py").write_text(
+        'import torch\nlibrary = torch.library.Library("elsewhere", "DEF")\n'
+        'library.define("op(Tensor x) -> Tensor")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("only_here")
+    with pytest.raises(NotImplementedError) as refused:
+        torch.ops.elsewhere.op(torch.ones(2, device=device))
+    said = str(refused.value)
+    assert said.startswith("elsewhere::op is not known to the worker: the node has no 'only_here'")
+    assert 'install it there, for example with sky.Image(pip=["only_here"])' in said
+    assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+def test_an_operator_that_the_program_itself_registers_says_where_to_put_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    monkeypatch.setattr(op, "__module__", "__main__")
+    monkeypatch.setitem(op.__annotations__, "x", torch.Tensor)
+    monkeypatch.setitem(op.__annotations__, "return", torch.Tensor)
+    torch.library.custom_op("of_program::op", op, mutates_args=(), device_types="cpu")
+    with pytest.raises(NotImplementedError, match=r"program itself registers it.*of its own"):
+        torch.ops.of_program.op(torch.ones(2, device=device))

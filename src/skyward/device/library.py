@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from skyward.device import build, meeting
+from skyward.device import build, meeting, operators
 from skyward.device.meeting import Whereabouts
 from skyward.device.properties import DeviceProperties
 from skyward.errors import SkywardError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
 LEFT_COMPOSITE = (
     "empty_like new_empty new_empty_strided _copy_from _to_copy view lift_fresh lift detach_ "
-    "resize_ resize_as_ set_ is_pinned _pin_memory rand randn "
+    "resize_ resize_as_ set_ is_pinned _pin_memory rand randn _new_zeros_with_same_feature_meta "
     "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence block_diag "
     "_test_parallel_materialize"
 )
@@ -173,6 +173,7 @@ class Core:
         # The core calls it; it must live as long as the process.
         self._introducing = _Introduce(self._introduce)
         self._library.sky_introduce(self._introducing)
+        self._library.sky_modules_of(operators.tell_modules)
         self._free = list(range(DEVICES_MAX))
         self._kept: set[int] = set()
         """Indices of closed devices whose tensors another device may take over."""

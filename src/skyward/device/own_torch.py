@@ -9,14 +9,17 @@ import os
 import platform
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from skyward.device import build, properties, torch_build
+from skyward.device import build, operators, properties, torch_build
 from skyward.device.graphs import running as graphs
 from skyward.device.torch_build import TorchBuild
 
 Import = ctypes.CFUNCTYPE(None)
+ImportOperator = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t
+)
 
 
 def available() -> dict[str, int]:
@@ -59,13 +62,16 @@ class OwnTorch:
 
     def __init__(self, kind: str) -> None:
         self._programs: graphs.Programs | None = None
-        self._import = Import(self._import_apart)  # the core keeps only its address
+        # The core keeps only their addresses.
+        self._import = Import(self._import_apart)
+        self._import_operator = ImportOperator(_bring)
         if not self._load_libraries(kind):
             with _uncollected():
                 self.kind = choose(kind)
             self.core = ctypes.CDLL(str(build.library("worker")))
             self.properties = properties.read(self.kind)
             self._programs = graphs.install(self.kind)
+        self.core.sky_worker_import_operator(self._import_operator)
 
     def _load_libraries(self, kind: str) -> bool:
         """Do without importing torch, if that is possible; returns whether it was."""
@@ -105,10 +111,7 @@ class OwnTorch:
         return None if found is None else (real, found)
 
     def _import_apart(self) -> None:
-        """Import torch on another thread: this one has switched gradients off."""
-        thread = threading.Thread(target=self._import_now, name="skyward-import-torch")
-        thread.start()
-        thread.join()
+        _on_another_thread(self._import_now, "skyward-import-torch")
 
     def _import_now(self) -> None:
         try:
@@ -122,6 +125,27 @@ class OwnTorch:
         """Forget the graphs of the client that has left."""
         if self._programs is not None:
             self._programs.forget()
+
+
+def _on_another_thread(work: Callable[[], None], name: str) -> None:
+    """Import something: the thread that serves the client has switched gradients off."""
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    thread.join()
+
+
+def _bring(wanted: bytes, message: Any, size: int) -> int:
+    """Import what registers an operator; called by the core, which gives lines."""
+    name, overload, *modules = wanted.decode().splitlines()
+    problems = ["the import ended"]
+
+    def work() -> None:
+        problems[0] = operators.bring(name, overload, modules)
+
+    _on_another_thread(work, "skyward-import-operator")
+    words = problems[0].encode()[: size - 1]
+    ctypes.memmove(message, words + b"\0", len(words) + 1)
+    return int(bool(words))
 
 
 @contextlib.contextmanager

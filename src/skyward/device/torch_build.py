@@ -6,6 +6,7 @@ and is all that most operations need.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import re
@@ -31,8 +32,12 @@ class TorchBuild:
         # What these bring must be there for all: MKL and cuDNN load further libraries by name.
         ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
         # Those for CUDA also for a CPU: torch looks for them once, when it is first asked for GPUs.
-        # cuDNN finds the compiler of CUDA only if it has been loaded.
-        cuda = ("libcaffe2_nvrtc.so", "libc10_cuda.so", "libtorch_cuda.so") if self.cuda else ()
+        cuda = ("libc10_cuda.so", "libtorch_cuda.so") if self.cuda else ()
+        if self.cuda:
+            # cuDNN finds the compiler of CUDA only if it has been loaded. It needs the driver, and
+            # where there is none, there is no GPU.
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(folder / "libcaffe2_nvrtc.so"))
         for name in ("libc10.so", "libtorch_cpu.so", *cuda):
             ctypes.CDLL(str(folder / name))
 

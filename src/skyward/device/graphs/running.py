@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import platformdirs
 
+from skyward.device import operators
 from skyward.device.graphs import operations
 from skyward.device.graphs.recent import Recent
 from skyward.device.graphs.sizes import KNOWN_MAX, parsed
@@ -167,6 +168,10 @@ class Program:
             stack.enter_context(preserve_rng_state())
             if self._device.type == "cuda":
                 stack.enter_context(torch.cuda.device(self._device))
+            for name, modules in self._message.libraries.items():
+                operator, _, overload = name.partition(".")
+                if why := operators.bring(operator, overload, modules):
+                    raise ValueError(f"{operator} is not known to the worker: {why}")
             reader = GraphReader(self._device)
             module = reader.module(self._message.nodes)
             output = next(node for node in module.graph.nodes if node.op == "output")

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from skyward.device import operators
 from skyward.device.graphs import operations, promises
 from skyward.device.graphs.promises import Promises, UnknownError
 from skyward.device.graphs.sizes import Following, expression_of
@@ -24,6 +25,7 @@ from skyward.device.graphs.text import (
     ShippedGraph,
     Symbol,
     Writer,
+    name_of,
 )
 from skyward.device.library import Core, DeviceError
 
@@ -115,6 +117,7 @@ class _Shipped:
             is_backward=bool(options.get("is_backward")),
             is_inference=bool(options.get("is_inference")),
             cudagraphs=bool(cudagraphs),
+            libraries=_libraries(graph),
         )
         self._number, self._is_backward = message.number, message.is_backward
         self._message = msgspec.msgpack.encode(message)
@@ -336,6 +339,19 @@ def _device_of(graph: Any, inputs: Sequence[Any]) -> Any:
     if found is None:
         raise CannotShipError("no tensor on a sky device")
     return found
+
+
+def _libraries(graph: Any) -> dict[str, tuple[str, ...]]:
+    """The modules that register the operators of other libraries in the graph."""
+    import torch
+
+    called = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    names = {name_of(each) for each in called if isinstance(each, torch._ops.OpOverload)}
+    return {
+        name: operators.modules_of(name.partition(".")[0])
+        for name in names
+        if operators.is_foreign(name)
+    }
 
 
 def _options() -> dict[str, Any]:

@@ -154,6 +154,8 @@ class ShippedGraph(msgspec.Struct):
     is_backward: bool
     is_inference: bool
     cudagraphs: bool
+    libraries: dict[str, tuple[str, ...]] = {}
+    """The modules that register the operators of other libraries than PyTorch."""
 
 
 class Compiled(msgspec.Struct):

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "links.h"
+#include "operations.h"
 
 namespace sky {
 int register_widely(const std::set<std::string>& left);
@@ -109,6 +110,9 @@ void sky_learn_slices(const void* slice) {
 void sky_introduce(int (*introduce)(int from, int to, uint64_t link, char* text, uint64_t size)) {
   sky::introduce = introduce;
 }
+
+// Names the modules that register an operation, a line each; returns 1 with a reason if it cannot.
+void sky_modules_of(int (*modules_of)(const char* name, char* text, uint64_t size)) { sky::modules_of = modules_of; }
 
 void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(), void (*enter)(void*)) {
   sky::interpreter = {is_running, holds_lock, leave, enter};

@@ -15,6 +15,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -32,8 +33,11 @@ using Optional = std::optional<at::Tensor>;
 
 constexpr size_t kChoicesMost = 4096;
 
+// Since then, the fused kernels take inputs without a batch, and a mask rules out `is_causal`.
+constexpr bool kSince2_14 = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14;
+
 // What PyTorch checks before it chooses a kernel.
-void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask) {
+void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask, bool causal) {
   SKY_CHECK(query.dtype() == key.dtype() && query.dtype() == value.dtype(),
             "Expected query, key, and value to have the same dtype, but got query.dtype: ", query.dtype(),
             " key.dtype: ", key.dtype(), " and value.dtype: ", value.dtype(), " instead.");
@@ -41,6 +45,8 @@ void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& val
             "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: ", query.dim(),
             " key.dim: ", key.dim(), " and value.dim: ", value.dim(), " instead.");
   if (!mask) return;
+  SKY_CHECK(!kSince2_14 || !causal,
+            "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True");
   auto dtype = mask->scalar_type();
   SKY_CHECK(dtype == c10::kBool || dtype == c10::kFloat || dtype == query.scalar_type(),
             "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: ",
@@ -124,13 +130,15 @@ bool has_symbols(const at::Tensor& t) { return t.unsafeGetTensorImpl()->has_symb
 bool is_for_cpu(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& mask,
                 double dropout) {
   if (!at::globalContext().userEnabledFlashSDP()) return false;
-  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || dropout != 0.0) return false;
+  auto axes = query.dim();
+  bool may_be = axes == 4 || (kSince2_14 && axes == 3);
+  if (!may_be || key.dim() != axes || value.dim() != axes || dropout != 0.0) return false;
   if (mask && (at::GradMode::is_enabled() && mask->requires_grad())) return false;
-  if (mask && mask->dim() != 2 && mask->dim() != 4) return false;
+  if (mask && mask->dim() != 2 && mask->dim() != axes) return false;
   auto fits = [&](int64_t axis) {
     return query.sym_size(axis) == key.sym_size(axis) && query.sym_size(axis) == value.sym_size(axis);
   };
-  return c10::isFloatingType(query.scalar_type()) && fits(0) && fits(1) && fits(3);
+  return c10::isFloatingType(query.scalar_type()) && fits(0) && fits(-3) && fits(-1);
 }
 
 // A length as far as a choice depends on it: kernels want multiples, and refuse none or one.
@@ -175,10 +183,40 @@ int64_t offered_for(const at::Tensor& query, const at::Tensor& key, const at::Te
   return choice;
 }
 
+// By the kernel that was chosen. All but the plain one want a batch: without one, the inputs are a batch of one.
+at::Tensor attend(int64_t choice, bool on_cpu, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const Optional& bias, bool keeps_graph, double dropout, bool causal, std::optional<double> scale,
+                  bool grouped) {
+  if (choice > kMath && query.dim() == 3) {
+    auto wide = bias;
+    while (wide && wide->dim() < 4) wide = wide->unsqueeze(0);
+    return attend(choice, on_cpu, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), wide, keeps_graph, dropout,
+                  causal, scale, grouped)
+        .squeeze(0);
+  }
+  switch (choice) {
+    case kFlash:
+      if (on_cpu)
+        return std::get<0>(
+            at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
+      return flash(query, key, value, dropout, causal, scale);
+    case kEfficient:
+      return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, aligned(bias, query, key),
+                                                                     keeps_graph, dropout, causal, scale));
+    case kByCudnn:
+      return std::get<0>(
+          at::_scaled_dot_product_cudnn_attention(query, key, value, bias, keeps_graph, dropout, causal, false, scale));
+    case kMath:
+      return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt,
+                                                                scale, grouped));
+    default: SKY_CHECK(false, "No available kernel. Aborting execution.");
+  }
+}
+
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& given,
                      double dropout, bool causal, std::optional<double> scale, bool grouped) {
   auto mask = given && given->defined() ? given : std::nullopt;
-  check(query, key, value, mask);
+  check(query, key, value, mask, causal);
   bool is_traced = query.key_set().has(c10::DispatchKey::Python);
   bool is_mapped = !is_traced && !query.has_storage();
   bool on_cpu = session_at(query.device().index()).on_cpu;
@@ -199,23 +237,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   }
   auto bias = additive(mask, query);
   bool keeps_graph = with_grad && (query.requires_grad() || key.requires_grad() || value.requires_grad());
-  switch (offered) {
-    case kFlash:
-      if (on_cpu)
-        return std::get<0>(
-            at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale));
-      return flash(query, key, value, dropout, causal, scale);
-    case kEfficient:
-      return std::get<0>(at::_scaled_dot_product_efficient_attention(query, key, value, aligned(bias, query, key),
-                                                                     keeps_graph, dropout, causal, scale));
-    case kByCudnn:
-      return std::get<0>(
-          at::_scaled_dot_product_cudnn_attention(query, key, value, bias, keeps_graph, dropout, causal, false, scale));
-    case kMath:
-      return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, std::nullopt,
-                                                                scale, grouped));
-    default: SKY_CHECK(false, "No available kernel. Aborting execution.");
-  }
+  return attend(offered, on_cpu, query, key, value, bias, keeps_graph, dropout, causal, scale, grouped);
 }
 
 // Padding masks do not become nested tensors, which cannot live here: the plain path is taken.

@@ -77,6 +77,7 @@ Template* define(Session& session, std::unique_ptr<Template> made, const Key& ke
   if (is_reused) w.u32(made->id);
   w.text(op.name->name);
   w.text(op.name->overload_name);
+  w.text(made->modules);
   w.u32(static_cast<uint32_t>(key.payload.size()));
   w.u32(static_cast<uint32_t>(op.arguments));
   write_arguments(w, key, op, args);
@@ -166,8 +167,20 @@ std::string remembered_key(const OpInfo& info, const Key& key) {
 
 // What depends on the data or on this process, or is told of more than results, is not remembered.
 bool may_remember(const Session& session, const OpInfo& info, const Key& key) {
-  return session.remembered && !info.asks_always && !info.names_graphs && !(info.indexes && key.masked) &&
-         info.outs.empty();
+  return session.remembered && !info.asks_always && !info.names_graphs && !info.is_foreign &&
+         !(info.indexes && key.masked) && info.outs.empty();
+}
+
+// Where the worker finds an operation of another library. What it returns is asked every time, unless the library says
+// what that is without looking at data.
+void learn_foreign(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
+  std::vector<char> text(4 << 10);
+  if (modules_of) {
+    auto failed = modules_of(info.name->name.c_str(), text.data(), text.size());
+    SKY_CHECK(!failed, info.name->name, ": ", text.data());
+    t.modules = text.data();
+  }
+  if (!info.returns.empty() && !is_shaped_by_arguments(op, info, args)) t.asks_always = true;
 }
 
 at::Tensor new_tensor(Session& session, const Layout& layout, std::string& slots) {
@@ -258,8 +271,10 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       if (!t) {
         auto made = std::make_unique<Template>();
         made->op = &info;
+        made->asks_always = info.asks_always;
         // Without the lock: PyTorch's code may want Python's, whose holder may be freeing a tensor of ours.
         lock.unlock();
+        if (C10_UNLIKELY(info.is_foreign)) learn_foreign(op, info, args, *made);
         made->known = infer(session, op, info, args, *made);
         lock.lock();
         session.begin();
@@ -276,7 +291,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     t->used = session.stats.operations;
     auto* issue = session.recorded(t->id, began);
     std::string slots;
-    bool asks = !t->known || info.asks_always || (info.indexes && key.masked);
+    bool asks = !t->known || t->asks_always || (info.indexes && key.masked);
     if (asks) {
       session.stats.asks++;
       Writer w;

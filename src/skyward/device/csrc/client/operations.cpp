@@ -107,6 +107,8 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
     info->only_writes = true;
   }
   info->names_graphs = name.rfind("skyward::", 0) == 0;
+  info->is_foreign = !info->names_graphs && name.rfind("aten::", 0) != 0;
+  if (info->is_foreign) info->scalars_shape = true;
   return info;
 }
 

@@ -23,11 +23,16 @@ struct OpInfo {
   bool indexes = false;        // a mask among its indices makes it depend on data
   bool only_writes = false;    // it makes no tensors and resizes none
   bool names_graphs = false;   // it is about graphs of this process, by their numbers
+  bool is_foreign = false;     // it is of another library than PyTorch
   Product product = Product::kNone;
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results
 };
 
 const OpInfo& info_of(const c10::OperatorHandle& op);
+
+// Python's answer to which modules register an operation of another library, a line each; null where no Python has said
+// it. Returns 1 with a reason if it does not know.
+inline int (*modules_of)(const char* name, char* text, uint64_t size) = nullptr;
 
 // Unlike TensorImpl's own, exact for dimensions of size one, whose strides results may inherit.
 bool strictly_contiguous(c10::IntArrayRef sizes, c10::IntArrayRef strides);

@@ -1,6 +1,11 @@
 // Refusals: what is not a dense tensor cannot be on a sky device, and says so where it would get there.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_nested_tensor_size_native.h>
+#include <ATen/ops/_nested_tensor_storage_offsets_native.h>
+#include <ATen/ops/_nested_tensor_strides_native.h>
 #include <torch/library.h>
+
+#include "session.h"
 
 namespace sky {
 namespace {
@@ -23,8 +28,35 @@ TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) { m.fallback(refusal()); }
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) { m.impl("_to_copy", refusal()); }
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
   m.impl("_to_copy", refusal());
+  m.impl("_sparse_compressed_tensor_unsafe", refusal());
   m.impl("sparse_compressed_tensor.comp_plain_value", refusal());
   m.impl("sparse_compressed_tensor.comp_plain_value_size", refusal());
+}
+
+// Its arguments are tensors of the host, and only this one says where the result is to be.
+void refuse_our_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  constexpr size_t kArguments = 5, kDeviceAt = 3;
+  auto& device = torch::jit::peek(*stack, kDeviceAt, kArguments);
+  if (device.isDevice() && device.toDevice().type() == kSky) refuse(op, stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect),
+                     stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, BackendSelect, m) {
+  m.impl("_nested_tensor_from_tensor_list", torch::CppFunction::makeFromBoxedFunction<&refuse_our_device>());
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (auto* name : {"_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_view_from_buffer_copy",
+                     "_nested_from_padded", "_nested_tensor_from_mask"})
+    m.impl(name, refusal());
+}
+
+// What autograd asks of any tensor that needs a gradient, in functions that must not throw: an error would end the
+// process. The answers are tensors of the host.
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+  m.impl("_nested_tensor_size", at::native::_nested_tensor_size);
+  m.impl("_nested_tensor_strides", at::native::_nested_tensor_strides);
+  m.impl("_nested_tensor_storage_offsets", at::native::_nested_tensor_storage_offsets);
 }
 
 }  // namespace

@@ -66,6 +66,8 @@ struct Template {
   bool known = false;
   bool recalled = false;  // it is known from an earlier session
   bool told = false;      // it is known from the worker of this one
+  bool asks_always = false;
+  std::string modules;  // that register the operation in the worker, a line each; none if it is PyTorch's
   uint32_t new_tensors = 0;
   std::vector<OutInfo> outs;
   std::vector<Resized> resized;

@@ -178,21 +178,21 @@ const KernelFunction* rule_of(std::string full) {
 }
 
 // A tensor like this one without memory; none if it cannot stand for it.
-std::optional<Tensor> shadow(const Tensor& t) {
-  if (!t.defined() || !is_sky(t)) return t;
+std::optional<Tensor> shadow(const Tensor& t, bool of_host = false) {
+  if (!t.defined() || !(is_sky(t) || of_host)) return t;
   if (t.is_conj() || t.is_neg()) return std::nullopt;
   return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
 }
 
-bool shadow(IValue& v) {
+bool shadow(IValue& v, bool of_host = false) {
   if (v.isTensor()) {
-    auto made = shadow(v.toTensor());
+    auto made = shadow(v.toTensor(), of_host);
     if (!made) return false;
     v = *made;
   } else if (v.isTensorList()) {
     c10::List<Tensor> list;
     for (const Tensor& t : v.toTensorVector()) {
-      auto made = shadow(t);
+      auto made = shadow(t, of_host);
       if (!made) return false;
       list.push_back(*made);
     }
@@ -200,7 +200,7 @@ bool shadow(IValue& v) {
   } else if (v.isOptionalTensorList()) {
     c10::List<std::optional<Tensor>> list;
     for (const std::optional<Tensor>& t : v.toOptionalTensorVector()) {
-      auto made = t ? shadow(*t) : std::nullopt;
+      auto made = t ? shadow(*t, of_host) : std::nullopt;
       if (t && !made) return false;
       list.push_back(made);
     }
@@ -410,6 +410,23 @@ bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, 
     if (info.returns[i] < 0) t.outs.push_back(promise(stack[i], t.new_tensors));
   if (is_rule_unsure) t.kind = kind_of(info, args);
   return true;
+}
+
+bool is_shaped_by_arguments(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args) {
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
+  torch::jit::Stack stack(args, args + info.arguments);
+  for (auto& v : stack) {
+    if (v.isDevice()) v = c10::Device(c10::kMeta);
+    // A number on the host is data as well.
+    if (!shadow(v, true)) return false;
+  }
+  Silence silence;
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    return true;
+  } catch (const std::exception&) {
+    return false;  // it wants the data, or the worker says what is wrong with the arguments
+  }
 }
 
 void hold_guess(const Session& session, Template& t) {

@@ -44,6 +44,8 @@ extern "C" void sky_worker_import_later(void (*import)(), const char* names) {
   sky::later_import().run = import;
 }
 
+extern "C" void sky_worker_import_operator(int (*import)(const char*, char*, size_t)) { sky::import_operator = import; }
+
 // What torch's libraries know of this machine. `own_torch.py` has the same.
 struct About {
   int64_t gpus;

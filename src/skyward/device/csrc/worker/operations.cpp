@@ -308,7 +308,7 @@ void Session::ask(Reader& r) {
   Reader args(r.at(), t.payload);
   if (r.left() != t.payload) throw Malformed("a payload of another length");
   if (!t.op) {
-    reply(kNotImplemented, t.name + " is not known to the worker; only operations of PyTorch itself travel");
+    reply(kNotImplemented, t.name + " is not known to the worker" + t.why_not);
     return;
   }
   auto earlier = first_error_;
@@ -348,7 +348,7 @@ OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t reference
     auto tensor = std::move(value).toTensor();
     bool lives_here = tensor.device().type() == device_.type() || tensor.device().is_cpu();
     TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.layout() == c10::kStrided && !tensor.is_nested() && lives_here, t.name,
+        tensor.layout() == c10::kStrided && !tensor.is_nested() && !tensor.is_quantized() && lives_here, t.name,
         " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
         "arguments first");
     tensor = t.is_graph ? adopted(tensor) : own(std::move(tensor), references);

@@ -39,6 +39,10 @@ struct LaterImport {
 };
 LaterImport& later_import();
 
+// Has Python import the modules that register an operation of another library: `wanted` has its name, its overload and
+// the modules, a line each. Returns 0, or 1 with a message.
+inline int (*import_operator)(const char* wanted, char* message, size_t size) = nullptr;
+
 // How an argument is made from a template and a payload.
 struct Spec {
   Argument kind = kNone;
@@ -63,7 +67,8 @@ struct OutSpec {
 
 struct Template {
   std::string name;
-  std::optional<c10::OperatorHandle> op;  // none: this worker's torch does not know it
+  std::optional<c10::OperatorHandle> op;  // none: this worker does not know it
+  std::string why_not;                    // why it does not
   std::vector<Spec> args;
   size_t payload = 0;  // bytes of the arguments
   bool known = false;  // outputs are known, from an earlier kAsk or promised by the client

@@ -12,12 +12,23 @@ LaterImport& later_import() {
 namespace {
 
 // Importing torch takes long: not before an operator is named that is Python's.
-std::optional<c10::OperatorHandle> find_operator(const std::string& name, const std::string& overload) {
+void find_operator(Template& t, const std::string& name, const std::string& overload, const std::string& modules) {
   auto& later = later_import();
-  auto found = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!later.run || (found && !later.is_pythons(name, overload))) return found;
-  std::exchange(later.run, nullptr)();
-  return c10::Dispatcher::singleton().findSchema({name, overload});
+  auto find = [&] { t.op = c10::Dispatcher::singleton().findSchema({name, overload}); };
+  find();
+  if (later.run && (!t.op || later.is_pythons(name, overload))) {
+    std::exchange(later.run, nullptr)();
+    find();
+  }
+  if (t.op || !import_operator) return;
+  if (name.rfind("aten::", 0) == 0) {
+    t.why_not = ": its PyTorch may be of another version than the client's";
+    return;
+  }
+  std::vector<char> message(4 << 10);
+  auto wanted = name + "\n" + overload + "\n" + modules;
+  if (import_operator(wanted.c_str(), message.data(), message.size())) t.why_not = std::string(": ") + message.data();
+  find();
 }
 
 }  // namespace
@@ -103,11 +114,11 @@ void Session::redefine(Reader& r) {
 }
 
 Template Session::read_template(Reader& r) {
-  auto name = r.text(), overload = r.text();
+  auto name = r.text(), overload = r.text(), modules = r.text();
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
   t.is_graph = name == "skyward::run";
-  t.op = find_operator(name, overload);
+  find_operator(t, name, overload, modules);
   t.payload = r.u32();
   auto n = r.u32();
   if (!t.op) return t;
