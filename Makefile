@@ -50,6 +50,7 @@ test: setup  ## run the tests
 
 test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long
 	@$(COMPILE)
+	@$(INSTALL) -c constraints-dev.txt -e '.[trackers]'
 	@$(BIN)/python tests/run.py --all
 
 check: setup  ## lint, formatting, strict types

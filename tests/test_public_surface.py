@@ -74,6 +74,7 @@ PUBLIC = [
     "counter",
     "queue",
     "lock",
+    "log",
     "barrier",
     "event",
     # models at rest

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from skyward.market import Offer as Offer
     from skyward.nodes.stacks import Stacks as Stacks
     from skyward.nodes.view import NodeView as NodeView
+    from skyward.numbers import log as log
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
@@ -182,6 +183,7 @@ _HOMES = {
     "market": ("Offer",),
     "nodes.stacks": ("Stacks",),
     "nodes.view": ("NodeView",),
+    "numbers": ("log",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
     "providers.aws": ("AWS",),

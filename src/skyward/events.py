@@ -5,6 +5,7 @@ A pool makes events only while somebody listens.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -167,6 +168,20 @@ class OutputWritten(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class NumbersLogged(Event):
+    """`sky.log` was called; on the client, there is no node and no worker, and `call` is 0."""
+
+    step: int
+    values: dict[str, float]
+    node: int | None
+    worker: int | None
+    call: int
+    name: str
+    rank: int | None
+    """The number of the worker in its broadcast, from 0; None if it is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Transferred(CallEvent):
     """A call's large arguments have gone to a node, or its large result has come from it."""
 
@@ -234,7 +249,21 @@ def as_dict(event: Event) -> dict[str, Any]:
     'call_submitted'
     """
     kind = type(event)
-    return {"event": NAMES[kind]} | {name: getattr(event, name) for name in _FIELDS[kind]}
+    found = {"event": NAMES[kind]} | {name: getattr(event, name) for name in _FIELDS[kind]}
+    if isinstance(event, NumbersLogged):
+        found["values"] = {name: in_json(value) for name, value in event.values.items()}
+    return found
+
+
+def in_json(value: float) -> float | str:
+    """A number as JSON can have it: "NaN", "Infinity" and "-Infinity" are text.
+
+    >>> in_json(0.5), in_json(float("-inf"))
+    (0.5, '-Infinity')
+    """
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 Sink = Callable[[Event], None]
@@ -244,26 +273,37 @@ Sink = Callable[[Event], None]
 class EventStream:
     """The events of one pool; any thread may emit them, and add or remove sinks."""
 
-    __slots__ = ("_lock", "_sinks", "listened", "pool")
+    __slots__ = ("_drains", "_lock", "_sinks", "listened", "pool")
 
     def __init__(self, pool: str = "") -> None:
         self.pool = pool
         self.listened = False
         """Whether anybody listens; if not, nobody needs to make an event."""
         self._sinks: tuple[Sink, ...] = ()
+        self._drains: dict[Sink, Callable[[], None]] = {}
         self._lock = threading.Lock()
 
-    def add(self, sink: Sink) -> None:
-        """Have a sink get every event from now on."""
+    def add(self, sink: Sink, drain: Callable[[], None] | None = None) -> None:
+        """Have a sink get every event from now on; `drain` waits until it is done with them."""
         with self._lock:
             self._sinks = (*self._sinks, sink)
+            if drain is not None:
+                self._drains[sink] = drain
             self.listened = True
 
     def remove(self, sink: Sink) -> None:
         """Give a sink no more events."""
         with self._lock:
             self._sinks = tuple(each for each in self._sinks if each != sink)
+            self._drains.pop(sink, None)
             self.listened = bool(self._sinks)
+
+    def drain(self) -> None:
+        """Wait until sinks that are slow are done with the events so far."""
+        with self._lock:
+            drains = list(self._drains.values())
+        for drain in drains:
+            drain()
 
     def emit(self, kind: type[Event], *values: Any) -> None:
         """Make an event of this kind with the values of its fields, if anybody listens."""

@@ -1,4 +1,7 @@
-"""Listeners: the user's callbacks for events, and logs of them, each on a thread of its own."""
+"""Listeners: the user's callbacks for events, logs of them, and trackers of the user's numbers.
+
+Each has a thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any, Protocol
 
 from skyward.errors import ConfigurationError
-from skyward.events import Event, EventsDropped, as_dict
+from skyward.events import Event, EventsDropped, NumbersLogged, as_dict
 
 WAITING_MOST = 10_000
 """How many events may wait for a listener; those that come then are dropped."""
@@ -33,10 +36,16 @@ class EventListener:
         callback: Callable[[Event], object],
         note: Callable[[str], None],
         ended: Callable[[], None] = lambda: None,
+        idle: Callable[[], None] = lambda: None,
+        advice: str = "have it do less, or put events into a queue of its own",
     ) -> None:
-        """`name` stands for the callback in messages; `note` shows one; `ended` frees things."""
+        """`name` stands for the callback in messages; `note` shows one; `ended` frees things.
+
+        `idle` is called when no event waits; `advice` is for a user whose callback is too slow.
+        """
         self._name, self._callback, self._note, self._ended = name, callback, note, ended
-        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._idle, self._advice = idle, advice
+        self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
         self._taken = 0
         self._told_failure = self._told_dropped = False
@@ -55,19 +64,37 @@ class EventListener:
     def close(self) -> None:
         """End when the events that wait are taken; a callback that hangs is not waited for."""
         self._waiting.put(None)
+        self._while_moving(self._thread.join)
+
+    def drain(self) -> None:
+        """Wait until the events so far are taken; a callback that hangs is not waited for."""
+        done = threading.Event()
+        self._waiting.put(done)
+        self._while_moving(done.wait, done.is_set)
+
+    def _while_moving(
+        self, wait: Callable[[float], object], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         before = -1
         while (
             threading.current_thread() is not self._thread
             and self._thread.is_alive()
+            and not is_over()
             and self._taken != before
         ):
             before = self._taken
-            self._thread.join(PATIENCE)
+            wait(PATIENCE)
 
     def _run(self) -> None:
         try:
             while (event := self._waiting.get()) is not None:
+                if isinstance(event, threading.Event):
+                    self._attempt(self._idle, "the end")
+                    event.set()
+                    continue
                 self._give(event)
+                if self._waiting.empty():
+                    self._attempt(self._idle, type(event).__name__)
                 if self._dropped and self._waiting.qsize() < WAITING_MOST // 2:
                     self._tell_dropped(event)
         finally:
@@ -75,13 +102,16 @@ class EventListener:
 
     def _give(self, event: Event) -> None:
         self._taken += 1
+        self._attempt(lambda: self._callback(event), type(event).__name__)
+
+    def _attempt(self, action: Callable[[], object], at: str) -> None:
         try:
-            self._callback(event)
+            action()
         except Exception as problem:
             if not self._told_failure:
                 self._told_failure = True
                 self._note(
-                    f"{self._name} failed at {type(event).__name__}: {problem!r}; it gets the next "
+                    f"{self._name} failed at {at}: {problem!r}; it gets the next "
                     "events, and further failures are not reported"
                 )
 
@@ -90,10 +120,7 @@ class EventListener:
             count, self._dropped = self._dropped, 0
         if not self._told_dropped:
             self._told_dropped = True
-            self._note(
-                f"{self._name} is too slow: {count} events were dropped; have it do less, or put "
-                "events into a queue of its own"
-            )
+            self._note(f"{self._name} is too slow: {count} events were dropped; {self._advice}")
         self._give(EventsDropped(time.time(), last.pool, count))
 
 
@@ -120,3 +147,186 @@ def _write(file: IO[str], event: Event) -> None:
     # One write for each line: other pools and processes may append to the same file.
     file.write(json.dumps(as_dict(event), ensure_ascii=False) + "\n")
     file.flush()
+
+
+# Trackers: programs of others that draw the user's numbers. Their packages are the user's.
+
+
+class _Tracker(Protocol):
+    called: str
+
+    def write(self, event: NumbersLogged) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def _named(event: NumbersLogged) -> dict[str, float]:
+    """The values under their names in a tracker: ranks of a broadcast but the first say theirs."""
+    if not event.rank:
+        return event.values
+    return {f"rank{event.rank}/{name}": value for name, value in event.values.items()}
+
+
+class _WandB:
+    """The run of Weights & Biases that the program has begun, if there is one."""
+
+    called = "Weights & Biases"
+    STEP = "sky/step"
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+
+    def write(self, event: NumbersLogged) -> None:
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            return
+        values = _named(event)
+        for name in values:
+            if (run.id, name) not in self._known:
+                # A step of W&B's own only grows, and ranks are not all at the same step.
+                self._known.add((run.id, name))
+                run.define_metric(name, step_metric=self.STEP)
+        run.log({**values, self.STEP: event.step})
+
+    def flush(self) -> None:
+        """Nothing: W&B has a process of its own for that."""
+
+    def close(self) -> None:
+        """Nothing: the run is the user's."""
+
+
+class _MLflow:
+    """The active run of MLflow, if there is one; what comes at once is written at once."""
+
+    called = "MLflow"
+    MOST = 1000
+    """MLflow takes no more metrics at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+        self._run = ""
+
+    def write(self, event: NumbersLogged) -> None:
+        fluent = sys.modules.get("mlflow.tracking.fluent")
+        # `active_run` knows runs of the same thread alone.
+        find = getattr(fluent, "_get_latest_active_run", getattr(fluent, "active_run", None))
+        run = None if find is None else find()
+        if run is None:
+            return
+        from mlflow.entities import Metric
+
+        if run.info.run_id != self._run or len(self._waiting) >= self.MOST - len(event.values):
+            self.flush()
+        self._run, now = run.info.run_id, int(event.time * 1000)
+        self._waiting += [Metric(*each, now, event.step) for each in _named(event).items()]
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            from mlflow import MlflowClient
+
+            client = MlflowClient()
+            for at in range(0, len(waiting), self.MOST):
+                client.log_batch(self._run, metrics=waiting[at : at + self.MOST])
+
+    def close(self) -> None:
+        self.flush()
+
+
+class _TensorBoard:
+    """A folder that TensorBoard reads."""
+
+    called = "TensorBoard"
+
+    def __init__(self, folder: str) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Point
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._point, self._summary = Point, Summary
+        self._file = EventFileWriter(folder)
+
+    def write(self, event: NumbersLogged) -> None:
+        value = self._summary.Value
+        values = [value(tag=name, simple_value=each) for name, each in _named(event).items()]
+        summary = self._summary(value=values)
+        self._file.add_event(self._point(wall_time=event.time, step=event.step, summary=summary))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Tracking:
+    """Passes the numbers of a pool on to the trackers that are set up, each on its own thread.
+
+    W&B and MLflow are set up when the program has begun a run, TensorBoard when there is a folder.
+    """
+
+    def __init__(self, tensorboard: str | None, note: Callable[[str], None]) -> None:
+        self._note, self._lock = note, threading.Lock()
+        self._listeners: dict[str, EventListener] = {}
+        self._folder = tensorboard
+        if tensorboard is not None:
+            try:
+                self._begin("tensorboard", _TensorBoard(tensorboard))
+            except ImportError:
+                raise ConfigurationError(
+                    f"Options(tensorboard={tensorboard!r}): the package tensorboard is not "
+                    "installed here; run pip install tensorboard, or leave the option out"
+                ) from None
+            except OSError as problem:
+                raise ConfigurationError(
+                    f"Options(tensorboard={tensorboard!r}): the folder cannot be written: "
+                    f"{problem.strerror}; give a folder that can"
+                ) from None
+
+    def take(self, event: Event) -> None:
+        """Pass numbers on, if anybody wants them."""
+        for module, tracker in _RUNS.items():
+            if module in sys.modules and module not in self._listeners:
+                with self._lock:
+                    if module not in self._listeners:
+                        self._begin(module, tracker())
+        for listener in self._listeners.copy().values():
+            listener.take(event)
+
+    def _begin(self, module: str, tracker: _Tracker) -> None:
+        def write(event: Event) -> None:
+            if isinstance(event, NumbersLogged):
+                tracker.write(event)
+
+        self._listeners[module] = EventListener(
+            tracker.called,
+            write,
+            self._note,
+            ended=tracker.close,
+            idle=tracker.flush,
+            advice="log every tenth step, for example",
+        )
+
+    def drain(self) -> None:
+        """Wait until the trackers have what was logged so far."""
+        for listener in self._listeners.copy().values():
+            listener.drain()
+
+    def close(self) -> None:
+        """Write what waits, and end the threads."""
+        for listener in self._listeners.values():
+            listener.close()
+
+
+_RUNS: dict[str, Callable[[], _Tracker]] = {"wandb": _WandB, "mlflow": _MLflow}
+_here: dict[str, _Tracker] = {}
+
+
+def tracked_here(values: dict[str, float], step: int) -> None:
+    """Pass on what is logged outside of a pool, at once."""
+    event = NumbersLogged(time.time(), "", step, values, None, None, 0, "", None)
+    for module, tracker in _RUNS.items():
+        if module in sys.modules:
+            found = _here.setdefault(module, tracker())
+            found.write(event)
+            found.flush()

@@ -25,6 +25,7 @@ from skyward.calls.prospects import Prospects
 from skyward.calls.scheduler import Load
 from skyward.calls.staying import Staying
 from skyward.calls.task import Task
+from skyward.calls.telling import CallTeller
 from skyward.console import Console
 from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
 from skyward.events import EventStream
@@ -97,6 +98,11 @@ class Pool:
     def counts(self) -> Counts:
         """The numbers of the pool's tasks so far."""
         return self._dispatcher.counts
+
+    @property
+    def teller(self) -> CallTeller:
+        """Tells of calls, and of what calls and the client log."""
+        return self._dispatcher.teller
 
     @property
     def ledger(self) -> Ledger:

@@ -255,6 +255,7 @@ class Options:
     long a node lives on without its client, and so how long an outage of the network may last.
     `console=None` shows progress in the way that the terminal allows. `log` is a file to which
     every event is written as a line of JSON, or "-" for stderr; without it, `SKYWARD_LOG` says so.
+    `tensorboard` is a folder in which TensorBoard finds what `sky.log` takes.
 
     >>> Options(default_timeout=30).retries
     0
@@ -267,11 +268,17 @@ class Options:
     orphan_timeout: float = 60.0
     retries: int = 0
     log: str | None = None
+    tensorboard: str | None = None
 
     def __post_init__(self) -> None:
         checks.store(
             self,
             log=None if self.log is None else checks.text(self, "log", self.log),
+            tensorboard=(
+                None
+                if self.tensorboard is None
+                else checks.text(self, "tensorboard", self.tensorboard)
+            ),
             cluster=checks.flag(self, "cluster", self.cluster),
             console=None if self.console is None else checks.flag(self, "console", self.console),
             default_timeout=(

@@ -33,6 +33,7 @@ from skyward.wire.messages import (
     Evicted,
     Failure,
     Item,
+    Logged,
     Missing,
     Payload,
     Prepared,
@@ -65,6 +66,7 @@ class Receiver:
         self._sending, self._finisher = sending, finisher
         self._debuggers, self._teller = debuggers, teller
         self._cancel, self._abandon = cancel, abandon
+        self._told_left_out = False
         self.failed: tuple[int, int] | None = None
         """The worker whose task failed last, if it may be looked at in a debugger."""
         self._unfinished: dict[tuple[Lane, int, str], list[str]] = {}
@@ -80,6 +82,14 @@ class Receiver:
                 self._on_failure(lane, frame, message)
             case Written():
                 self._on_written(lane, message)
+            case Logged():
+                self._teller.logged(message, lane)
+                if message.left_out and not self._told_left_out:
+                    self._told_left_out = True
+                    self._console.note(
+                        f"{lane.where} logs faster than numbers can be sent: {message.left_out} "
+                        "calls of sky.log were left out; log every tenth step, for example"
+                    )
             case Item():
                 pieces = lane.connection.take(frame, message.payload)
                 task = lane.tasks.get(message.task)
@@ -263,9 +273,10 @@ class Receiver:
         return task
 
     def flush_output(self, task: Task) -> None:
-        """Wait until everything the task printed has been shown."""
+        """Wait until everything the task printed has been shown, and trackers have its numbers."""
         if task.wrote:
             self._console.drain()
+            self._teller.numbers.drain()
 
 
 def _size(payload: Payload) -> int:

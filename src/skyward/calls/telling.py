@@ -16,10 +16,12 @@ from skyward.events import (
     CallStarted,
     CallSubmitted,
     EventStream,
+    NumbersLogged,
     OutputWritten,
     Transferred,
 )
-from skyward.wire.messages import Written
+from skyward.numbers import Curves, Place
+from skyward.wire.messages import Logged, Written
 
 
 class CallTeller:
@@ -28,6 +30,10 @@ class CallTeller:
     def __init__(self, events: EventStream) -> None:
         self.events = events
         """For those who hurry: they look whether anybody listens before they tell something."""
+        self.numbers = EventStream(events.pool)
+        """What is logged, for those who want nothing else, such as trackers."""
+        self.curves = Curves()
+        """What was logged, for a page that is opened later."""
 
     def submitted(self, task: Task) -> None:
         """Tell that a call waits for a worker, or is about to be sent."""
@@ -67,6 +73,34 @@ class CallTeller:
                 emit(CallFailed, task.id, task.name, node, worker, task.ran, failed.summary)
         if task.trace is not None:
             task.trace.end(task.ran, "" if failed is None else failed.summary)
+
+    def logged(self, message: Logged, lane: Lane) -> None:
+        """Take the numbers that tasks of a worker have logged."""
+        known: dict[int, tuple[str, int | None]] = {}
+        for number, step, values in message.rows:
+            if number not in known:
+                task = lane.tasks.get(number)
+                name = "" if task is None else task.name
+                rank = None if task is None or not task.together else task.together.index(task)
+                known[number] = name, rank
+                if task is not None:
+                    task.wrote = True
+            place = lane.node, lane.worker
+            self._take(place, values, step, *place, number, *known[number])
+
+    def logged_here(self, values: dict[str, float], step: int | None) -> None:
+        """Take numbers that the client has logged."""
+        self._take(None, values, step, None, None, 0, "", None)
+        # A program may end its run right after.
+        self.numbers.drain()
+
+    def _take(
+        self, place: Place, values: dict[str, float], step: int | None, *about: int | str | None
+    ) -> None:
+        step = self.curves.add(place, values, step)
+        for stream in (self.events, self.numbers):
+            if stream.listened:
+                stream.emit(NumbersLogged, step, values, *about)
 
     def output(self, written: Written, node: int, worker: int, name: str) -> None:
         """Make an event of each line of a task; the states of a progress bar are none."""

@@ -1,4 +1,4 @@
-"""Listening: who gets the events of a `Compute`: its callback, and its log."""
+"""Listening: who gets the events of a `Compute`: its callback, its log, and trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from skyward.errors import ConfigurationError
 from skyward.events import Event
-from skyward.listeners import EventListener, json_log
+from skyward.listeners import EventListener, Tracking, json_log
 from skyward.pool import Pool
 
 VARIABLE = "SKYWARD_LOG"
@@ -29,6 +29,8 @@ class Listening:
         """`note` shows a problem of a listener to the user."""
         self._pool = pool
         self._listeners: list[EventListener] = []
+        self._tracking = Tracking(pool.spec.options.tensorboard, note)
+        pool.teller.numbers.add(self._tracking.take, self._tracking.drain)
         log = pool.spec.options.log or os.environ.get(VARIABLE)
         if log:
             self._listeners.append(json_log(log, note))
@@ -43,3 +45,5 @@ class Listening:
             self._pool.events.remove(listener.take)
             listener.close()
         self._listeners.clear()
+        self._pool.teller.numbers.remove(self._tracking.take)
+        self._tracking.close()

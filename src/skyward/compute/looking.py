@@ -103,6 +103,10 @@ class Looking(Keeping):
         """The way to the shared state, for `sky.dict` and the others."""
         return self._open_pool.state
 
+    def take_numbers(self, values: dict[str, float], step: int | None) -> None:
+        """Take what the client logs, for `sky.log`."""
+        self._open_pool.teller.logged_here(values, step)
+
     def worker_count(self) -> int:
         """How many workers there are now."""
         return len(self._open_pool.workers())

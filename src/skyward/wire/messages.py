@@ -350,6 +350,16 @@ class Missing(Message):
     """Whether the task refers to a device's memory that this process cannot open."""
 
 
+class Logged(Message):
+    """Numbers that tasks have logged."""
+
+    KIND = 29
+    rows: list[tuple[int, int | None, dict[str, float]]]
+    """Task, step and values by name, in the order in which they were logged."""
+    left_out: Size = 0
+    """How many rows there were too many of to send."""
+
+
 class Released(Message):
     """Shared memory that this end no longer maps; the owner may write to it again."""
 

@@ -69,13 +69,16 @@ class ClientConnection:
 
     def emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         """Send what a task has written."""
-        channel = self._channel
-        if channel is None:
-            return
         # The next state of a bar replaces this one, so that it need not be whole.
         whole = text[:PIECE] if transient else text
-        with contextlib.suppress(OSError):
-            for at in range(0, len(whole) or 1, PIECE):
-                channel.send(Written(task, stream, whole[at : at + PIECE], transient))
+        for at in range(0, len(whole) or 1, PIECE):
+            self.tell(Written(task, stream, whole[at : at + PIECE], transient))
+
+    def tell(self, message: Message) -> None:
+        """Send what the client need not answer, if there is a client."""
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.send(message)
                 # While the client is cut off, a task may print only as much as the link keeps.
                 channel.wait_for_room()

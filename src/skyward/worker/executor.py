@@ -14,7 +14,7 @@ from contextvars import copy_context
 
 import msgspec
 
-from skyward import context, instances
+from skyward import context, instances, numbers
 from skyward.errors import PluginError, ProtocolError
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
@@ -57,7 +57,7 @@ from skyward.worker.inspection import Inspection
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox
-from skyward.worker.output import ProcessCapture, ThreadCapture
+from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture
 from skyward.worker.pending import PendingTasks
 from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
@@ -93,8 +93,10 @@ class Executor:
             self._capture.flush,
             lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
         )
+        self._log = NumberLog(lambda message: self._client.tell(message))
+        numbers.install(self._log)
         self._runner = JobRunner(
-            self._hooks, self._interrupts, self._capture, self._debuggers, self._hurry
+            self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
         )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: JobReader[Job | Prepare] | None = None

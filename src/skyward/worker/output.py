@@ -1,5 +1,7 @@
 """Output capture: the output of a task, from Python or C, is cut into lines and sent at once.
 
+Numbers that tasks log are sent a few times a second, and before the result.
+
 File descriptors 1 and 2 are pipes that this process both fills and drains. The agent holds their
 read ends, too, so the last output of a process that dies is not lost.
 """
@@ -15,17 +17,23 @@ import select
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from skyward import context
 from skyward.context import Route, RoutedStream
+from skyward.wire.messages import Logged
 
 PIPE_SIZE = 1 << 20
 BAR_SECONDS = 0.1
 PIECE = 256 << 10
 """A longer line is sent in pieces of about so many characters, which the client joins."""
+LOG_SECONDS = 0.25
+"""What tasks log within so many seconds is sent together."""
+ROWS_WAITING = 10_000
+"""How many logged rows may wait; a task that logs more in that time does not wait for them."""
 
 Emit = Callable[[int, str, str, bool], None]
 """task, stream, text, transient"""
@@ -242,6 +250,54 @@ class ThreadCapture:
 
     def reroute(self, route: Route) -> None:
         """Do nothing: each write looks at its own context."""
+
+
+class NumberLog:
+    """Sends what tasks log, from a thread of its own: a task never waits for the client."""
+
+    def __init__(self, send: Callable[[Logged], None]) -> None:
+        self._send = send
+        self._rows: deque[tuple[int, int | None, dict[str, float]]] = deque()
+        self._left_out = 0
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, values: dict[str, float], step: int | None) -> None:
+        """Keep what the current task has logged until it is sent."""
+        if len(self._rows) >= ROWS_WAITING:
+            self._left_out += 1
+            return
+        self._rows.append((current_task.get(), step, values))
+        if not self._woken.is_set():
+            self._woken.set()
+        if self._thread is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="skyward-log", daemon=True)
+                self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something has not been sent yet."""
+        return bool(self._rows)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        with self._lock:
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            left_out, self._left_out = self._left_out, 0
+            if rows:
+                self._send(Logged(rows, left_out))
+
+    def _run(self) -> None:
+        while self._woken.wait():
+            self._woken.clear()
+            time.sleep(LOG_SECONDS)
+            self.flush()
 
 
 class TaskStream(RoutedStream):

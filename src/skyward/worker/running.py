@@ -19,7 +19,7 @@ from skyward.worker.hooks import Entered
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Sendable
-from skyward.worker.output import ProcessCapture, ThreadCapture, current_task
+from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
 from skyward.worker.streams import OutputStream
 
 
@@ -35,12 +35,13 @@ class JobRunner:
         hooks: Entered,
         interrupts: Interrupts,
         capture: ProcessCapture | ThreadCapture,
+        log: NumberLog,
         debuggers: Debuggers,
         hurry: Callable[[], None],
     ) -> None:
         """`hurry` has another thread read what the client sends, while a job waits for it."""
         self._hooks, self._interrupts, self._capture = hooks, interrupts, capture
-        self._debuggers, self._hurry = debuggers, hurry
+        self._log, self._debuggers, self._hurry = log, debuggers, hurry
 
     def run(
         self, job: Job, client: ClientConnection, definitions: Definitions
@@ -81,6 +82,8 @@ class JobRunner:
             if self._debuggers.used:
                 self._debuggers.end(job)
             self._capture.end()
+            if self._log.waits:
+                self._log.flush()
             context.inside.reset(inside)
             current_task.reset(token)
         return outcome

@@ -1,0 +1,378 @@
+"""`sky.log`: the user's own numbers, from tasks and from the client, to pages and to trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyward as sky
+from skyward import functions, numbers
+from skyward.events import NumbersLogged, as_dict
+from skyward.numbers import Curve, Curves
+from skyward.wire.messages import Logged
+from skyward.worker.output import ROWS_WAITING, NumberLog
+
+from .conftest import PATIENCE, only_in_all
+
+
+@sky.function
+def train(steps: int, name: str) -> int:
+    for step in range(steps):
+        sky.log({name: step / 2}, step=step)
+    return steps
+
+
+@sky.function
+def count(times: int, name: str) -> None:
+    for _ in range(times):
+        sky.log({name: 1})
+
+
+@pytest.fixture
+def told(pool: sky.Compute) -> Any:
+    """What is logged in the pool, as it comes."""
+    found: list[NumbersLogged] = []
+    stream = pool._open_pool.teller.numbers
+    stream.add(found.append)  # type: ignore[arg-type]
+    yield found
+    stream.remove(found.append)  # type: ignore[arg-type]
+
+
+def curves(pool: sky.Compute, name: str) -> dict[Any, list[tuple[int, float]]]:
+    """The points of a name, by node."""
+    rows = pool._open_pool.teller.curves.news({})
+    return {place and place[0]: points for each, place, _, points, _ in rows if each == name}
+
+
+def test_numbers_of_a_task_are_there_in_order_when_it_has_returned(
+    pool: sky.Compute, told: list[NumbersLogged]
+) -> None:
+    assert pool.run(train(500, "ordered"), on=1) == 500
+    assert [event.step for event in told] == list(range(500))
+    assert told[7].values == {"ordered": 3.5}
+    assert (told[7].node, told[7].worker, told[7].name, told[7].rank) == (1, 0, "train", None)
+    assert curves(pool, "ordered")[1] == [(step, step / 2) for step in range(500)]
+
+
+def test_numbers_arrive_while_the_task_runs(
+    pool: sky.Compute, told: list[NumbersLogged], tmp_path: Path, eventually: Any
+) -> None:
+    @sky.function
+    def wait() -> None:
+        from tests.waiting import wait_for
+
+        sky.log(live=1)
+        wait_for(tmp_path / "seen")
+
+    running = wait() > pool
+    eventually(lambda: told)
+    (tmp_path / "seen").touch()
+    running.result()
+
+
+def test_a_broadcast_has_a_curve_for_each_rank(
+    pool: sky.Compute, told: list[NumbersLogged]
+) -> None:
+    train(3, "everywhere") @ pool
+    assert set(curves(pool, "everywhere")) == {0, 1}
+    assert {(event.node, event.rank) for event in told} == {(0, 0), (1, 1)}
+
+
+def test_without_a_step_each_name_counts(pool: sky.Compute, told: list[NumbersLogged]) -> None:
+    pool.run(count(2, "counted"), on=0)
+    pool.run(count(2, "counted"), on=0)
+    # The pool is active: it was entered last.
+    sky.log(mine=1, step=7)
+    sky.log(mine=1)
+    assert [event.step for event in told] == [0, 1, 2, 3, 7, 8]
+    assert (told[-1].node, told[-1].worker, told[-1].call) == (None, None, 0)
+
+
+def test_a_process_that_a_task_forks_logs_nothing_and_breaks_nothing(pool: sky.Compute) -> None:
+    @sky.function
+    def fork() -> int:
+        child = os.fork()
+        if not child:
+            sky.log(child=1)
+            os._exit(7)
+        sky.log(parent=1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert fork() >> pool == 7
+    assert curves(pool, "parent")
+    assert not curves(pool, "child")
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pool is active, though the tests share one."""
+    monkeypatch.setattr(functions, "active_compute", lambda: None)
+
+
+@pytest.mark.usefixtures("outside")
+def test_outside_of_a_pool_there_is_nothing_to_do() -> None:
+    assert train.local(3, "alone") == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (3, 3.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array([2]), 2.0),
+        (torch.tensor(0.25, requires_grad=True), 0.25),
+        (Fraction(1, 4), 0.25),
+        (math.inf, math.inf),
+    ],
+)
+def test_what_is_one_number_is_taken(value: Any, number: float) -> None:
+    assert numbers._number("loss", value) == number
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sky.log(), r"sky.log\(\) got no number; write sky.log\(loss=0.3, step=7\)"),
+        (lambda: sky.log(loss=[1, 2]), r"loss=\[1, 2\]\): this list is not one number"),
+        (lambda: sky.log(loss="0.3"), "loss='0.3'.: this str is not one number"),
+        (lambda: sky.log(loss=None), "this NoneType is not one number"),
+        (lambda: sky.log(loss=torch.ones(2, 3)), r"this Tensor of shape \(2, 3\) .*loss.mean\(\)"),
+        (lambda: sky.log(big=10**400), "this int is not one number that a curve can have"),
+        (lambda: sky.log({"": 1}), "a name is text of 1 to 200 characters"),
+        (lambda: sky.log({3: 1}), "a name is text"),  # type: ignore[dict-item]
+        (lambda: sky.log(loss=1, step=0.5), r"step=0.5\): give a whole number"),
+        (lambda: sky.log(loss=1, step=2**60), "at most 2\\*\\*53"),
+    ],
+)
+def test_what_is_no_number_is_refused_with_the_next_step(call: Any, message: str) -> None:
+    with pytest.raises(sky.ConfigurationError, match=message):
+        call()
+
+
+# Bounds.
+
+
+def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait() -> None:
+    sent: list[Logged] = []
+    go = threading.Event()
+
+    def send(message: Logged) -> None:
+        assert go.wait(PATIENCE)
+        sent.append(message)
+
+    log = NumberLog(send)
+    for step in range(3 * ROWS_WAITING):
+        log.take({"loss": 1.0}, step)
+    go.set()
+    log.flush()
+    log.take({"loss": 1.0}, -1)
+    log.flush()
+    steps = [step for message in sent for _, step, _ in message.rows]
+    assert steps[:-1] == sorted(steps[:-1])
+    assert steps[-1] == -1
+    left_out = sum(message.left_out for message in sent)
+    assert left_out > 0
+    assert len(steps) + left_out == 3 * ROWS_WAITING + 1
+
+
+@given(st.integers(1, 5000))
+def test_a_curve_of_any_length_is_drawn_whole(length: int) -> None:
+    curve = Curve()
+    for step in range(length):
+        curve.add(step, step / 2)
+    steps = [step for step, _ in curve.points]
+    assert len(steps) <= numbers.POINTS
+    assert steps == list(range(0, length, curve.stride))
+    assert curve.last == (length - 1, (length - 1) / 2)
+
+
+@given(st.lists(st.integers(0, 1500), max_size=5))
+def test_what_is_told_in_parts_is_the_curve(parts: list[int]) -> None:
+    every, told, mirror = Curves(), {}, []  # type: ignore[var-annotated]
+    for part in parts:
+        for value in range(part):
+            every.add(None, {"loss": value}, None)
+        for _, _, start, points, _ in every.news(told):
+            mirror[start:] = points
+    assert mirror == [points for *_, points, _ in every.news({})][-1] if any(parts) else not mirror
+    assert every.news(told) == []
+
+
+def test_a_pool_keeps_so_many_curves_and_still_counts_the_others() -> None:
+    every = Curves()
+    for number in range(numbers.CURVES):
+        every.add(None, {f"curve {number}": 1}, None)
+    assert [every.add(None, {"one more": 1}, None) for _ in range(2)] == [0, 1]
+    assert len(every.news({})) == numbers.CURVES
+
+
+def test_json_has_values_that_are_no_numbers_as_text() -> None:
+    values = {"a": math.nan, "b": -math.inf, "c": 0.5}
+    event = NumbersLogged(1.0, "p", 3, values, None, None, 0, "", None)
+    text = json.dumps(as_dict(event), allow_nan=False)
+    assert json.loads(text)["values"] == {"a": "NaN", "b": "-Infinity", "c": 0.5}
+
+
+# Trackers.
+
+
+class Run:
+    """What Skyward uses of a run of Weights & Biases."""
+
+    id = "run-1"
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.defined: list[tuple[str, str]] = []
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.defined.append((name, step_metric))
+
+    def log(self, values: dict[str, float]) -> None:
+        if "bad" in values:
+            raise RuntimeError("no such metric")
+        self.logged.append(values)
+
+
+def test_a_run_has_the_numbers_of_a_call_that_has_returned(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    train(2, "tracked") @ pool
+    first = [each for each in run.logged if "tracked" in each]
+    assert first == [{"tracked": 0.0, "sky/step": 0}, {"tracked": 0.5, "sky/step": 1}]
+    assert sum("rank1/tracked" in each for each in run.logged) == 2
+    assert set(run.defined) == {("tracked", "sky/step"), ("rank1/tracked", "sky/step")}
+    sky.log(mine=3, step=9)
+    assert run.logged[-1] == {"mine": 3.0, "sky/step": 9}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))  # type: ignore[arg-type]
+    train(2, "tracked") >> pool
+    assert len(run.logged) == 5
+
+
+@pytest.mark.usefixtures("outside")
+def test_outside_of_a_pool_a_run_has_the_numbers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    train.local(2, "by hand")
+    assert [each["by hand"] for each in run.logged] == [0.0, 0.5]
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with (
+        pytest.raises(sky.ConfigurationError, match="pip install tensorboard"),
+        sky.Compute(options=sky.Options(tensorboard="runs")),
+    ):
+        pass
+
+
+TRACKED = """
+import os, sys
+import skyward as sky
+
+@sky.function
+def train():
+    for step in range(100):
+        sky.log(loss=1 / (step + 1), step=step)
+
+def check(found, *, steps=100):
+    assert [step for step, _ in found] == list(range(steps)), found
+    assert abs(found[9][1] - 0.1) < 1e-6, found[9]
+"""
+
+
+def tracked(body: str, folder: Path, **variables: str) -> None:
+    """Run a script of a user with a tracker; it checks what the tracker has."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKED + textwrap.dedent(body)],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed at" not in done.stderr
+
+
+@only_in_all
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard: make test-all installs it")
+    tracked(
+        """
+        with sky.Compute(nodes=2, options=sky.Options(tensorboard="runs/fit")) as compute:
+            train() @ compute
+
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        events = EventAccumulator("runs/fit").Reload()
+        for name in ("loss", "rank1/loss"):
+            check([(each.step, each.value) for each in events.Scalars(name)])
+        """,
+        tmp_path,
+    )
+
+
+@only_in_all
+def test_the_active_run_of_mlflow_has_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="needs mlflow-skinny: make test-all installs it")
+    tracked(
+        """
+        import mlflow
+
+        mlflow.set_tracking_uri("file:" + os.path.abspath("runs"))
+        with sky.Compute() as compute:
+            with mlflow.start_run() as run:
+                train() >> compute
+                sky.log(mine=3)
+        with mlflow.start_run() as later:
+            sky.log(outside=5)
+        client = mlflow.MlflowClient()
+        found = client.get_metric_history(run.info.run_id, "loss")
+        check(sorted((each.step, each.value) for each in found))
+        assert client.get_run(run.info.run_id).data.metrics["mine"] == 3
+        assert client.get_run(later.info.run_id).data.metrics == {"outside": 5}
+        """,
+        tmp_path,
+        # The lean package has no database.
+        MLFLOW_ALLOW_FILE_STORE="true",
+    )
+
+
+@only_in_all
+def test_the_run_of_wandb_has_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs wandb: make test-all installs it")
+    tracked(
+        """
+        import json, wandb
+
+        with sky.Compute(nodes=2) as compute, wandb.init(project="fit") as run:
+            train() @ compute
+            sky.log(mine=3)
+            summary = dict(run.summary)
+        assert abs(summary["loss"] - 0.01) < 1e-9 and summary["mine"] == 3, summary
+        assert abs(summary["rank1/loss"] - 0.01) < 1e-9, summary
+        # 100 steps of two ranks, and one.
+        assert summary["_step"] == 200, summary
+        """,
+        tmp_path,
+        WANDB_MODE="offline",
+        WANDB_SILENT="true",
+    )
