@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -67,9 +68,10 @@ def kept(home: Path) -> Iterator[str]:
     sky.attach(name).down()
 
 
-@pytest.fixture
-def told(kept: str) -> Iterator[Iterator[dict[str, Any]]]:
-    gathering = Gathering([kept])
+@contextlib.contextmanager
+def shown(name: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """What a page of the pool is told."""
+    gathering = Gathering([name])
     viewer = gathering.join()
 
     def messages() -> Iterator[dict[str, Any]]:
@@ -80,6 +82,12 @@ def told(kept: str) -> Iterator[Iterator[dict[str, Any]]]:
     yield messages()
     gathering.leave(viewer)
     gathering.close()
+
+
+@pytest.fixture
+def told(kept: str) -> Iterator[Iterator[dict[str, Any]]]:
+    with shown(kept) as messages:
+        yield messages
 
 
 def test_a_pool_without_a_client_shows_its_nodes(kept: str, told: Iterator[dict[str, Any]]) -> None:
@@ -189,6 +197,15 @@ def test_a_client_here_adds_what_only_it_knows(kept: str, told: Iterator[dict[st
         sample = next(m for m in told if m["type"] == "sample" and m["sent"])
         assert sample["pool"] == alone["pool"]
         assert sample["succeeded"] >= 1
+        sky.log(loss=0.5)
+        changes = next(m for m in told if m["type"] == "changes" and m["numbers"])
+        assert changes["pool"] == alone["pool"]
+        row = ["loss", None, None, 0, [[0, 0.5]], [0, 0.5], str(os.getpid())]
+        assert changes["numbers"] == [row]
+        # One who comes while the client is there gets it, too.
+        with shown(kept) as later:
+            rows = next(m["numbers"] for m in later if m["type"] == "changes" and m["numbers"])
+        assert rows == [row]
 
 
 def test_a_job_is_shown_with_its_output(
@@ -280,7 +297,7 @@ def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home:
         assert json.loads(watching._kept(json.dumps([about]), pools)) == [about]
         assert watching.viewer.next(10) is not None, "the greeting"
         kept = {"type": "pool", "pool": "abc-kept", "name": "new"}
-        watching.show(kept, None)
+        watching.show(kept, [])
         batch = json.loads(watching.viewer.next(10) or "[]")
         assert batch == [{"type": "replaced", "pool": "abc-12"}, kept]
         sample = {"type": "sample", "pool": "abc-12", "waiting": 3}
@@ -305,7 +322,7 @@ def test_clients_may_come_while_a_pool_is_told_of(home: Path) -> None:
     watching = Watching(frozenset({"new"}))
     try:
         watching._shown.add(Key("xyz-12"))
-        watching.show({"type": "pool", "pool": "abc-kept", "name": "new"}, None)
+        watching.show({"type": "pool", "pool": "abc-kept", "name": "new"}, [])
         assert watching._shown == {"xyz-12", "another-1"}
     finally:
         watching.end()

@@ -24,6 +24,12 @@ def speak(text: str) -> None:
 
 
 @sky.function
+def learn(steps: int) -> None:
+    for step in range(steps):
+        sky.log({"loss": 1 / (step + 1), "<b>bold</b>": float("nan")}, step=step)
+
+
+@sky.function
 def fail() -> None:
     raise ValueError("<b>not bold</b>")
 
@@ -71,6 +77,39 @@ def test_what_a_call_prints_and_raises_is_shown_as_text(
     opened.until(f"{shown('#notes')}.includes('<b>not bold</b>')")
     assert opened.value("document.querySelectorAll('#output img, #notes b').length") == 0
     opened.until("hits.some(h => h[4][1] === 'speak')")
+
+
+def test_what_is_logged_is_drawn_by_node(opened: Chromium, compute: sky.Compute) -> None:
+    learn(50) @ compute
+    sky.log(mine=0.25)
+    opened.until("document.querySelectorAll('#numbers .plot').length === 3")
+    drawn = "[...document.querySelectorAll('#numbers canvas')].map(c => c.ariaLabel)"
+    assert opened.value(drawn) == [
+        "loss: 0.02 at step 49, 2 curves",
+        "<b>bold</b>: NaN at step 49, 2 curves",
+        "mine: 0.25 at step 0",
+    ]
+    assert opened.value(shown("#numbers .plot ul")).split("\n") == ["node 0", "node 1"]
+    # More steps, and further ones than there is room for, change the same curve.
+    learn(3000) @ compute
+    opened.until(f"{drawn}[0].includes('at step 2999')")
+    assert opened.value("pools.get(chosen).numbers.get('loss').size") == 2
+    points = "[...pools.get(chosen).numbers.get('loss').values()].map(c => c.points.length)"
+    assert max(opened.value(points)) <= 1000
+    opened.value("$('logscale').click()")
+    assert opened.value("$('logscale').ariaPressed") == "true"
+
+
+def test_load_is_drawn_over_time_and_again_when_the_page_is_opened_again(
+    opened: Chromium, compute: sky.Compute
+) -> None:
+    titles = "[...document.querySelectorAll('#load h3 span')].map(e => e.textContent)"
+    opened.until("pools.get(chosen).load.length >= 2")
+    opened.until(f"{titles}.includes('Calls a second')")
+    assert opened.value(titles)[:2] == ["CPU", "Memory"]
+    opened.open(compute.ui())
+    opened.until("pools.size && pools.get(chosen).load.length >= 2")
+    opened.until("document.querySelectorAll('#numbers .plot').length === 3")
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened: Chromium) -> None:
@@ -165,6 +204,8 @@ class Shared(Thousand):
         lines += [[now, 0, 0, "stdout", "epoch 2", "fit", "b2", "run-7"]]
         changes = {"type": "changes", "pool": "p-kept", "started": [], "skipped": 0, "nodes": []}
         changes |= {"ended": [], "lines": lines, "notes": []}
+        rows = [["loss", 0, 0, 0, [[0, 1.5]], [0, 1.5], each] for each in ("11", "12")]
+        changes |= {"numbers": [*rows, ["loss", None, None, 0, [[0, 2.5]], [1, 3.5], "11"]]}
         early = {**pool, "pool": "p-1"}
         hello = {"type": "hello", "time": now, "pid": 1}
         replaced = {"type": "replaced", "pool": "p-1"}
@@ -193,6 +234,9 @@ def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromi
         assert chromium.value(shown("#output")).split() == ["run-7", "epoch", "2"]
         # A lane for each client of a worker, and one for the worker that nobody uses.
         chromium.until("new Set(hits.map(h => h[1])).size === 2")
+        # Numbers of two clients, and what one has logged itself.
+        curves = ["client of 11", "node 0 of 11", "node 0 of 12"]
+        assert chromium.value(shown("#numbers .plot ul")).split("\n") == curves
         # Counts begin again with a node or a device that was started again.
         many = {"type": "sample", "pool": "p-kept", "time": 1.0, "usage": [], "waiting": 0}
         many |= {"succeeded": 90, "failed": 0, "sent": 9000, "received": 9000, "cost": 0}

@@ -18,8 +18,10 @@ import pytest
 
 import skyward as sky
 from skyward.events import CallFinished, CallStarted
+from skyward.numbers import Curves
 from skyward.page import metrics
 from skyward.page.hub import BATCHES_WAITING, Hub, Viewer, hub
+from skyward.page.sampling import Samples
 from skyward.page.server import PageServer
 from skyward.page.state import PoolState
 
@@ -196,6 +198,34 @@ def test_the_nodes_are_measured_while_somebody_looks(stream: Stream) -> None:
     assert isinstance(gpus, list)
 
 
+def test_one_who_comes_later_gets_what_was_logged_and_the_load_so_far(
+    compute: sky.Compute, url: str, stream: Stream
+) -> None:
+    told = iter(stream)
+    sky.log(later=0.5, step=3)
+    rows = next(m["numbers"] for m in told if m["type"] == "changes" and m["numbers"])
+    assert rows == [["later", None, None, 0, [[3, 0.5]], [3, 0.5]]]
+    measured = next(message for message in told if message["type"] == "sample")
+    late = Stream(url)
+    messages = iter(late)
+    pool = next(message for message in messages if message["type"] == "pool")
+    assert rows[0] in pool["numbers"]
+    samples = [next(messages)]
+    while samples[-1]["time"] < measured["time"]:
+        samples.append(next(messages))
+    late.close()
+    assert {sample["type"] for sample in samples} == {"sample"}
+    assert samples[-1]["usage"] == measured["usage"]
+
+
+def test_samples_are_kept_within_bounds() -> None:
+    samples = Samples()
+    for number in range(1000):
+        samples.add({"time": number, "usage": [[0]] * 20})
+    kept = [sample["time"] for sample in samples]
+    assert kept == list(range(1000 - Samples.ROWS // 20, 1000))
+
+
 def test_a_call_that_runs_is_shown_to_one_who_comes_later(
     compute: sky.Compute, url: str, tmp_path: Any, eventually: Any
 ) -> None:
@@ -243,7 +273,12 @@ def test_a_viewer_that_is_too_slow_is_dropped() -> None:
 def test_calls_whose_end_was_not_seen_are_not_shown_as_running() -> None:
     """Ten thousand short calls a second, and nobody who asks for what has changed."""
     running: dict[int, Any] = {}
-    pool: Any = SimpleNamespace(id="p", running=lambda: list(running.values()), views=list)
+    pool: Any = SimpleNamespace(
+        id="p",
+        running=lambda: list(running.values()),
+        views=list,
+        teller=SimpleNamespace(curves=Curves()),
+    )
     woken = threading.Event()
     state = PoolState(pool, woken.set)
     for number in range(40_000):

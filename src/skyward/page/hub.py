@@ -16,13 +16,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from skyward.page.sampling import Sampler
+from skyward.page.sampling import Sampler, Samples
 from skyward.page.state import PoolState, key_of
 from skyward.pool import Pool
 from skyward.staff import Staff
 
 TICK_SECONDS = 0.1
 SAMPLE_SECONDS = 2.0
+IDLE_SAMPLE_SECONDS = 10.0
+"""How often pools are measured for a page that nobody looks at, but that is served."""
 BATCHES_WAITING = 100
 """So many batches may wait for a viewer, which is 10 s; one that is slower is dropped."""
 
@@ -75,6 +77,8 @@ class Hub:
         self._lock = threading.RLock()
         self._pools: list[Pool] = []
         self._watched: dict[str, Watched] = {}
+        self._samples: dict[str, Samples] = {}
+        """The last samples of each pool: a page that is opened again has its curves again."""
         self._viewers: list[Viewer] = []
         self._held = 0
         self._thread: threading.Thread | None = None
@@ -100,6 +104,7 @@ class Hub:
             if pool in self._pools:
                 self._pools.remove(pool)
             watched = self._watched.pop(pool.id, None)
+            self._samples.pop(pool.id, None)
             if watched is not None:
                 pool.events.remove(watched.state.take)
                 last = watched.state.changes()
@@ -115,8 +120,9 @@ class Hub:
             self._begin()
             self._tell_changes()
             self._viewers.append(viewer)
-            every = [watched.state.snapshot() for watched in self._watched.values()]
+            every: Messages = []
             for watched in self._watched.values():
+                every += [watched.state.snapshot(), *self._samples.get(watched.pool.id, ())]
                 watched.next_sample = 0.0
             hello: Messages = [{"type": "hello", "time": time.time(), "pid": os.getpid()}]
             viewer.put(json.dumps(hello + every))
@@ -192,13 +198,12 @@ class Hub:
                 if self._thread is not me:
                     return
                 self._tell_changes()
-                if self._viewers:
-                    self._sample()
+                self._sample(SAMPLE_SECONDS if self._viewers else IDLE_SAMPLE_SECONDS)
                 looked_at = bool(self._viewers)
             if looked_at:
                 time.sleep(TICK_SECONDS)
             else:
-                # Only to take events: a viewer that comes wakes the thread.
+                # To take events, and to measure: a viewer that comes wakes the thread.
                 self._wake.wait(SAMPLE_SECONDS)
                 self._wake.clear()
 
@@ -206,19 +211,21 @@ class Hub:
         changes = [watched.state.changes() for watched in self._watched.values()]
         self._tell([each for each in changes if each is not None])
 
-    def _sample(self) -> None:
+    def _sample(self, seconds: float) -> None:
         now = time.monotonic()
         for watched in list(self._watched.values()):
             if watched.sampling is not None and watched.sampling.done():
                 problem = watched.sampling.exception()
                 if problem is None:
-                    self._tell([watched.sampling.result() | watched.state.durations()])
+                    sample = watched.sampling.result()
+                    self._samples.setdefault(watched.pool.id, Samples()).add(sample)
+                    self._tell([sample | watched.state.durations()])
                 elif not watched.pool.closed:
                     # A defect of ours: the page goes on without this sample.
                     traceback.print_exception(problem, file=sys.stderr)
                 watched.sampling = None
             if watched.sampling is None and now >= watched.next_sample:
-                watched.next_sample = now + SAMPLE_SECONDS
+                watched.next_sample = now + seconds
                 watched.sampling = self._staff.submit(watched.sampler.sample)
 
     def _tell(self, messages: Messages) -> None:

@@ -18,6 +18,7 @@ from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.reaching import ReachedPool
 from skyward.page.kept_state import KeptState
 from skyward.page.node_watch import NodeWatch, Reports
+from skyward.page.sampling import Samples
 
 TICK_SECONDS = 0.1
 """What comes within so many seconds is told together; agents take 0.25 s for the same."""
@@ -33,8 +34,8 @@ Messages = list[dict[str, Any]]
 class Audience(Protocol):
     """One to whom a kept pool is shown."""
 
-    def show(self, pool: dict[str, Any], sample: dict[str, Any] | None) -> None:
-        """Take all that is known of a pool, and its last numbers, if there are any."""
+    def show(self, pool: dict[str, Any], samples: Messages) -> None:
+        """Take all that is known of a pool, and its last samples."""
 
     def put(self, batch: str) -> None:
         """Take messages that come after that, in JSON."""
@@ -64,6 +65,7 @@ class KeptWatch:
         self._reports = Reports()
         self._watches: dict[int, NodeWatch] = {}
         self._known = KnownNodes()
+        self._samples = Samples()
         self._thread = threading.Thread(target=self._run, name="skyward-kept", daemon=True)
         self._thread.start()
 
@@ -165,7 +167,9 @@ class KeptWatch:
             due = now - sampled >= SAMPLE_SECONDS if sampled else state.is_measured
             if due:
                 sampled = now
-                messages.append(state.sample(self._clients(state.record.id)))
+                sample = state.sample(self._clients(state.record.id))
+                self._samples.add(sample)
+                messages.append(sample)
             self._tell(messages)
             self._greet(state, sampled=bool(sampled))
             # Until the load is known for the first time, there is more to come soon.
@@ -180,9 +184,11 @@ class KeptWatch:
             self._audience += new
         if new:
             clients = self._clients(state.record.id)
-            pool, sample = state.snapshot(), state.sample(clients, every=True) if sampled else None
+            pool, samples = state.snapshot(), list(self._samples)
+            if sampled:
+                samples.append(state.sample(clients, every=True))
             for each in new:
-                each.show(pool, sample)
+                each.show(pool, samples)
 
     def _tell(self, messages: Messages) -> None:
         with self._lock:

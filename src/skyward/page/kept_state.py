@@ -36,13 +36,18 @@ _NOTHING_NEW: dict[str, Any] = {
     "lines": [],
     "notes": [],
     "nodes": [],
+    "numbers": [],
 }
 
 
-def changes_of_client(key: str, notes: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What to tell of the events of a client of the kept pool with that key; None if nothing."""
+def changes_of_client(
+    key: str, notes: list[dict[str, Any]], numbers: list[list[Any]]
+) -> dict[str, Any] | None:
+    """What to tell of the events and the numbers of a client of the kept pool with that key."""
     found = [note for note in notes if note.get("event") in NOTES_OF_CLIENTS]
-    return _NOTHING_NEW | {"pool": key, "notes": found} if found else None
+    if not found and not numbers:
+        return None
+    return _NOTHING_NEW | {"pool": key, "notes": found, "numbers": numbers}
 
 
 class KeptState:
@@ -237,6 +242,7 @@ class KeptState:
             "notes": sorted(self._notes, key=lambda note: float(note["time"])),
             "clients": self.clients(),
             "jobs": self.jobs(),
+            "numbers": [],
         }
 
     def _changes(self, **news: Any) -> dict[str, Any]:

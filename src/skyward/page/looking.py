@@ -43,6 +43,8 @@ class Watching:
         """The pools that processes here show."""
         self._clients: dict[str, dict[str, Any]] = {}
         """The last samples of processes here that are clients of pools that stay."""
+        self._numbers: dict[str, dict[tuple[Any, ...], list[Any]]] = {}
+        """What such processes have logged, by curve, as rows that begin with the first point."""
         self.viewer.put(encoded([{"type": "hello", "time": time.time(), "pid": 0}]))
 
     def connect_to(self, found: list[str]) -> None:
@@ -72,9 +74,9 @@ class Watching:
 
     # Kept pools.
 
-    def show(self, pool: dict[str, Any], sample: dict[str, Any] | None) -> None:
+    def show(self, pool: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         """Show a kept pool in place of those that were shown for it."""
-        messages = [pool] if sample is None else [pool, sample]
+        messages = [pool, *samples]
         # A client that has made the pool was shown before the pool was one that stays.
         client = pool["pool"].rpartition("-")[0]
         replaced = []
@@ -84,7 +86,14 @@ class Watching:
                 self._clients[key] = {}
                 self._shown.discard(key)
                 replaced.append({"type": "replaced", "pool": key})
-        self.put(encoded(replaced + messages))
+        rows = [
+            row
+            for key, known in list(self._numbers.items())
+            if key.rpartition("-")[0] == client
+            for row in list(known.values())
+        ]
+        logged = changes_of_client(pool["pool"], [], rows)
+        self.put(encoded(replaced + messages + ([] if logged is None else [logged])))
 
     def put(self, batch: str) -> None:
         """Tell the viewer what has changed in a kept pool."""
@@ -107,6 +116,8 @@ class Watching:
             with self._lock:
                 self._open.pop(address, None)
             self._shown -= pools
+            for pool in pools:
+                self._numbers.pop(pool, None)
             now = time.time()
             gone = [
                 {"type": "gone", "pool": pool, "time": now}
@@ -143,11 +154,22 @@ class Watching:
         """What a client of a kept pool adds to what the pool's agents tell."""
         if message["type"] == "sample":
             self._clients[pool] = message
-        if message["type"] != "changes":
+        if message["type"] not in ("pool", "changes"):
             return []
-        key = key_of_kept(pool.rpartition("-")[0])
-        changes = changes_of_client(key, message["notes"])
+        identity, _, process = pool.rpartition("-")
+        rows = [[*row, process] for row in message.get("numbers", ())]
+        self._keep_numbers(pool, rows)
+        notes = message["notes"] if message["type"] == "changes" else []
+        changes = changes_of_client(key_of_kept(identity), notes, rows)
         return [] if changes is None else [changes]
+
+    def _keep_numbers(self, pool: str, rows: list[list[Any]]) -> None:
+        """Keep what a client has logged for when its pool is shown."""
+        known = self._numbers.setdefault(pool, {})
+        for name, node, worker, start, points, last, process in rows:
+            before = known.get((name, node, worker))
+            kept = [*before[4][:start], *points] if before is not None and start else points
+            known[name, node, worker] = [name, node, worker, 0, kept, last, process]
 
     def end(self) -> None:
         """End the connections to processes."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from skyward.nodes.usage import NodeUsage
@@ -13,6 +15,28 @@ NODES_A_TIME = 128
 """How many nodes are asked at a time: a thousand nodes are asked in turn, each every 16 s."""
 ANSWER_SECONDS = 0.8
 """How long a sample waits for nodes; one that is slower is asked again in its turn."""
+
+
+class Samples:
+    """The last samples of a pool, for the curves of a page that has just been opened."""
+
+    MOST = 300
+    ROWS = 3000
+    """How many rows of nodes all of them have together."""
+
+    def __init__(self) -> None:
+        self._kept: deque[dict[str, Any]] = deque()
+        self._rows = 0
+
+    def add(self, sample: dict[str, Any]) -> None:
+        """Keep a sample, and as many of the others as there is room for."""
+        self._kept.append(sample)
+        self._rows += len(sample["usage"])
+        while len(self._kept) > 1 and (len(self._kept) > self.MOST or self._rows > self.ROWS):
+            self._rows -= len(self._kept.popleft()["usage"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._kept)
 
 
 class Sampler:

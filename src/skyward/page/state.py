@@ -31,7 +31,9 @@ from skyward.events import (
     NodeStopped,
     OutputWritten,
     as_dict,
+    in_json,
 )
+from skyward.numbers import News, Told
 from skyward.pool import Pool
 from skyward.worker.task_board import BUCKETS
 
@@ -62,6 +64,16 @@ class MissedCalls:
     over: list[int]
 
 
+def number_row(news: News) -> list[Any]:
+    """What has come of a curve: name, node, worker, first point that is new, points, last point.
+
+    The client's own numbers have no node and no worker.
+    """
+    name, place, start, points, last = news
+    rows = [[step, in_json(value)] for step, value in (*points, last)]
+    return [name, *(place or (None, None)), start, rows[:-1], rows[-1]]
+
+
 class PoolState:
     """What the page knows of one pool; `take` may be called on any thread, the rest on one."""
 
@@ -81,6 +93,7 @@ class PoolState:
         self._phases: dict[int, str] = {}
         self._buckets = [0] * (len(BUCKETS) + 1)
         self._seconds = 0.0
+        self._numbers_told: Told = {}
 
     def take(self, event: Event) -> None:
         """Take an event, on the thread that made it."""
@@ -100,7 +113,8 @@ class PoolState:
 
     def changes(self) -> dict[str, Any] | None:
         """What has changed since this was last asked; None if nothing has."""
-        if not self._events:
+        numbers = self.pool.teller.curves.news(self._numbers_told)
+        if not self._events and not numbers:
             return None
         ended: list[Call] = []
         lines: list[list[Any]] = []
@@ -171,6 +185,7 @@ class PoolState:
             "lines": lines[-LINES_A_TIME:],
             "notes": notes[-NOTES_KEPT:],
             "nodes": self._nodes(nodes),
+            "numbers": [number_row(each) for each in numbers],
         }
 
     def _missed(self) -> MissedCalls:
@@ -226,6 +241,7 @@ class PoolState:
             "ended": list(self._ended),
             "lines": list(self._lines),
             "notes": list(self._notes),
+            "numbers": [number_row(each) for each in pool.teller.curves.news({})],
         }
 
     def _nodes(self, wanted: set[int] | None) -> list[list[Any]]:
