@@ -114,6 +114,7 @@ PUBLIC = [
     "TaskTimeoutError",
     "TaskCancelledError",
     "WorkerDiedError",
+    "DeadlockError",
     "NodeLostError",
     "InstanceLostError",
     "Ray",

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,129 @@ def test_values_arrive_as_they_are_made(compute, tmp_path):
     assert next(values) == "first"
     (tmp_path / "gate").touch()
     assert list(values) == ["second"]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A call that can never run fails as soon as that is known."""
+    monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
+
+
+def test_a_call_that_streams_keep_from_running_for_ever_fails_and_names_them(
+    compute, tmp_path, capsys, impatient
+):
+    streams = [tallied(tmp_path / "made") >> compute for _ in range(2)]
+
+    with pytest.raises(sky.DeadlockError) as caught:
+        add(1) >> compute
+
+    assert str(caught.value).startswith(
+        "add would wait for ever for a worker: streams that are not read hold all of them (tallied "
+    )
+    for place in ("tallied on node 0", "tallied on node 1", "close it", "sky.Worker(concurrency="):
+        assert place in str(caught.value)
+    assert "add waits for a worker: streams that are not read" in capsys.readouterr().err
+    with pytest.raises(sky.DeadlockError):
+        (add(1) & add(2)) >> compute
+    with pytest.raises(sky.DeadlockError):
+        list(compute.map(add, range(3), ordered=False))
+    with pytest.raises(sky.DeadlockError):
+        (add(1) > compute).result()
+    with pytest.raises(sky.DeadlockError):
+        compute.run(add(1), on=1)
+    streams[0].close()
+    assert add(1) >> compute == 2
+    streams[1].close()
+
+
+def test_a_call_does_not_fail_because_of_streams_in_garbage(compute, tmp_path, impatient, request):
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    holders = [types.SimpleNamespace(items=tallied(tmp_path / "made") >> compute) for _ in range(2)]
+    for holder in holders:
+        holder.itself = holder
+    del holder, holders
+
+    assert add(1) >> compute == 2
+
+
+def test_a_call_waits_for_streams_that_another_thread_may_read(
+    compute, tmp_path, capsys, impatient, eventually
+):
+    streams = [tallied(tmp_path / "made") >> compute for _ in range(2)]
+
+    def read_later():
+        eventually(lambda: "add waits for a worker" in capsys.readouterr().err)
+        streams[0].close()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_later)
+        assert add(1) >> compute == 2
+        reading.result()
+    streams[1].close()
+
+
+def test_a_call_waits_for_a_stream_whose_time_will_be_over(compute, tmp_path, impatient):
+    streams = [tallied.with_timeout(3)(tmp_path / "made") >> compute for _ in range(2)]
+
+    assert add(1) >> compute == 2
+    with pytest.raises(sky.TaskTimeoutError):
+        list(streams[0])
+
+
+def test_async_for_takes_the_items_of_a_stream_while_other_coroutines_run(compute, tmp_path):
+    @sky.function
+    def stepwise(gate):
+        yield "first"
+        wait_for(gate)
+        yield "second"
+
+    async def open_gate():
+        (tmp_path / "gate").touch()
+
+    async def main():
+        taken = []
+        async for item in stepwise(tmp_path / "gate") >> compute:
+            taken.append(item)
+            if item == "first":
+                # Runs only while the loop waits for the second item.
+                opening = asyncio.create_task(open_gate())
+        await opening
+        return taken, [item async for item in await (count(FAR) > compute)]
+
+    assert asyncio.run(main()) == (["first", "second"], list(range(FAR)))
+
+
+def test_async_for_takes_the_items_of_an_async_generator_and_raises_its_exception(compute):
+    @sky.function
+    async def awaited():
+        yield 1
+        raise LookupError("over")
+
+    async def main():
+        taken = []
+        with pytest.raises(LookupError, match="over"):
+            async for item in awaited() >> compute:
+                taken.append(item)
+        return taken
+
+    assert asyncio.run(main()) == [1]
+
+
+def test_a_cancelled_async_for_loses_no_item(compute, tmp_path):
+    @sky.function
+    def stepwise(gate):
+        wait_for(gate)
+        yield from range(3)
+
+    async def main():
+        items = stepwise(tmp_path / "gate") >> compute
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(items), 0.01)
+        (tmp_path / "gate").touch()
+        return [item async for item in items]
+
+    assert asyncio.run(main()) == [0, 1, 2]
 
 
 def test_a_generator_starts_before_anything_is_taken(compute, tmp_path, eventually):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import ConfigurationError as ConfigurationError
+    from skyward.errors import DeadlockError as DeadlockError
     from skyward.errors import DebuggerError as DebuggerError
     from skyward.errors import HostKeyError as HostKeyError
     from skyward.errors import ImageError as ImageError
@@ -140,6 +141,7 @@ _HOMES = {
         "BlobStoreFullError",
         "BroadcastError",
         "ConfigurationError",
+        "DeadlockError",
         "DebuggerError",
         "HostKeyError",
         "ImageError",

@@ -122,6 +122,10 @@ class TaskCancelledError(TaskError):
     """A task was cancelled before it produced its result."""
 
 
+class DeadlockError(TaskError, RuntimeError):
+    """A call would wait for ever: streams hold all workers, and whoever could read them waits."""
+
+
 class WorkerDiedError(TaskError):
     """The process running the task ended: a signal, `os._exit`, or the memory killer."""
 

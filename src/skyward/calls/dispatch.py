@@ -13,6 +13,7 @@ from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DebuggerDesk
 from skyward.calls.finishing import Finisher
+from skyward.calls.held import HeldWorkers
 from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
@@ -64,6 +65,7 @@ class Dispatcher:
         self._loop = loop
         self._finisher = Finisher(packer, self.counts, self.teller)
         self._canceller = Canceller(loop, self.lanes.drain)
+        self.held = HeldWorkers(self.lanes, console, self.cancel)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
         self._sending = Sending()

@@ -118,6 +118,34 @@ class Lanes:
                 stuck.append(lane)
         return stuck
 
+    def held(self) -> tuple[list[Task], list[Task], bool]:
+        """Waiting tasks whose workers are all held by streams that are not read, and the streams.
+
+        The flag says whether no other task is on any worker.
+        """
+        if not self._scheduler.may_have_queued:
+            return [], [], False
+        with self.lock:
+            loads = list(self._by_load)
+            full = [load for load in loads if _held_up(load)]
+            queued = self._scheduler.queued() if full else []
+            if not queued:
+                return [], [], False
+            free = [load for load in loads if load not in full]
+            nodes = {load.node for load in free}
+            workers = {(load.node, load.worker) for load in free}
+
+            def waits(task: Task) -> bool:
+                if task.pinned is not None:
+                    return task.pinned in full
+                if task.worker is not None:
+                    return task.worker not in workers
+                return task.on not in nodes if task.on is not None else not free
+
+            waiting = [task for task in queued if waits(task)]
+            streams = [task for load in full for task in load.started()]
+            return waiting, streams, not any(load.tasks for load in free)
+
     # Tasks.
 
     def assign(self, task: Task) -> Lane | None:
@@ -199,3 +227,11 @@ class Lanes:
         """How many tasks wait for a free slot."""
         with self.lock:
             return self._scheduler.backlog
+
+
+def _held_up(load: Load[Task]) -> bool:
+    """Whether streams that are not read have every slot of an executor."""
+    tasks = load.tasks.values()
+    return len(tasks) >= load.capacity and all(
+        task.stream is not None and task.stream.held_up for task in tasks
+    )

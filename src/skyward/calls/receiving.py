@@ -97,6 +97,10 @@ class Receiver:
                     task.stream.put(pieces, _stayed(lane, task))
             case End():
                 self._on_end(lane, message)
+            case Credit(stream=-1):
+                task = lane.tasks.get(message.task)
+                if task is not None and task.stream is not None:
+                    task.stream.waits_at = message.count
             case Credit():
                 lane.grant(message.task, message.stream, message.count)
             case Released():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -12,6 +13,7 @@ from skyward.calls.answers import Answer
 from skyward.calls.staying import ArrivedTensors
 from skyward.closing import Closing
 from skyward.errors import SkywardError
+from skyward.future import Future
 from skyward.objects import encoding, payloads
 from skyward.objects.exceptions import PortableException
 from skyward.objects.payloads import Pieces
@@ -34,24 +36,60 @@ class StreamItems:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[StreamItem | Answer | None] = queue.SimpleQueue()
+        self._awaited: list[Future[None]] = []
+        """Done when something arrives."""
+        self.granted = WINDOW
+        """How many items the worker was permitted to send, altogether."""
+        self.waits_at = -1
+        """How many of these the worker had sent when it said that it waits for more."""
+        self.wanted = True
+        """Whether the stream has not ended, and its consumer has not closed it."""
+
+    @property
+    def held_up(self) -> bool:
+        """Whether the worker waits until the consumer takes items."""
+        return self.wanted and self.waits_at == self.granted
+
+    @property
+    def unread(self) -> int:
+        """How many items the consumer has not taken yet."""
+        return self._queue.qsize()
 
     def put(self, pieces: Pieces, stayed: ArrivedTensors | None) -> None:
         """Add an item that has arrived, and the tensors of it that stay on a device."""
-        self._queue.put((pieces, stayed))
+        self._add((pieces, stayed))
 
     def end(self, problem: Answer | None) -> None:
         """End the stream; `problem` is the exception that ended it, if any."""
-        self._queue.put(problem)
+        self.wanted = False
+        self._add(problem)
+
+    def _add(self, item: StreamItem | Answer | None) -> None:
+        self._queue.put(item)
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            for each in awaited:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
+                    each.set_result(None)
 
     def get(self) -> StreamItem | Answer | None:
         """Wait for an item, or for the end of the stream: its exception, or None."""
         return self._queue.get()
 
+    async def arrive(self) -> None:
+        """Let other coroutines run until `get` need not wait."""
+        while self._queue.empty():
+            arrived: Future[None] = Future()
+            self._awaited.append(arrived)
+            if self._queue.empty():
+                await arrived
+
 
 class RemoteIterator(Closing, Iterator[Any]):
     """Iterates over the items of a remote generator, which may run only `WINDOW` items ahead.
 
-    To stop the remote generator, close this iterator, leave its `with` block, or drop it.
+    Both `for` and `async for` take the items. To stop the remote generator, close this iterator,
+    leave its `with` block, or drop it.
     """
 
     def __init__(
@@ -69,6 +107,7 @@ class RemoteIterator(Closing, Iterator[Any]):
 
     def _grant(self, count: int) -> None:
         self._owed += count
+        self._items.granted += count
         with contextlib.suppress(OSError):
             self._channel.send(Credit(self._task_id, -1, count))
 
@@ -83,6 +122,17 @@ class RemoteIterator(Closing, Iterator[Any]):
         if item is None:
             raise StopIteration
         return item.get()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._done:
+            await self._items.arrive()
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
 
     def next_item(self) -> StreamItem | Answer | None:
         """The next item as it came, or the end of the stream: its exception, or None."""
@@ -102,6 +152,7 @@ class RemoteIterator(Closing, Iterator[Any]):
         """Stop the remote generator; iterating further ends at once."""
         if not self._done:
             self._done = True
+            self._items.wanted = False
             self._abandon()
 
     def __del__(self) -> None:

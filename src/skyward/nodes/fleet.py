@@ -454,7 +454,7 @@ class Fleet:
         else:
             self._joining.become_ready(node, expected)
 
-    # At every beat: the cost, tasks behind slow ones, nodes that did not start, scaling.
+    # At every beat: the cost, tasks behind slow ones or streams, failed nodes, scaling.
 
     def _at_beat(self, number: int) -> None:
         if self._events.listened and number % BEATS_BETWEEN_COSTS == 0:
@@ -463,6 +463,8 @@ class Fleet:
         self._membership.retry_failed()
         count, coming = len(self.nodes), len(self._roster.coming)
         self._scaler.look(count, coming=coming, slots=self.capacity.slots_of_a_node())
+        may_grow = self._scaler.may_grow(count) or not all(node.joined for node in self.nodes)
+        self._dispatcher.held.look(slots=self.capacity.slots(), may_grow=may_grow)
 
     def _tell_cost(self) -> None:
         cost, hourly = self.ledger.cost, self.ledger.hourly_cost

@@ -57,6 +57,10 @@ class Scaler:
             return count
         return min(count, max(self._nodes.floor, count - 1))
 
+    def may_grow(self, count: int) -> bool:
+        """Whether a pool with so many nodes gets more while tasks wait."""
+        return self._nodes.elastic and count < self._nodes.ceiling
+
     def look(self, count: int, *, coming: int, slots: int) -> None:
         """Grow or shrink if necessary; called at every beat with the numbers of nodes.
 

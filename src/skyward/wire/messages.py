@@ -272,7 +272,10 @@ class Recalled(Message):
 
 
 class Credit(Message):
-    """Permission to send `count` more items of a stream; -1 closes the stream."""
+    """Permission to send `count` more items of a stream; -1 closes the stream.
+
+    From an executor, about its own output: it has used `count` permissions, and waits for more.
+    """
 
     KIND = 22
     task: int

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyward import context
 from skyward.objects import encoding, references, tensors
-from skyward.wire.messages import POST_MORTEM, End, Item, Message, Missing, Result
+from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result
 from skyward.worker import failures, jobs, staying, tracing
 from skyward.worker.client import ClientConnection
 from skyward.worker.debugging import Debuggers
@@ -135,7 +135,9 @@ class JobRunner:
         return client.lay_out(staying.encode(job, value, what, send, self._hurry))
 
     def _stream(self, job: Job, client: ClientConnection, generator: Any) -> None:
-        output = job.output = OutputStream(self._hurry)
+        output = job.output = OutputStream(
+            self._hurry, lambda permitted: client.send(Credit(job.run.task, -1, permitted))
+        )
         if job.cancelled:
             output.close()
         client.send(Result(job.run.task, 0.0, None))

@@ -12,6 +12,8 @@ from skyward.wire.messages import Credit
 
 WINDOW = 16
 """How many items a sender may be ahead of its receiver."""
+HELD_SECONDS = 1.0
+"""After so long without permission to send an item, the client is told that the worker waits."""
 
 
 class InputStream:
@@ -55,9 +57,11 @@ class InputStream:
 class OutputStream:
     """The client's permission to send items of a task's own iterator."""
 
-    def __init__(self, hurry: Callable[[], None]) -> None:
-        self._hurry = hurry
+    def __init__(self, hurry: Callable[[], None], wait: Callable[[int], None]) -> None:
+        """`wait` tells the client that this many items were permitted and sent, and one waits."""
+        self._hurry, self._wait = hurry, wait
         self._credit = 0
+        self._permitted = 0
         self._closed = False
         # Not a lock: an interrupt raised in a thread could leave a lock taken.
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -79,6 +83,15 @@ class OutputStream:
         while not self._credit and not self._closed:
             if self._granted.empty():
                 self._hurry()
-            self._credit += self._granted.get()
+            granted = self._next_grant()
+            self._credit += granted
+            self._permitted += granted
         self._credit -= 1
         return not self._closed
+
+    def _next_grant(self) -> int:
+        try:
+            return self._granted.get(timeout=HELD_SECONDS)
+        except queue.Empty:
+            self._wait(self._permitted)
+            return self._granted.get()
