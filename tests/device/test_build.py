@@ -10,14 +10,20 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from skyward.device import build, compiling
+from skyward.events import EventStream
+from skyward.nodes.devices import DeviceDesk
+from skyward.wire.messages import CloseDevice, Message, OpenDevice
 
 from ..conftest import Eventually, has_compiler
 
@@ -75,6 +81,10 @@ class Workshop:
     def objects(self) -> list[Path]:
         return list(self.cache.glob("objects/*.o"))
 
+    def left_behind(self) -> list[Path]:
+        """The folders of compilers that run, or that were killed."""
+        return list(self.cache.glob("objects/sky-*"))
+
     def hang(self, value: bool) -> None:
         if value:
             self._hang.touch()
@@ -103,16 +113,75 @@ def test_a_killed_compile_goes_on_where_it_was(workshop: Workshop, eventually: E
         # All but the unit that stands still; the process then dies at once and cleans up nothing.
         eventually(lambda: len(workshop.objects()) == 3, 60)
         process.kill()
-    workshop.hang(False)
     kept = {path: path.stat().st_mtime_ns for path in workshop.objects()}
     assert workshop.compiled() == EVERY_SOURCE
+    assert workshop.left_behind()
 
+    # What runs now is not taken for what was killed.
+    with workshop.start() as process:
+        eventually(lambda: len(workshop.left_behind()) == 1, 60)
+        (running,) = workshop.left_behind()
+        build.library("worker")
+        assert workshop.left_behind() == [running]
+        workshop.hang(False)
+    assert process.returncode == 0
     for path in build.libraries():
         assert ctypes.CDLL(str(path)).a() == 1
+    assert not workshop.left_behind()
     again = workshop.compiled()
     assert "client/a.cpp" in again
     assert len(again) == 2, "only the unit that was not finished"
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_compile_that_is_ended_leaves_neither_files_nor_compilers(
+    workshop: Workshop, eventually: Eventually, number: signal.Signals
+) -> None:
+    workshop.hang(True)
+    with workshop.start() as process:
+        eventually(lambda: len(workshop.objects()) == 3, 60)
+        compilers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: -signal.SIGINT}[number]
+    assert compilers
+    assert not [each for each in compilers if each.is_running()]
+    assert not workshop.left_behind()
+
+
+def test_a_compile_shows_what_it_does_and_for_how_long(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "TICK_SECONDS", 0.01)
+    told: list[tuple[str, bool]] = []
+    build.library("worker", lambda text, transient: told.append((text, transient)))
+    what = "the torch device's worker core"
+    first, *states, last = told
+    assert first == (
+        f"compiling {what}, once for this torch (most often less than a minute)",
+        False,
+    )
+    assert set(states) == {(f"compiling {what}, once for this torch: 0 s", True)}
+    assert last == (f"compiled {what} in 0 s", False)
+
+
+def test_who_waits_for_another_process_that_compiles_says_so(
+    workshop: Workshop, eventually: Eventually
+) -> None:
+    workshop.hang(True)
+    with workshop.start():
+        eventually(lambda: len(workshop.objects()) == 3, 60)
+        told: list[tuple[str, bool]] = []
+
+        def show(text: str, transient: bool) -> None:
+            told.append((text, transient))
+            if len(told) == 1:
+                workshop.hang(False)
+
+        build.library("client", show)
+    assert told[0][0].startswith("waiting for another process that compiles the torch device's cli")
+    assert told[-1][0].startswith("waited ")
+    assert [transient for _, transient in (told[0], told[-1])] == [False, False]
 
 
 def test_what_changed_is_compiled_again_and_nothing_else(workshop: Workshop) -> None:
@@ -179,6 +248,23 @@ def test_the_cache_keeps_what_was_used_last(workshop: Workshop) -> None:
     assert {client, worker, newer} <= cores
     assert len(cores) == len(workshop.objects()) == build.KEPT
     assert not crumbs.exists()
+
+
+def test_client_and_node_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Message] = []
+
+    def compiles(part: str, show: build.Show) -> Path:
+        assert told == [OpenDevice(1, "cpu")], "the node has begun before"
+        raise build.CompilerError("on purpose")
+
+    monkeypatch.setattr(build, "library", compiles)
+    nothing: Any = pytest.fail
+    desk = DeviceDesk(
+        lambda node, message: told.append(message), nothing, nothing, EventStream(), nothing
+    )
+    with pytest.raises(build.CompilerError, match="on purpose"):
+        desk.get(0, "cpu")
+    assert told[1:] == [CloseDevice(1)], "a process that nobody will use ends"
 
 
 def test_units_weigh_about_the_same() -> None:

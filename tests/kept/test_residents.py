@@ -120,7 +120,7 @@ def test_leaving_waits_for_the_last_operations_and_raises_what_failed(bench: str
 def test_leaving_waits_for_every_device_also_if_one_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = DeviceDesk(*[pytest.fail] * 3, EventStream("desk"))
+    desk = DeviceDesk(*[pytest.fail] * 3, EventStream("desk"), pytest.fail)
     released, ended = threading.Event(), []
 
     def synchronize(index: int) -> None:

@@ -111,7 +111,8 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     told: queue.SimpleQueue[Message] = queue.SimpleQueue()
     devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), Residents())
     devices.open(OpenDevice(1, "cpu"))
-    up = told.get(timeout=120)
+    while isinstance(up := told.get(timeout=120), Written):
+        pass  # its core is compiled
     assert isinstance(up, DeviceUp)
 
     os.kill(up.pid, REAL_TIME)
@@ -119,6 +120,30 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     reason = f"its process was killed by signal {int(REAL_TIME)}"
     assert told.get(timeout=60) == DeviceDown(1, reason)
     devices.close_all()
+
+
+def test_the_client_hears_that_a_device_compiles_and_why_it_could_not(
+    config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path / "cache"))
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\n[ $# = 1 ] && exit\necho 'error: on purpose' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), Residents())
+    devices.open(OpenDevice(1, "cpu"))
+    shown: list[Message] = []
+    while isinstance(down := told.get(timeout=120), Written):
+        shown.append(down)
+    devices.close_all()
+    what = "the torch device's worker core"
+    begun = f"compiling {what}, once for this torch (most often less than a minute)\n"
+    assert shown[0] == Written(0, "stderr", begun, False)
+    failed = f"{what} was not compiled: CompilerError\n"
+    assert shown[-1] == Written(0, "stderr", failed, False)
+    assert isinstance(down, DeviceDown)
+    assert "error: on purpose" in down.reason
 
 
 def test_executors_start_a_few_at_a_time(

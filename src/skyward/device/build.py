@@ -9,10 +9,13 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import platformdirs
 
@@ -38,31 +41,87 @@ KEPT = 16
 """How many cores, and how many objects, stay in the cache: for other versions of torch, of the
 sources and of the compiler. All of them take less than 50 MB."""
 STALE_SECONDS = 3600
-"""What a killed compiler leaves behind is removed after this time."""
+"""What an older version's killed compiler has left is removed after this time."""
+POLL_SECONDS = 0.2
+"""How often a process looks whether another one has compiled."""
+
+Show = Callable[[str, bool], None]
+"""Shows a line, or, if the second value is true, a state that the next one replaces."""
 
 
-def library(part: str) -> Path:
+def library(part: str, show: Show | None = None) -> Path:
     """The "client" or "worker" core for this torch: from the wheel, from the cache, or made now."""
-    return libraries([part])[0]
+    return libraries([part], show)[0]
 
 
-def libraries(parts: Sequence[str] = PARTS) -> list[Path]:
-    """The cores of some parts; those that have to be made are made side by side."""
+def libraries(parts: Sequence[str] = PARTS, show: Show | None = None) -> list[Path]:
+    """The cores of some parts; those that have to be made are made side by side.
+
+    `show` shows that they are made; without it, this process's terminal or log does.
+    """
     found = {part: _place(part) for part in parts}
     missing = {part: path for part, path in found.items() if not path.exists()}
     if missing:
         cache().mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as locks:
+        with contextlib.ExitStack() as held:
+            if show is None:
+                # Imported here: a device process starts sooner without it.
+                from skyward.console import console_for
+
+                console = console_for(None, several_workers=False)
+                held.callback(console.close, "")
+                show = console.here
             # One process compiles, the others wait for it.
             for part in sorted(missing):
-                lock = locks.enter_context(open(cache() / f"{part}.lock", "w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock = held.enter_context(open(cache() / f"{part}.lock", "w"))
+                _take(lock, part, show)
             still_missing = {part: path for part, path in missing.items() if not path.exists()}
             if still_missing:
-                _compile(still_missing)
+                with _ended_by_sigterm():
+                    _compile(still_missing, show)
     for path in found.values():
         _note_use(path)
     return list(found.values())
+
+
+def _take(lock: TextIO, part: str, show: Show) -> None:
+    """Take the lock of a core; says so if another process has it."""
+    started = time.monotonic()
+    words = f"for another process that compiles the torch device's {part} core"
+    waits = False
+    while True:
+        waited = f"{time.monotonic() - started:.0f} s"
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            show(f"waiting {words}: {waited}", waits)
+            waits = True
+            time.sleep(POLL_SECONDS)
+            continue
+        if waits:
+            show(f"waited {waited} {words}", False)
+        return
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let a SIGTERM raise `SystemExit`, unless the program does something with it.
+
+    The compilers then end, and their files go.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _note_use(path: Path) -> None:
@@ -180,27 +239,33 @@ def _compiler() -> Compiler:
     )
 
 
-def _compile(targets: dict[str, Path]) -> None:
+def _compile(targets: dict[str, Path], show: Show) -> None:
+    """Make these cores; with their locks."""
     compiler = _compiler()
     started = time.monotonic()
     what = " and ".join(targets) + (" cores" if len(targets) > 1 else " core")
-    print(
-        f"skyward: compiling the torch device's {what}, once for this torch (about half a minute)",
-        file=sys.stderr,
-        flush=True,
-    )
+    words = f"compiling the torch device's {what}, once for this torch"
+    show(f"{words} (most often less than a minute)", False)
+
+    def tick() -> None:
+        show(f"{words}: {time.monotonic() - started:.0f} s", True)
+
     objects = cache() / "objects"
-    compiling.make(targets, compiler, objects)
+    for part in targets:
+        # Who made them has been killed: else it would have the lock.
+        for left in objects.glob(f"sky-{part}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        compiling.make(targets, compiler, objects, tick)
+    except BaseException as problem:
+        show(f"the torch device's {what} was not compiled: {type(problem).__name__}", False)
+        raise
     _remove_old()
-    print(
-        f"skyward: compiled in {time.monotonic() - started:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    show(f"compiled the torch device's {what} in {time.monotonic() - started:.0f} s", False)
 
 
 def _remove_old() -> None:
-    """Leave the cores and objects used last, and nothing of compilers that were killed."""
+    """Leave the cores and objects used last."""
     folder, now = cache(), time.time()
     for kind in (folder.glob("*.so"), folder.glob("objects/*.o")):
         for path in sorted(kind, key=_used, reverse=True)[KEPT:]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from skyward import kernel
 from skyward.errors import SkywardError
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -29,7 +31,7 @@ FLAGS = (
 OPTIMIZATION = {"client": "-O1", "worker": "-O2"}
 """The client's core has three quarters of the code. With -O2 it takes 41 s instead of 31 s to
 compile, and is no faster beyond the noise: its time goes to PyTorch's own dispatcher."""
-UNITS = 2 if (os.cpu_count() or 1) >= 4 else 1
+UNITS = 2 if kernel.processors() >= 4 else 1
 """Into how many units the sources of a core are joined before they are compiled.
 
 Nearly all of a compiler's time goes to torch's headers: the sources of the client one by one take
@@ -38,6 +40,10 @@ take 37 s. Two units for each take 26 s of processor time more: 51 s on two proc
 instead of 38 s on sixteen. A precompiled header would save 9 s, but writes 320 MB, and a second
 processor has nothing to do meanwhile.
 """
+TICK_SECONDS = 1.0
+"""How often somebody who waits for a compiler hears of it."""
+END_SECONDS = 0.05
+"""How often compilers that are to end are looked for."""
 
 
 class CompilerError(SkywardError):
@@ -123,29 +129,55 @@ def units_of(part: str) -> list[Unit]:
     return [Unit(part, tuple(sorted(share))) for share in shares if share]
 
 
-def compile_units(units: Sequence[Unit], compiler: Compiler, objects: Path) -> dict[Unit, Path]:
-    """The objects of some units, in a folder where they stay; those that are there are used."""
+def compile_units(
+    units: Sequence[Unit], compiler: Compiler, objects: Path, tick: Callable[[], None] | None = None
+) -> dict[Unit, Path]:
+    """The objects of some units, in a folder where they stay; those that are there are used.
+
+    `tick` is called about every second meanwhile.
+    """
     objects.mkdir(parents=True, exist_ok=True)
     made = {unit: objects / f"{unit.part}-{unit.digest(compiler)}.o" for unit in units}
     # The longest first: a long one at the end would leave processors idle.
     missing = [unit for unit in units if not made[unit].exists()]
     missing.sort(key=lambda unit: -unit.weight)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        compiled = [workers.submit(_compile, unit, compiler, made[unit]) for unit in missing]
+    running: set[subprocess.Popen[str]] = set()
+    with ThreadPoolExecutor(kernel.processors()) as workers:
+        compiled = [
+            workers.submit(_compile, unit, compiler, made[unit], running) for unit in missing
+        ]
+        try:
+            while wait(compiled, TICK_SECONDS).not_done:
+                if tick is not None:
+                    tick()
+        except BaseException:
+            # Ctrl-C, or the end of the program: the compilers may have a minute to go.
+            for each in compiled:
+                each.cancel()
+            # In a loop: one may be about to start.
+            while wait(compiled, END_SECONDS).not_done:
+                for process in list(running):
+                    _end(process)
+            raise
         for each in compiled:
             each.result()
     return made
 
 
-def make(targets: Mapping[str, Path], compiler: Compiler, objects: Path) -> None:
-    """Compile and link the core of each part to its target.
+def make(
+    targets: Mapping[str, Path],
+    compiler: Compiler,
+    objects: Path,
+    tick: Callable[[], None] | None = None,
+) -> None:
+    """Compile and link the core of each part to its target; `tick` as for `compile_units`.
 
     Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
     """
-    made = compile_units([u for part in targets for u in units_of(part)], compiler, objects)
+    made = compile_units([u for part in targets for u in units_of(part)], compiler, objects, tick)
     linker = compiler.linker or compiler.command
     for part, target in targets.items():
-        with tempfile.TemporaryDirectory(prefix="sky-link-", dir=objects) as folder:
+        with tempfile.TemporaryDirectory(prefix=f"sky-{part}-", dir=objects) as folder:
             linked = Path(folder, target.name)
             its_objects = [str(path) for unit, path in made.items() if unit.part == part]
             run(*linker, "-shared", *its_objects, "-o", str(linked), *compiler.link)
@@ -157,28 +189,65 @@ def inspect(part: str, compiler: Compiler, flags: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(prefix="sky-check-") as folder:
         for number, unit in enumerate(units_of(part)):
             Path(folder, f"{number}.cpp").write_text(unit.text(compiler))
-        with ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        with ThreadPoolExecutor(kernel.processors()) as workers:
             command = (*compiler.command, *flags, "-isystem", str(compiler.include))
             read = [workers.submit(run, *command, str(p)) for p in Path(folder).iterdir()]
             for each in read:
                 each.result()
 
 
-def run(*command: str, folder: str | None = None) -> str:
-    """Run a compiler; returns what it printed, and raises what it complained about."""
+def run(
+    *command: str,
+    folder: str | None = None,
+    temporary: str | None = None,
+    running: set[subprocess.Popen[str]] | None = None,
+) -> str:
+    """Run a compiler in a folder; returns what it printed, and raises what it complained about.
+
+    A compiler that is killed leaves its temporary files in `temporary`. The process is in `running`
+    while it runs.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=None if temporary is None else {**os.environ, "TMPDIR": temporary},
+        )
     except OSError as problem:
         raise CompilerError(
             f"the compiler {command[0]!r} does not start: {problem}; name another one with CXX"
         ) from problem
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line][:20]
+    started = set() if running is None else running
+    started.add(process)
+    try:
+        printed, complaints = process.communicate()
+    except BaseException:
+        _end(process)
+        raise
+    finally:
+        started.discard(process)
+    if process.returncode:
+        errors = [line for line in complaints.splitlines() if "error" in line][:20]
         raise CompilerError(
             f"compiling the torch device's core failed:\n{' '.join(command)}\n"
-            + "\n".join(errors or done.stderr.splitlines()[-20:])
+            + "\n".join(errors or complaints.splitlines()[-20:])
         )
-    return done.stdout
+    return printed
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a compiler with the programs that it has started, which do the work."""
+    import psutil  # takes 20 ms, and is rarely needed
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.kill()
 
 
 def _weight(source: Path) -> int:
@@ -188,8 +257,10 @@ def _weight(source: Path) -> int:
     return len(text) + 300 * text.count("#include <ATen/") + 1000 * text.count('.impl("')
 
 
-def _compile(unit: Unit, compiler: Compiler, target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="sky-unit-", dir=target.parent) as folder:
+def _compile(
+    unit: Unit, compiler: Compiler, target: Path, running: set[subprocess.Popen[str]]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix=f"sky-{unit.part}-", dir=target.parent) as folder:
         source, made = Path(folder, "unit.cpp"), Path(folder, "unit.o")
         source.write_text(unit.text(compiler))
         run(
@@ -204,5 +275,7 @@ def _compile(unit: Unit, compiler: Compiler, target: Path) -> None:
             str(source),
             "-o",
             str(made),
+            temporary=folder,
+            running=running,
         )
         os.replace(made, target)

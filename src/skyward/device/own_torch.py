@@ -60,7 +60,8 @@ class _About(ctypes.Structure):
 class OwnTorch:
     """The core with the torch that it calls, for one device of this machine."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, show: build.Show) -> None:
+        """`show` shows that the core is compiled, if it is."""
         self._programs: graphs.Programs | None = None
         # The core keeps only their addresses.
         self._import = Import(self._import_apart)
@@ -68,7 +69,7 @@ class OwnTorch:
         if not self._load_libraries(kind):
             with _uncollected():
                 self.kind = choose(kind)
-            self.core = ctypes.CDLL(str(build.library("worker")))
+            self.core = ctypes.CDLL(str(build.library("worker", show)))
             self.properties = properties.read(self.kind)
             self._programs = graphs.install(self.kind)
         self.core.sky_worker_import_operator(self._import_operator)

@@ -15,6 +15,9 @@ from skyward.wire.identity import Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 
+ARRIVAL_SECONDS = 300.0
+"""How long a client may take to connect: it may compile its own core meanwhile."""
+
 
 class NobodyCameError(Exception):
     """The client did not connect, or left before it had connected."""
@@ -79,12 +82,11 @@ class Visit:
         return ops, bulk
 
     def _next(self, role: str) -> Channel:
+        patience = max(self._patience, ARRIVAL_SECONDS)
         try:
-            channel = self._arrived[role].get(timeout=None if self.on_one_host else self._patience)
+            channel = self._arrived[role].get(timeout=None if self.on_one_host else patience)
         except queue.Empty:
-            raise NobodyCameError(
-                f"the client did not connect within {self._patience:g} s"
-            ) from None
+            raise NobodyCameError(f"the client did not connect within {patience:g} s") from None
         if channel is None:
             raise NobodyCameError("the client left before it had connected")
         return channel

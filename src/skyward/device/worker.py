@@ -28,10 +28,16 @@ def main() -> None:
     lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
     limits.raise_descriptors()
     sys.path[:] = config.search_path
+
+    def announce(said: dict[str, object]) -> None:
+        os.write(config.status, msgspec.json.encode(said) + b"\n")
+
     try:
-        torch = OwnTorch(config.kind)
+        torch = OwnTorch(
+            config.kind, lambda text, transient: announce({"shows": text, "transient": transient})
+        )
     except Exception as problem:
-        os.write(config.status, msgspec.json.encode({"problem": str(problem)}) + b"\n")
+        announce({"problem": str(problem)})
         return
     credentials = Credentials(*config.credentials) if config.credentials else None
     peers = Peers(torch.core, credentials)
@@ -43,8 +49,7 @@ def main() -> None:
         return visit
 
     visit = visited_at(config.where)
-    announcement = {"endpoint": visit.endpoint, "kind": torch.kind, "properties": torch.properties}
-    os.write(config.status, msgspec.json.encode(announcement) + b"\n")
+    announce({"endpoint": visit.endpoint, "kind": torch.kind, "properties": torch.properties})
     os.close(config.status)
     while True:
         why = _serve(visit, torch, peers, line)

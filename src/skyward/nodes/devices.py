@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from skyward.device import processors
+from skyward.device import build, processors
 from skyward.device.library import DeviceError
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, SkywardError
@@ -36,10 +36,14 @@ class DeviceDesk:
         connect: Callable[[int, str, str], Channel],
         locate: Callable[[int, str], Whereabouts],
         events: EventStream,
+        show: build.Show,
     ) -> None:
-        """`locate` says where others find a process of a node, by its endpoints."""
+        """`locate` says where others find a process of a node, by its endpoints.
+
+        `show` shows that the client's core is compiled, if it is.
+        """
         self._tell, self._connect, self._locate = tell, connect, locate
-        self._events = events
+        self._events, self._show = events, show
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
@@ -167,12 +171,20 @@ class DeviceDesk:
         from skyward.device.core import core
 
         self._lost_as(node, {kind}, back=back)
-        core()  # compiles the client's core: if that fails, no process has been started
         number = next(self._numbers)
         answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
         self._waiting[number] = (node, answers)
         try:
+            # First: the process may have to compile its core, as this one has, on another machine
+            # or another processor.
             self._tell(node, OpenDevice(number, kind, pid))
+            try:
+                build.library("client", self._show)
+                core()
+            except BaseException:
+                with contextlib.suppress(SkywardError):
+                    self._tell(node, CloseDevice(number))
+                raise
             answer = answers.get(timeout=START_SECONDS)
         except queue.Empty:
             raise SkywardError(

@@ -172,7 +172,7 @@ class Fleet:
         )
         self._authority = authority
         self.devices = PoolDevices(
-            pool_id, spec, self._roster, authority, self._credentials, events
+            pool_id, spec, self._roster, authority, self._credentials, events, console
         )
         """The torch devices of the nodes."""
         self._usage = UsageDesk(self._ask_node)

@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from skyward.console import Console
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError
@@ -36,10 +37,11 @@ class PoolDevices:
         authority: Authority | None,
         credentials: Credentials | None,
         events: EventStream,
+        console: Console,
     ) -> None:
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._authority, self._credentials = authority, credentials
-        self.desk = DeviceDesk(self._tell_node, self._connect, self._locate, events)
+        self.desk = DeviceDesk(self._tell_node, self._connect, self._locate, events, console.here)
         """The open devices."""
 
     def get(self, node: int, kind: str) -> int:

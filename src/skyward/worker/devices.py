@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.wire.messages import DeviceDown, DeviceUp, Message, OpenDevice, Written
 from skyward.worker.config import AgentConfig, DeviceConfig
 from skyward.worker.process import ChildProcess, ending
 from skyward.worker.residents import DeviceChild, DeviceClient, DeviceLine, Residents
@@ -126,7 +126,7 @@ class DeviceProcesses:
     def _follow(self, child: DeviceChild) -> None:
         """Announce a device's process when it is ready, and report it when it ends."""
         process, first = child.process, child.owner
-        said = process.announcement() or {}
+        said = process.announcement(self._show) or {}
         if "endpoint" in said:
             child.real, child.properties = said["kind"], said["properties"]
             child.announced = True
@@ -145,6 +145,10 @@ class DeviceProcesses:
         if owner is not None:
             owner.gone(owner.number)
             owner.tell(DeviceDown(owner.number, reason))
+
+    def _show(self, text: str, transient: bool) -> None:
+        """Have the client show what a process does before it serves."""
+        self._tell(Written(0, "stderr", text if transient else text + "\n", transient))
 
     def close(self, number: int) -> None:
         """End one device for the client: its process ends too, unless it holds values."""

@@ -79,11 +79,20 @@ class ChildProcess:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def announcement(self) -> dict[str, Any] | None:
-        """Wait for the line that the process announces itself with; None if it ends without one."""
+    def announcement(
+        self, show: Callable[[str, bool], None] | None = None
+    ) -> dict[str, Any] | None:
+        """Wait for the line that the process announces itself with; None if it ends without one.
+
+        Before, the process may show what it does: lines, and states that the next one replaces.
+        """
         with os.fdopen(self._status, "rb") as lines:
-            line = lines.readline()
-        return msgspec.json.decode(line, type=dict[str, Any]) if line else None
+            for line in lines:
+                said = msgspec.json.decode(line, type=dict[str, Any])
+                if show is None or "shows" not in said:
+                    return said
+                show(said["shows"], said["transient"])
+        return None
 
     def wait(self, seconds: float | None = None) -> int:
         """Wait for the end of the process; `subprocess.TimeoutExpired` if it takes longer."""
