@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import inspect
+import io
 import itertools
 import math
 import operator
@@ -116,7 +117,7 @@ def test_a_call_survives_pickling(compute):
 def test_a_call_of_a_nested_function_survives_pickling(compute):
     offset = 40
 
-    @sky.function(timeout=30, retries=2, name="shift")
+    @sky.function(timeout=30, retries=2, name="shift", fail_fast=True)
     def nested(x):
         return x + offset
 
@@ -124,7 +125,7 @@ def test_a_call_of_a_nested_function_survives_pickling(compute):
 
     assert again >> compute == 42
     assert (again.function.timeout, again.function.retries) == (30, 2)
-    assert again.function.name == "shift"
+    assert (again.function.name, again.function.fail_fast) == ("shift", True)
 
 
 def test_a_function_takes_its_options_with_or_without_a_decorator():
@@ -201,6 +202,7 @@ def test_a_function_can_be_given_another_name(compute):
         ({"timeout": -1}, "timeout=-1"),
         ({"retries": -1}, "retries=-1"),
         ({"retries": 1.5}, "retries=1.5"),
+        ({"fail_fast": "yes"}, r"fail_fast='yes'\): give True or False"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(options, message):
@@ -438,6 +440,51 @@ def test_one_failure_in_a_broadcast_raises_with_every_outcome(compute):
     assert (bad.node, bad.ok) == (1, False)
     assert isinstance(bad.error, ValueError)
     assert caught.value.exceptions == (bad.error,)
+    assert "rank 1 (node 1) failed first: ValueError: not the head" in str(caught.value)
+
+
+def _rank_1_fails(folder):
+    if sky.instance_info().node == 1:
+        wait_for(folder / "begun")
+        raise ValueError("on purpose")
+    (folder / "begun").touch()
+    wait_for(folder / "gate")
+    return "through the gate"
+
+
+@pytest.mark.parametrize("asked", ["of the broadcast", "of the function"])
+def test_fail_fast_cancels_the_other_workers_of_a_broadcast(compute, tmp_path, asked):
+    decorated = sky.function(fail_fast=asked == "of the function")(_rank_1_fails)
+
+    with pytest.raises(sky.BroadcastError) as caught:
+        if asked == "of the function":
+            decorated(tmp_path) @ compute
+        else:
+            compute.broadcast(decorated(tmp_path), fail_fast=True)
+
+    first, cancelled = caught.value.exceptions
+    assert isinstance(first, ValueError)
+    assert isinstance(cancelled, sky.TaskCancelledError)
+    assert f"cancelled: rank 0 at {cancelled.place}" in str(caught.value)
+    assert cancelled.place
+
+
+def test_without_fail_fast_the_console_says_at_once_who_failed_and_who_is_waited_for(
+    compute, tmp_path, monkeypatch
+):
+    told = "rank 1 (node 1) failed: ValueError: on purpose; waiting for rank 0\n"
+
+    class Watched(io.StringIO):
+        def write(self, text):
+            if told in text:
+                (tmp_path / "gate").touch()
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Watched())
+    with pytest.raises(sky.BroadcastError) as caught:
+        sky.function(_rank_1_fails)(tmp_path) @ compute
+
+    assert [outcome.value for outcome in caught.value.outcomes] == ["through the gate", None]
 
 
 # Different calls.

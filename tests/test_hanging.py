@@ -11,7 +11,7 @@ import pytest
 
 import skyward as sky
 from skyward.calls.standing import Standing
-from skyward.compute.hanging import timeouts_told
+from skyward.compute.hanging import failures_told
 from skyward.errors import Outcome
 from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack
 from skyward.nodes.standings import standing_of
@@ -82,22 +82,32 @@ def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(
 
 
 def test_ranks_are_told_in_ranges() -> None:
-    def late(place: str, collective: str = "") -> sky.TaskTimeoutError:
-        error = sky.TaskTimeoutError("late")
+    def at(kind: type[sky.TaskError], place: str, collective: str = "") -> sky.TaskError:
+        error = kind("told")
         error.place, error.collective = place, collective
         return error
 
-    errors = [late("a.py:1 in f", "all_reduce")] * 3 + [late("b.py:2 in g"), late(""), ValueError()]
+    late, ended = sky.TaskTimeoutError, sky.TaskCancelledError
+    errors: list[Exception] = [at(late, "a.py:1 in f", "all_reduce")] * 3
+    errors += [at(late, "b.py:2 in g"), at(late, ""), ValueError()]
     outcomes = [Outcome(node, 0, error=error) for node, error in enumerate(errors)]
-    assert timeouts_told([*outcomes, Outcome(6, 0, 1)]).splitlines() == [
+    assert failures_told([*outcomes, Outcome(6, 0, 1)], 0).splitlines() == [
         ":",
         "  rank 3 (node 3) did not answer in time: it was at b.py:2 in g",
         "  rank 4 (node 4) did not answer in time: where it was is not known",
         "  ranks 0-2 waited in the collective all_reduce, at a.py:1 in f",
         "  rank 6 returned",
-        "  rank 5 raised",
+        "  rank 5 failed, too",
     ]
-    assert timeouts_told([Outcome(0, 0, error=ValueError())]) == ""
+    errors = [at(ended, "a.py:1 in f", "recv")] * 2 + [ValueError("x"), at(ended, "")]
+    outcomes = [Outcome(node, 0, error=error) for node, error in enumerate(errors)]
+    assert failures_told(outcomes, 2).splitlines() == [
+        ":",
+        "  rank 2 (node 2) failed first: ValueError: x",
+        "  cancelled: ranks 0-1 waited in the collective recv, at a.py:1 in f",
+        "  cancelled: rank 3, where is not known",
+    ]
+    assert failures_told([Outcome(0, 0, error=ValueError())], 0) == ""
 
 
 def test_a_task_that_has_not_begun_or_whose_node_is_silent_is_told_so() -> None:

@@ -400,15 +400,19 @@ class TestOptions:
             idle_timeout=300.0,
             orphan_timeout=60.0,
             retries=0,
+            fail_grace=3.0,
         )
 
-    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "orphan_timeout"])
+    def test_a_broadcast_may_wait_for_all_ranks_of_a_group(self):
+        assert Options(fail_grace=None).fail_grace is None
+
+    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "fail_grace"])
     def test_whole_seconds_are_seconds(self, name):
         seconds = getattr(Options(**{name: 30}), name)
         assert seconds == 30.0
         assert type(seconds) is float
 
-    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "orphan_timeout"])
+    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "fail_grace"])
     @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
     def test_a_timeout_that_never_or_always_passes_is_refused(self, name, value):
         with refused(rf"Options\({name}={value}\): {name} must be a positive, finite number"):
@@ -421,7 +425,7 @@ class TestOptions:
             Options(**{name: value})
 
     @pytest.mark.parametrize("name", ["idle_timeout", "orphan_timeout"])
-    def test_only_the_default_timeout_may_be_none(self, name):
+    def test_other_timeouts_cannot_be_none(self, name):
         with refused(f"{name} must be a number of seconds, not None"):
             Options(**{name: None})
 

@@ -108,14 +108,14 @@ class ProtocolError(SkywardError, ConnectionError):
 class TaskError(SkywardError):
     """A task has no result, though its function did not raise an exception."""
 
-
-class TaskTimeoutError(TaskError, TimeoutError):
-    """A task ran longer than its `timeout`; the remote work was cancelled."""
-
     place: str = ""
     """The line of the user's code that the task was at; empty if that is not known."""
     collective: str = ""
     """The collective operation that the task waited in, such as "all_reduce"."""
+
+
+class TaskTimeoutError(TaskError, TimeoutError):
+    """A task ran longer than its `timeout`; the remote work was cancelled."""
 
 
 class TaskCancelledError(TaskError):
@@ -171,7 +171,10 @@ class Outcome:
 
 
 class BroadcastError(SkywardError, ExceptionGroup[Exception]):
-    """At least one worker of a broadcast failed; `outcomes` holds every worker's result."""
+    """At least one worker of a broadcast failed; `outcomes` holds every worker's result.
+
+    The first of `exceptions` is the failure that came first, and the message names its rank.
+    """
 
     outcomes: tuple[Outcome, ...]
 

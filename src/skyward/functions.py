@@ -114,6 +114,7 @@ class Function(Generic[P, T]):
         timeout: float | None = None,
         retries: int = 0,
         name: str | None = None,
+        fail_fast: bool = False,
         stays: Any = None,
     ) -> None:
         """`stays` is the device that the tensors of results stay on, as `remote` takes it."""
@@ -131,9 +132,12 @@ class Function(Generic[P, T]):
             )
         if name is not None and not isinstance(name, str):
             raise ConfigurationError(f"function(name={name!r}): give a name, as a string")
+        if not isinstance(fail_fast, bool):
+            raise ConfigurationError(f"function(fail_fast={fail_fast!r}): give True or False")
         self.body = body
         self.timeout = timeout
         self.retries = retries
+        self.fail_fast = fail_fast
         self.stays = stays
         self.name = name or getattr(body, "__qualname__", type(body).__name__)
         functools.update_wrapper(self, body, updated=())
@@ -163,9 +167,7 @@ class Function(Generic[P, T]):
         return self._changed(self.body, device)
 
     def _changed(self, body: Callable[P, T], stays: Any) -> Function[P, T]:
-        return Function(
-            body, timeout=self.timeout, retries=self.retries, name=self.name, stays=stays
-        )
+        return Function(body, **{**self._settings, "stays": stays})
 
     def with_timeout(self, seconds: float) -> Function[P, T]:
         """The same function with another timeout for its calls.
@@ -199,11 +201,16 @@ class Function(Generic[P, T]):
         if found is self:
             return str(name)
         body = cloudpickle.dumps(self.body)
-        return _unpickled, (body, self.timeout, self.retries, self.name, self.stays)
+        return _unpickled, (body, self._settings)
 
     def by_value(self) -> tuple[Any, ...]:
         """For Skyward's own pickles, which carry code that a worker cannot import."""
-        return _rebuild, (self.body, self.timeout, self.retries, self.name, self.stays)
+        return _rebuild, (self.body, self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        names = ("timeout", "retries", "name", "fail_fast", "stays")
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         return f"<sky.function {self.name}>"
@@ -253,16 +260,12 @@ class _Bound(functools.partial[Any]):
         return self.func.local(*self.args, *args, **kwargs)  # type: ignore[attr-defined]
 
 
-def _unpickled(
-    body: bytes, timeout: float | None, retries: int, name: str, stays: Any
-) -> Function[..., Any]:
-    return _rebuild(cloudpickle.loads(body), timeout, retries, name, stays)
+def _unpickled(body: bytes, settings: dict[str, Any]) -> Function[..., Any]:
+    return _rebuild(cloudpickle.loads(body), settings)
 
 
-def _rebuild(
-    body: Callable[..., Any], timeout: float | None, retries: int, name: str, stays: Any
-) -> Function[..., Any]:
-    return Function(body, timeout=timeout, retries=retries, name=name, stays=stays)
+def _rebuild(body: Callable[..., Any], settings: dict[str, Any]) -> Function[..., Any]:
+    return Function(body, **settings)
 
 
 def _is_time(seconds: object) -> bool:
@@ -411,10 +414,15 @@ def function(
     timeout: float | None = None,
     retries: int = 0,
     name: str | None = None,
+    fail_fast: bool = False,
 ) -> Function[P, T]: ...
 @overload
 def function(
-    *, timeout: float | None = None, retries: int = 0, name: str | None = None
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    name: str | None = None,
+    fail_fast: bool = False,
 ) -> Callable[[Callable[P, T]], Function[P, T]]: ...
 def function(
     body: Callable[..., Any] | None = None,
@@ -423,8 +431,11 @@ def function(
     timeout: float | None = None,
     retries: int = 0,
     name: str | None = None,
+    fail_fast: bool = False,
 ) -> Any:
     """Make calls of a function lazy, so that they can be sent to a `Compute`.
+
+    With `fail_fast`, a broadcast ends as soon as one worker has failed.
 
     >>> @sky.function
     ... def add(a: int, b: int) -> int:
@@ -433,15 +444,17 @@ def function(
     3
     """
     if body is None:
-        return lambda actual: Function(actual, timeout=timeout, retries=retries, name=name)
-    if timeout is None and not retries and name is None:
+        return lambda actual: Function(
+            actual, timeout=timeout, retries=retries, name=name, fail_fast=fail_fast
+        )
+    if timeout is None and not retries and name is None and not fail_fast:
         return as_function(body)
     if isinstance(body, Function) or getattr(type(body), "__sky_method__", False):
         raise ConfigurationError(
             f"function({_short(body)}, ...): it is a function of Skyward's already, with its own "
             "timeout, retries and name; give them where it is made, or use with_timeout"
         )
-    return Function(body, timeout=timeout, retries=retries, name=name)
+    return Function(body, timeout=timeout, retries=retries, name=name, fail_fast=fail_fast)
 
 
 def as_function(body: Callable[..., Any]) -> Function[..., Any]:

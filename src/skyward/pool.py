@@ -59,7 +59,7 @@ class Pool:
         self.spec = spec
         self.id = spec.id or uuid.uuid4().hex[:12]
         self._adoption = adoption
-        self._console = console
+        self.console = console
         self._loop = Loop()
         secret = encrypted(spec.provider)
         self._packer = Packer(encrypted=secret, relayed=secret and spec.options.cluster)
@@ -70,6 +70,8 @@ class Pool:
         self._fleet = Fleet(
             self.id, spec, self._loop, self._dispatcher, prospects, console, self.events, adoption
         )
+        self.group, self.timeouts = self._fleet.preparer, self._dispatcher.timeouts
+        """Has the workers form a process group; looks where tasks are."""
         self.has_folders = self._fleet.deliveries.follows
         """Whether the nodes have folders of this machine."""
         self._ids = itertools.count(1)
@@ -131,7 +133,7 @@ class Pool:
         self._expired = (
             f"the pool's time to live of {ttl:g} s is over; give Compute a larger ttl, or none"
         )
-        self._console.note(f"{self.spec.name}: its time to live of {ttl:g} s is over; it ends")
+        self.console.note(f"{self.spec.name}: its time to live of {ttl:g} s is over; it ends")
         threading.Thread(target=self.close, name="skyward-expiry", daemon=True).start()
 
     def keep(self) -> None:
@@ -206,7 +208,7 @@ class Pool:
         try:
             self.write_back(last=last)
         except Exception as problem:
-            self._console.note(f"{self.spec.name}: not everything was written back: {problem}")
+            self.console.note(f"{self.spec.name}: not everything was written back: {problem}")
 
     def _end_threads(self) -> None:
         self._loop.stop()
@@ -290,7 +292,7 @@ class Pool:
             retries=function.retries or options.retries,
             staying=staying,
             trace=tracing.begin(function.name, number, self.spec.name),
-            cell=self._console.cell(),
+            cell=self.console.cell(),
             debugged=debug_mode(),
         )
 
@@ -348,9 +350,9 @@ class Pool:
         """Submit tasks together: no other task comes between them on any worker."""
         self._dispatcher.submit_all(tasks)
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: Task, problem: BaseException | None = None) -> None:
         """Give a task up: the caller stops waiting at once, and the remote work is stopped."""
-        self._dispatcher.cancel(task)
+        self._dispatcher.cancel(task, problem)
 
     def after(self, task: Task, action: Callable[[], None]) -> None:
         """Run an action when the task is done, not on the loop's thread; call before `submit`."""
@@ -461,7 +463,7 @@ class Pool:
 
     def write_back(self, *, last: bool = False) -> Synced:
         """Write what functions have written into volumes to where the volumes come from."""
-        return self._fleet.deliveries.write_back(self._with_files(), self._console.note, last=last)
+        return self._fleet.deliveries.write_back(self._with_files(), self.console.note, last=last)
 
     def before_calls(self) -> None:
         """Send what has changed, if the user wants that before every call."""

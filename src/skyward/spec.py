@@ -253,6 +253,8 @@ class Options:
     With `cluster=False`, workers have no connection to each other: they know no peers, and pass no
     data on. `idle_timeout` is how long the pool keeps a node without tasks. `orphan_timeout` is how
     long a node lives on without its client, and so how long an outage of the network may last.
+    `fail_grace` is how long the other ranks of a process group go on after one of them has failed;
+    with None, a broadcast waits for all of them.
     `console=None` shows progress in the way that the terminal allows. `log` is a file to which
     every event is written as a line of JSON, or "-" for stderr; without it, `SKYWARD_LOG` says so.
     `tensorboard` is a folder in which TensorBoard finds what `sky.log` takes.
@@ -269,6 +271,7 @@ class Options:
     retries: int = 0
     log: str | None = None
     tensorboard: str | None = None
+    fail_grace: float | None = 3.0
 
     def __post_init__(self) -> None:
         checks.store(
@@ -289,6 +292,11 @@ class Options:
             idle_timeout=checks.seconds(self, "idle_timeout", self.idle_timeout),
             orphan_timeout=checks.seconds(self, "orphan_timeout", self.orphan_timeout),
             retries=checks.whole(self, "retries", self.retries, at_least=0),
+            fail_grace=(
+                None
+                if self.fail_grace is None
+                else checks.seconds(self, "fail_grace", self.fail_grace)
+            ),
         )
 
 

@@ -29,7 +29,10 @@ Script = Callable[[str], "subprocess.Popen[str]"]
 @pytest.fixture(scope="module")
 def pool(home: Path) -> Iterator[str]:
     """The name of a pool of two nodes that stays."""
-    with sky.Compute(sky.Local(transport="tcp"), nodes=2, name="runs", keep=True, options=QUIET):
+    # As ranks of a group, which is there at once: the plugin has nothing to do.
+    together = sky.Plugin.create("together").with_distributed()
+    local = sky.Local(transport="tcp")
+    with sky.Compute(local, nodes=2, name="runs", keep=True, plugins=[together], options=QUIET):
         pass
     yield "runs"
     sky.attach("runs").down(force=True)
@@ -133,6 +136,34 @@ def test_a_broadcast_by_name_is_not_waited_for(compute: sky.Compute) -> None:
         compute.broadcast(fail("out of luck"), name="none").result()
     assert [str(error) for error in caught.value.exceptions] == ["out of luck"] * 2
     assert {outcome.node for outcome in caught.value.outcomes} == {0, 1}
+
+
+def test_a_rank_that_fails_ends_a_broadcast_by_name(compute: sky.Compute) -> None:
+    @sky.function
+    def one_fails() -> None:
+        if sky.instance_info().node == 1:
+            raise ValueError("boom")
+        threading.Event().wait()
+
+    future = compute.broadcast(one_fails(), name="one", fail_fast=True)
+    with pytest.raises(sky.BroadcastError, match=r"rank 1 .* failed first: ValueError") as caught:
+        future.result()
+    assert isinstance(caught.value.exceptions[0], ValueError)
+    assert isinstance(caught.value.exceptions[1], sky.TaskCancelledError)
+
+
+def test_a_broadcast_by_name_is_retried_as_a_whole(compute: sky.Compute, tmp_path: Path) -> None:
+    @sky.function(retries=1)
+    def dies_once() -> int:
+        node = sky.instance_info().node
+        with (tmp_path / str(node)).open("a") as log:
+            log.write("x")
+        if node == 1 and (tmp_path / "1").stat().st_size == 1:
+            os._exit(3)
+        return node
+
+    assert compute.broadcast(dies_once(), name="whole").result() == [0, 1]
+    assert [(tmp_path / node).read_text() for node in "01"] == ["xx", "xx"]
 
 
 def test_the_tasks_own_exception_is_raised_with_its_notes(compute: sky.Compute) -> None:

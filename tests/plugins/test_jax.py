@@ -16,7 +16,7 @@ from skyward.plugins.frameworks.jax import variables
 
 pytest.importorskip("jax", reason="jax is not installed")
 
-QUIET = sky.Options(console=False)
+QUIET = sky.Options(console=False, fail_grace=0.5)
 Eventually = Callable[..., None]
 Sharing = Callable[[sky.Compute], AbstractContextManager[sky.Compute]]
 
@@ -122,6 +122,24 @@ def test_a_lost_worker_is_replaced_and_the_mesh_is_made_anew(
             return False
 
     eventually(both_are_new, 60, "a new pair of workers")
+    assert sum_over_devices() @ pool == [[3.0, 3.0, 3.0]] * 2
+
+
+def test_a_rank_that_raises_ends_the_others_and_is_named_first(pool: sky.Compute) -> None:
+    """Slow: both workers start JAX again."""
+
+    @sky.function
+    def train() -> None:
+        import jax
+        import jax.numpy as jnp
+
+        if jax.process_index() == 1:
+            raise ValueError("boom")
+        jax.pmap(lambda x: jax.lax.psum(x, "all"), axis_name="all")(jnp.ones((1, 1)))
+
+    with pytest.raises(sky.BroadcastError, match=r"rank 1 .* failed first: ValueError: boom") as e:
+        train() @ pool
+    assert [type(each) for each in e.value.exceptions] == [ValueError, sky.TaskCancelledError]
     assert sum_over_devices() @ pool == [[3.0, 3.0, 3.0]] * 2
 
 

@@ -18,6 +18,8 @@ import pytest
 import skyward as sky
 from skyward.plugins.plugin import Cluster
 
+from ..waiting import wait_for
+
 QUIET = sky.Options(console=False)
 
 
@@ -369,6 +371,34 @@ def test_a_group_needs_a_network_and_one_process_a_rank() -> None:
         sky.Compute(plugins=[plugin], options=sky.Options(cluster=False))
     with pytest.raises(sky.ConfigurationError, match=r"write Worker\(per_node=2\)"):
         sky.Compute(plugins=[plugin], worker=sky.Worker(concurrency=2))
+
+
+def test_a_rank_that_lost_its_worker_before_it_began_ends_its_broadcast(tmp_path: Path) -> None:
+    """It could run in a new group alone, while the others wait for it in the former one."""
+
+    def member(info: sky.InstanceInfo) -> Iterator[None]:
+        yield
+
+    @sky.function
+    def dies() -> None:
+        (tmp_path / "begun").touch()
+        wait_for(tmp_path / "gate")
+        os._exit(3)
+
+    @sky.function
+    def waits() -> None:
+        (tmp_path / "gate").touch()
+        threading.Event().wait()
+
+    group = sky.Plugin.create("group").with_around_process(member).with_distributed()
+    options = sky.Options(console=False, fail_grace=0.1)
+    with sky.Compute(nodes=2, plugins=[group], options=options) as compute:
+        dying = compute.submit(dies(), on=1)
+        wait_for(tmp_path / "begun")
+        with pytest.raises(sky.BroadcastError, match="cannot run in the group of the other ranks"):
+            waits() @ compute
+        assert isinstance(dying.exception(), sky.WorkerDiedError)
+        assert len(set(pid() @ compute)) == 2
 
 
 def test_an_unknown_plugin_names_those_there_are() -> None:

@@ -19,7 +19,7 @@ def train(model: Model, epochs: int, *, lr: float = 1e-3) -> Model:
     return model
 
 
-@sky.function(timeout=30, retries=2, name="evaluate")
+@sky.function(timeout=30, retries=2, name="evaluate", fail_fast=True)
 def evaluate(model: Model) -> float:
     return model.weight
 

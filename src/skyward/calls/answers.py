@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,22 +100,27 @@ class Raised:
 class Failed(Answer):
     """The task failed."""
 
-    __slots__ = ("_make", "_summary", "raised")
+    __slots__ = ("_make", "_summary", "at", "problem", "raised")
 
     def __init__(
         self,
         make: Callable[[], BaseException],
         summary: Callable[[], str],
         raised: Raised | None = None,
+        problem: BaseException | None = None,
     ) -> None:
         self._make, self._summary = make, summary
         self.raised = raised
         """The exception as a worker has told it; None if the client made it."""
+        self.problem = problem
+        """The exception that the client made; None if a worker has told it."""
+        self.at = time.monotonic()
+        """When the client knew of the failure."""
 
     @classmethod
     def because(cls, problem: BaseException) -> Failed:
         """A failure with an exception that the client made."""
-        return cls(lambda: problem, lambda: f"{type(problem).__name__}: {problem}")
+        return cls(lambda: problem, lambda: f"{type(problem).__name__}: {problem}", problem=problem)
 
     @property
     def summary(self) -> str:

@@ -293,7 +293,7 @@ class Dispatcher:
 
     def cancel(self, task: Task, problem: BaseException | None = None) -> None:
         """Give a task up: the caller stops waiting at once, and the remote work is stopped."""
-        task.cancelled = problem is None
+        task.cancelled = problem is None or isinstance(problem, TaskCancelledError)
         reason = problem or TaskCancelledError(f"{task.name} was cancelled")
         with self.lanes.lock:
             task.waiting = False

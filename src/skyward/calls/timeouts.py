@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.task import Task
-from skyward.errors import TaskTimeoutError
+from skyward.errors import TaskError, TaskTimeoutError
 from skyward.staff import Staff
 
 LOOK_SECONDS = 3.0
@@ -23,6 +25,8 @@ that is cancelled makes the others fail in the collective that they wait in."""
 AGAIN_SECONDS = 0.1
 """How often a timeout is looked at that is due while a debugger holds the time."""
 LOOKS_AT_ONCE = 64
+
+E = TypeVar("E", bound=TaskError)
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class Timeouts:
     def start(self, task: Task) -> None:
         """Let a task's time run, if it has a timeout; a second call changes nothing."""
         if task.timeout is not None and task.timer is None and not task.done:
-            task.due = self._now() + task.timeout
+            task.due = self.now() + task.timeout
             task.timer = self._loop.later(task.timeout, functools.partial(self._strike, task))
 
     def hold(self) -> None:
@@ -70,7 +74,7 @@ class Timeouts:
             if not self._holds:
                 self._held += time.monotonic() - self._held_since
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """The time without the times in which it was held."""
         with self._lock:
             now = self._held_since if self._holds else time.monotonic()
@@ -80,7 +84,7 @@ class Timeouts:
         """Have a task looked at and cancelled; on the loop's thread, which must not wait."""
         if not _unfinished(task):
             return
-        left = task.due - self._now()
+        left = task.due - self.now()
         if self._holds or left > AGAIN_SECONDS:
             again = functools.partial(self._strike, task)
             task.timer = self._loop.later(max(left, AGAIN_SECONDS), again)
@@ -102,13 +106,26 @@ class Timeouts:
             self._staff.run(functools.partial(self._look, key, each, lane))
         self._loop.later(LOOK_SECONDS, functools.partial(self._end, key))
 
+    def look_at(self, tasks: Sequence[Task], seconds: float) -> None:
+        """Note where tasks are, each in its `standing`; waits so many seconds for their agents."""
+        places = [(task, self._reachable(task)) for task in tasks]
+        looks = [
+            self._staff.submit(self._note_standing, task, lane)
+            for task, lane in places
+            if lane is not None
+        ]
+        concurrent.futures.wait(looks, seconds)
+
+    def _note_standing(self, task: Task, lane: Lane) -> None:
+        task.standing = lane.look(task)
+
     def _reachable(self, task: Task) -> Lane | None:
         lane = self._lanes.with_task(task) if _unfinished(task) else None
         return lane if lane is not None and lane.channel.connected else None
 
     def _look(self, key: int, task: Task, lane: Lane) -> None:
         try:
-            task.standing = lane.look(task)
+            self._note_standing(task, lane)
         finally:
             with self._lock:
                 group = self._looking.get(key)
@@ -125,7 +142,7 @@ class Timeouts:
             group = self._looking.pop(key, None)
         if group is None:
             return
-        soon = self._now() + TOGETHER_SECONDS
+        soon = self.now() + TOGETHER_SECONDS
         for task in group.tasks:
             due = task in group.due or (task.timer is not None and task.due < soon)
             if due and _unfinished(task):
@@ -136,10 +153,15 @@ def timeout_error(task: Task) -> TaskTimeoutError:
     """The error of a task whose time is over; it says where the task was, if that is known."""
     where = f" on {task.load.where}" if task.load is not None else ""
     text = f"{task.name} ran longer than its timeout of {task.timeout:g} s{where}; "
+    return standing_at(task, TaskTimeoutError, f"{text}the remote work was cancelled")
+
+
+def standing_at(task: Task, kind: type[E], text: str) -> E:
+    """An error of that kind, which says where the task was, if that is known."""
     standing = task.standing
     if standing is None:
-        return TaskTimeoutError(f"{text}the remote work was cancelled")
-    error = TaskTimeoutError(f"{text}the remote work was cancelled; {standing.text}")
+        return kind(text)
+    error = kind(f"{text}; {standing.text}")
     error.place, error.collective = standing.place, standing.collective
     return error
 

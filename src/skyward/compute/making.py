@@ -89,7 +89,7 @@ def make_later(pool: Pool, making: Making[C], on: int | None) -> Future[C]:
     )
 
 
-def make_everywhere(pool: Pool, making: Making[C]) -> InstanceGroup[C]:
+def make_everywhere(pool: Pool, making: Making[C], *, fail_fast: bool) -> InstanceGroup[C]:
     """Make one object in every worker."""
     pool.wake()
     keys: list[str] = []
@@ -99,7 +99,7 @@ def make_everywhere(pool: Pool, making: Making[C]) -> InstanceGroup[C]:
         keys.append(making.new_key())
         tasks.append(pool.prepare(making.call(keys[-1]), keep=False, worker=place))
     with _freed_on_failure(pool, making, keys, tasks):
-        outcomes_of(pool, making.name, places, tasks)
+        outcomes_of(pool, making.name, places, tasks, fail_fast=fail_fast)
     made = zip(places, keys, tasks, strict=True)
     return InstanceGroup([_instance(pool, making, key, task, at) for at, key, task in made])
 

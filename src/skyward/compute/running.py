@@ -72,17 +72,30 @@ class Running(ABC):
         return future_of(pool, pool.prepare(checked(pending), on=self._index(on), keep=True))
 
     @overload
-    def broadcast(self, pending: Pending[T], on: None = None, *, name: None = None) -> list[T]: ...
-    @overload
-    def broadcast(self, pending: Pending[T], on: None = None, *, name: str) -> Future[list[T]]: ...
+    def broadcast(
+        self, pending: Pending[T], on: None = None, *, name: None = None, fail_fast: bool = False
+    ) -> list[T]: ...
     @overload
     def broadcast(
-        self, pending: Making[T], on: None = None, *, name: None = None
+        self, pending: Pending[T], on: None = None, *, name: str, fail_fast: bool = False
+    ) -> Future[list[T]]: ...
+    @overload
+    def broadcast(
+        self, pending: Making[T], on: None = None, *, name: None = None, fail_fast: bool = False
     ) -> InstanceGroup[T]: ...
     def broadcast(
-        self, pending: Pending[Any] | Making[Any], on: None = None, *, name: str | None = None
+        self,
+        pending: Pending[Any] | Making[Any],
+        on: None = None,
+        *,
+        name: str | None = None,
+        fail_fast: bool = False,
     ) -> Any:
         """Run on every worker at once; the same as `pending @ compute`.
+
+        With `fail_fast`, it ends as soon as one worker has failed: the others are cancelled.
+        Otherwise it waits for all; in a pool whose workers are a process group, those that are left
+        are cancelled after `Options.fail_grace`.
 
         With a name, the broadcast is not waited for: the result is a `Future`, and the broadcast
         goes on when this client leaves, as with `submit`.
@@ -93,21 +106,34 @@ class Running(ABC):
         pool = self._pool_for_calls()
         if on is not None:
             raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        if not isinstance(fail_fast, bool):
+            raise ConfigurationError(f"broadcast(fail_fast={fail_fast!r}): give True or False")
         if name is not None:
-            return self._submit_named(pool, pending, name, on=None, everywhere=True)
+            return self._submit_named(
+                pool, pending, name, on=None, everywhere=True, fail_fast=fail_fast
+            )
         if isinstance(pending, Making):
-            return make_everywhere(pool, pending)
-        return broadcast(pool, checked(pending))
+            return make_everywhere(pool, pending, fail_fast=fail_fast)
+        return broadcast(pool, checked(pending), fail_fast=fail_fast)
 
     def _submit_named(
-        self, pool: Pool, pending: Any, name: str, *, on: int | None, everywhere: bool
+        self,
+        pool: Pool,
+        pending: Any,
+        name: str,
+        *,
+        on: int | None,
+        everywhere: bool,
+        fail_fast: bool = False,
     ) -> Future[Any]:
         if isinstance(pending, Making):
             raise ConfigurationError(
                 f"name={name!r}: an object of {pending.name} lives with its client; make it inside "
                 "a function, and name the call of that function"
             )
-        return calls_of(pool).submit(checked(pending), name, on=on, everywhere=everywhere)
+        return calls_of(pool).submit(
+            checked(pending), name, on=on, everywhere=everywhere, fail_fast=fail_fast
+        )
 
     def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
         """Run different calls in parallel and wait for all; the first failure is raised.

@@ -119,7 +119,7 @@ class Fleet:
         self._ending = Ending(loop, dispatcher, self._keeper)
         self._joining = Joining(self._briefing, console, self._node_ready)
         contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
-        self._preparer = Preparer(
+        self.preparer = Preparer(
             spec.preparations,
             loop,
             self._roster,
@@ -128,6 +128,7 @@ class Fleet:
             ready=self._executor_ready,
             failed=lambda node, failure: self._losses.plugin_failed(node, failure),
         )
+        """Prepares the workers, and has them form groups."""
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)
         """The services of the nodes' agents."""
         self._startup = Startup(
@@ -142,7 +143,7 @@ class Fleet:
             self.ledger,
             self._briefing,
             contacts,
-            self._preparer,
+            self.preparer,
             self._credentials,
             Callbacks(
                 self._on_control,
@@ -164,7 +165,7 @@ class Fleet:
             dispatcher,
             console,
             contacts,
-            self._preparer,
+            self.preparer,
             credentials=self._credentials,
             clustered=clustered,
             give_up=self._startup.give_up,
@@ -185,7 +186,7 @@ class Fleet:
             prospects,
             console,
             self.devices.desk,
-            self._preparer,
+            self.preparer,
             self._startup,
         )
         self._pulse = Pulse(
@@ -205,7 +206,7 @@ class Fleet:
             dispatcher,
             prospects,
             self._briefing,
-            self._preparer,
+            self.preparer,
             self.capacity,
             is_slow=not self._is_here or bool(spec.preparations),
             stop_nodes=self._ending.end,
@@ -317,7 +318,7 @@ class Fleet:
         """Leave the nodes to other clients: idle executors stay as they are."""
         self._roster.close()
         self.devices.desk.close("its client left the pool")
-        leave(self.nodes, self._preparer.entered_by, max(seconds, PART_SECONDS))
+        leave(self.nodes, self.preparer.entered_by, max(seconds, PART_SECONDS))
         strays = [node for node in self.nodes if not node.host.stays]
         self._ending.end(strays, 0)
         for node in self.nodes:
@@ -427,7 +428,7 @@ class Fleet:
             case ExecutorDown():
                 self._executors.down(node, message)
             case Prepared():
-                self._preparer.node_prepared(node, message.problem)
+                self.preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
                 self.devices.desk.heard(message)
             case Usage():

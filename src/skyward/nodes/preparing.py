@@ -7,13 +7,13 @@ idle, and the new workers form a new group.
 
 from __future__ import annotations
 
-import functools
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
+from skyward.calls.task import Task
 from skyward.errors import PluginError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.node import Node
@@ -21,8 +21,6 @@ from skyward.nodes.preparations import Preparations
 from skyward.nodes.roster import Roster
 from skyward.wire.messages import Prepare
 
-STUCK_SECONDS = 8.0
-"""How long the other workers of a broadcast may take to fail after one of them was lost."""
 IDLE_LOOK_SECONDS = 0.02
 GATHER_SECONDS = 10.0
 """How much longer a group waits for missing nodes when as many are ready as the pool needs."""
@@ -57,6 +55,8 @@ class Preparer:
         self._waits_for_all = True
         self._group_name = ""
         """Names the group of workers that was formed last, and says how many there are."""
+        self._ends_next = False
+        """Whether the group ends at the next broadcast."""
         self._lock = threading.RLock()
 
     # Nodes.
@@ -232,14 +232,12 @@ class Preparer:
         if preparation.begun and not preparation.done and not preparation.replaced:
             self.lane_prepared(node, lane, f"its process ended in a plugin's hook: {reason}")
         if self.together and preparation.begun:
-            self.regroup(lost=True)
+            self.regroup()
 
-    def regroup(self, *, lost: bool = False) -> None:
-        """Replace every member of the group, each when it is idle.
-
-        With `lost`, a member is gone: members in a broadcast with it get only `STUCK_SECONDS`.
-        """
-        if not self.together:
+    def regroup(self, *, at_next_broadcast: bool = False) -> None:
+        """Replace every member of the group, each when it is idle; tasks then wait for new ones."""
+        self._ends_next = at_next_broadcast
+        if not self.together or at_next_broadcast or self._roster.closed:
             return
         with self._roster.lock:
             lanes = [(n, lane) for n in self._roster.nodes for lane in n.lanes.values()]
@@ -251,10 +249,21 @@ class Preparer:
             if first:
                 self._drain(lane)
                 self._replace_when_idle(node, lane)
-            for task in lane.load.started() if lost else ():
-                # The next collective call fails, unless the member cannot tell that a peer is gone.
-                if task.worker is not None:
-                    self._loop.later(STUCK_SECONDS, functools.partial(_end, lane, task.id))
+
+    def begin_broadcast(self) -> None:
+        """Form a new group if that was put off until the next broadcast."""
+        if self._ends_next:
+            self.regroup()
+
+    def stranded(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks that can only run in a new group, while others of them run in the former."""
+        with self._roster.lock:
+            lanes = [lane for node in self._roster.nodes for lane in node.lanes.values()]
+        former = {lane.load for lane in lanes if lane.preparation.replaced}
+        left = [task for task in tasks if not task.done]
+        if any(task.on_executor and task.load in former for task in left):
+            return [task for task in left if not task.on_executor]
+        return []
 
     def _replace_when_idle(self, node: Node, lane: Lane) -> None:
         if lane.lost:
@@ -268,8 +277,3 @@ class Preparer:
 def _group_name(former: set[str], workers: int) -> str:
     """The name of the group that so many workers form, if they have entered hooks as one group."""
     return next((each for each in former if each.endswith(f":{workers}")), "")
-
-
-def _end(lane: Lane, task_id: int) -> None:
-    if task_id in lane.tasks and not lane.lost:
-        lane.kill("another worker of its group was lost, and it did not notice")

@@ -361,7 +361,7 @@ class Startup:
             )
         node.remove_machine()
         if any(lane.preparation.begun for lane in lanes):
-            self._preparer.regroup(lost=True)
+            self._preparer.regroup()
         if not failed:
             return
         failure = node.failure or failure

@@ -69,7 +69,13 @@ class NamedCalls:
     # What a client asks.
 
     def submit(
-        self, pending: Pending[Any], name: str, *, on: int | None, everywhere: bool
+        self,
+        pending: Pending[Any],
+        name: str,
+        *,
+        on: int | None,
+        everywhere: bool,
+        fail_fast: bool = False,
     ) -> Future[Any]:
         """Have the pool run a call that goes on without this client."""
         record = self._open_pool().record
@@ -83,7 +89,9 @@ class NamedCalls:
         if everywhere:
             refuse_one_shot_streams(pending)
         with self._asking() as agent:
-            sending.send(agent, record, name, pending, on=on, everywhere=everywhere)
+            sending.send(
+                agent, record, name, pending, on=on, everywhere=everywhere, fail_fast=fail_fast
+            )
         return self.future(name)
 
     def future(self, name: str) -> Future[Any]:
@@ -349,9 +357,9 @@ class NamedCalls:
         if not block:
             raise problems.without_result(view)
         items_of = functools.partial(self._streams.items, view)
-        everywhere, found = outcomes.read(memoryview(block), items_of)
+        everywhere, found, first = outcomes.read(memoryview(block), items_of)
         if everywhere:
-            return values_of(f"{view.command[0]} ({view.id})", found)
+            return values_of(f"{view.command[0]} ({view.id})", found, first)
         if found[0].error is not None:
             raise found[0].error
         return found[0].value

@@ -23,6 +23,7 @@ class CallFacts(msgspec.Struct):
     """The data from `put` that the code refers to, by their keys."""
     handles: list[bytes]
     """The data from `put` that the arguments refer to."""
+    fail_fast: bool = False
 
 
 def mapped(path: Path) -> memoryview:

@@ -38,6 +38,8 @@ class Facts(msgspec.Struct):
     text: str = ""
     everywhere: bool = False
     """Whether the call is a broadcast."""
+    first: int | None = None
+    """The rank of a broadcast that failed first."""
     stream: int = 0
     """Which of the call's streams has the items."""
 
@@ -69,9 +71,12 @@ class FoundValue(Answer):
             raise cannot_rebuild(self._place, problem) from problem
 
 
-def write(file: IO[bytes], outcomes: list[Settled], *, everywhere: bool) -> None:
-    """Write what came of a call, for each of its workers; streams by their numbers."""
-    _append(file, Facts("call", everywhere=everywhere), _NOTHING)
+def write(file: IO[bytes], outcomes: list[Settled], *, everywhere: bool, first: int | None) -> None:
+    """Write what came of a call, for each of its workers; streams by their numbers.
+
+    `first` is the rank of a broadcast that failed first.
+    """
+    _append(file, Facts("call", everywhere=everywhere, first=first), _NOTHING)
     for number, each in enumerate(outcomes):
         place = each.node, each.worker
         if isinstance(each.answer, Failed):
@@ -125,22 +130,24 @@ def _append(file: IO[bytes], facts: Facts, pieces: Pieces) -> None:
     stored.append(file, [pickle], buffers, storages, msgspec.to_builtins(facts))
 
 
-def read(block: memoryview, items_of: Callable[[int], Iterator[Any]]) -> tuple[bool, list[Outcome]]:
-    """Whether a call is a broadcast, and what came of it, for each of its workers.
+def read(
+    block: memoryview, items_of: Callable[[int], Iterator[Any]]
+) -> tuple[bool, list[Outcome], int | None]:
+    """Whether a call is a broadcast, what came of it for each worker, and which rank failed first.
 
     `items_of` has the items of a stream of that number.
     """
     found: list[Outcome] = []
-    everywhere = False
+    everywhere, first = False, None
     for told, pieces in stored.objects(block):
         facts = msgspec.convert(told, Facts)
         if facts.kind == "call":
-            everywhere = facts.everywhere
+            everywhere, first = facts.everywhere, facts.first
         elif facts.kind == "stream":
             found.append(Outcome(facts.node, facts.worker, items_of(facts.stream)))
         else:
             found.append(_outcome(facts, pieces))
-    return everywhere, found
+    return everywhere, found, first
 
 
 def read_item(told: Any, pieces: Pieces) -> tuple[bool, Any]:

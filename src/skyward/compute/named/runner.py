@@ -23,7 +23,14 @@ from skyward.calls.answers import Answer, Failed, Streaming
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.task import Task
 from skyward.compute.attaching import attach
-from skyward.compute.broadcasting import prepared
+from skyward.compute.broadcasting import (
+    DEATHS,
+    Ranks,
+    first_failed,
+    prepared,
+    run_again,
+    whole_retries,
+)
 from skyward.compute.named import outcomes
 from skyward.compute.named.facts import CallFacts, mapped
 from skyward.context import Output
@@ -56,6 +63,8 @@ class NamedRun:
         self._unwritten: OSError | None = None
         self._log: OutputLog | None = None
         self._everywhere = False
+        self._retries = 0
+        """How often all ranks of a group may still run again."""
         self.cancelled = False
 
     def write(self, line: Output) -> None:
@@ -108,7 +117,8 @@ class NamedRun:
         new = self._folder / f"{RESULT}.new"
         try:
             with new.open("wb") as file:
-                outcomes.write(file, found, everywhere=self._everywhere)
+                first = first_failed([each.answer for each in found])
+                outcomes.write(file, found, everywhere=self._everywhere, first=first)
             new.rename(self._folder / RESULT)
         except OSError as problem:
             self._unwritten = problem
@@ -117,11 +127,27 @@ class NamedRun:
         """Run the call; returns when its result is written."""
         facts, call = read_call(self._folder / CALL, self.name)
         self._everywhere = facts.everywhere
-        if facts.everywhere:
-            places, tasks = prepared(self._pool, call)
-        else:
+        if not facts.everywhere:
             tasks = [self._pool.prepare(call, keep=False, on=facts.on)]
-            places = [(0, 0)]
+            return self._run([(0, 0)], tasks, None)
+        self._retries = retries = whole_retries(self._pool, facts.retries)
+        while True:
+            places, tasks = prepared(self._pool, call)
+            name, fast = call.function.name, facts.fail_fast
+            with Ranks(self._pool, name, places, tasks, self._note, fail_fast=fast) as ranks:
+                answers = self._run(places, tasks, ranks)
+            problem = self._died(answers)
+            if problem is None:
+                return answers
+            self._retries -= 1
+            which = f"retry {retries - self._retries} of {retries}"
+            self._note(run_again(problem, which))
+
+    def _run(
+        self, places: list[tuple[int, int]], tasks: list[Task], ranks: Ranks | None
+    ) -> list[Answer]:
+        """Run the tasks; those of a broadcast are `ranks`."""
+        self._found.clear()
         with self._lock:
             self._tasks = tasks
             if self.cancelled:
@@ -131,22 +157,27 @@ class NamedRun:
                     [outcomes.Settled(*at, each) for at, each in zip(places, failed, strict=True)]
                 )
                 return failed
-            self._submit(tasks)
-        try:
-            # At once: the generators of a broadcast may wait for each other.
-            with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
-                return list(waiting.map(self._settled, range(len(tasks)), tasks, places))
-        finally:
-            for task in tasks:
-                task.together = ()
+            self._pool.submit_all(tasks)
+        # At once: the generators of a broadcast may wait for each other.
+        with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
+            answers = waiting.map(self._settled, range(len(tasks)), tasks, places)
+            if ranks is not None:
+                ranks.wait()
+            return list(answers)
 
-    def _submit(self, tasks: list[Task]) -> None:
-        if len(tasks) == 1:
-            self._pool.submit(tasks[0])
-            return
-        for task in tasks:
-            task.together = tasks
-        self._pool.submit_all(tasks)
+    def _died(self, answers: Sequence[Answer]) -> BaseException | None:
+        """Why all ranks of a group are to run again; None if they are not."""
+        first = first_failed(answers)
+        if first is None or not self._retries or self.cancelled:
+            return None
+        if any(isinstance(answer, Streaming) for answer in answers):
+            return None
+        problem = getattr(answers[first], "problem", None)
+        return problem if isinstance(problem, DEATHS) else None
+
+    def _note(self, text: str) -> None:
+        """Write a remark into the output of the call."""
+        self.write(Output(f"skyward: {text}", "stderr", self._pool.head, 0, self.name))
 
     def _settled(self, number: int, task: Task, place: tuple[int, int]) -> Answer:
         """The answer of a worker, after all items of a stream have come."""
@@ -175,6 +206,8 @@ class NamedRun:
             if len(self._found) < len(self._tasks):
                 return
         found = [self._found[each] for each in range(len(self._tasks))]
+        if self._died([each.answer for each in found]) is not None:
+            return
         self._write(found)
         is_stream = any(isinstance(each.answer, Streaming) for each in found)
         if is_stream and self._unwritten is None:

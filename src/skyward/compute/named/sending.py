@@ -29,13 +29,14 @@ def send(
     *,
     on: int | None,
     everywhere: bool,
+    fail_fast: bool,
 ) -> None:
     """Have the head's agent take a call and keep it by name; it runs from then on."""
     _check(pending, name)
     environment, private = way_back(record)
     me = identity()
     with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
-        _write(file, pending, on=on, everywhere=everywhere)
+        _write(file, pending, on=on, everywhere=everywhere, fail_fast=fail_fast)
         agent.send(
             "submit",
             name=name,
@@ -66,7 +67,14 @@ def _check(pending: Pending[Any], name: str) -> None:
         )
 
 
-def _write(file: IO[bytes], pending: Pending[Any], *, on: int | None, everywhere: bool) -> None:
+def _write(
+    file: IO[bytes],
+    pending: Pending[Any],
+    *,
+    on: int | None,
+    everywhere: bool,
+    fail_fast: bool,
+) -> None:
     function = pending.function
     code = function.code()
     args, kwargs = _with_all_items(pending)
@@ -82,6 +90,7 @@ def _write(file: IO[bytes], pending: Pending[Any], *, on: int | None, everywhere
         everywhere=everywhere,
         code_handles=[each.key for each in code.encoded.handles],
         handles=[each.key for each in encoded.handles],
+        fail_fast=fail_fast or function.fail_fast,
     )
     _append(file, code.encoded, msgspec.to_builtins(facts, builtin_types=(bytes,)))
     _append(file, encoded)
