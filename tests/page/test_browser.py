@@ -149,7 +149,8 @@ class Thousand:
         running = [[n, "step", n, 0, time.time()] for n in range(1000)]
         pool = {"type": "pool", "pool": "p", "name": "large", "provider": "local", "workers": []}
         pool |= {"nodes": nodes, "running": running, "ended": [], "lines": [], "notes": []}
-        usage = [[n, n / 10, 1 << 30, 1 << 34, 0.0, 0.0, [], 0, 0] for n in range(1000)]
+        gpu = ["NVIDIA H200", 50.0, 1 << 36, 1 << 37]
+        usage = [[n, n / 10, 1 << 30, 1 << 34, 0.0, 0.0, [gpu], 0, 0] for n in range(1000)]
         numbers = ("submitted", "succeeded", "failed", "cancelled", "retried", "nodes_lost")
         sample: dict[str, Any] = dict.fromkeys((*numbers, "waiting", "sent", "received"), 0)
         sample |= {"type": "sample", "pool": "p", "time": time.time(), "usage": usage}
@@ -172,6 +173,16 @@ def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) 
         chromium.until("document.querySelectorAll('#nodes tr').length === 100")
         assert chromium.value(shown("#nodenote")) == "the 100 busiest of 1000; filter for others"
         assert chromium.value("document.getElementById('grid').height") > 20
+        drawn = chromium.value(
+            "[...document.querySelectorAll('#load canvas')].map(c => c.ariaLabel)"
+        )
+        assert drawn[:4] == [
+            "CPU: 50 %, 2 curves",
+            "Memory: 6 %, 2 curves",
+            "GPU: 50 %, 2 curves",
+            "GPU memory: 50 %, 2 curves",
+        ]
+        assert chromium.value(shown("#loadnote")) == "the mean and the highest of all nodes"
         chromium.value(
             "$('nodefilter').value = '17'; $('nodefilter').dispatchEvent(new Event('input'))"
         )
