@@ -48,10 +48,10 @@ test: setup  ## run the tests
 	@$(COMPILE)
 	@$(BIN)/python tests/run.py
 
-test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long
+test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long, the newest torch
 	@$(COMPILE)
 	@$(INSTALL) -c constraints-dev.txt -e '.[trackers]'
-	@$(BIN)/python tests/run.py --all
+	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all
 
 check: setup  ## lint, formatting, strict types
 	@echo "check: ruff check"          && $(BIN)/python -m ruff check .

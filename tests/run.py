@@ -13,19 +13,26 @@ import collections
 import datetime
 import os
 import re
+import shlex
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+
+from skyward.device import torch_build
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 TABLE = TESTS / "seconds.txt"
-REPORTS = ROOT / "build" / "tests"
+NEWEST = ROOT / ".venv-newest"
+"""An environment with the newest torch that pip offers, and all else from the one that made it."""
+REPORTS = ROOT / "build" / ("tests-newest" if Path(sys.prefix) == NEWEST else "tests")
 BATCH_SECONDS = 240.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
@@ -334,6 +341,43 @@ def write_table(outcomes: Sequence[Outcome]) -> None:
     TABLE.write_text("\n".join(["# Seconds of each file: tests/run.py --measure", *lines]) + "\n")
 
 
+def on_newest_torch() -> bool:
+    """Run the device's tests on the newest torch that pip offers; whether all is well."""
+    print("\n== the device's tests on the newest torch", flush=True)
+    python = NEWEST / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(NEWEST)], check=True)
+    install = [python, "-m", "pip", "-q", "install", "--upgrade", "torch"]
+    done = subprocess.run(
+        [*install, *shlex.split(os.environ.get("TORCH_PIP_ARGS", ""))],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        print(f"skipped: pip cannot install the newest torch: {said[-1]}")
+        return True
+    asked = "from importlib import metadata; print(metadata.version('torch'))"
+    told = subprocess.check_output([python, "-I", "-c", asked], text=True)
+    version = told.strip().partition("+")[0]
+    if version == metadata.version("torch").partition("+")[0]:
+        print(f"skipped: torch {version} is the newest, and the tests have run on it")
+        return True
+    # After its own packages, of which torch is one.
+    (folder,) = NEWEST.glob("lib/python*/site-packages")
+    (folder / "others.pth").write_text(f"{ROOT / 'src'}\n{sysconfig.get_path('purelib')}\n")
+    print(f"torch {version}, after {metadata.version('torch')} above", flush=True)
+    subprocess.run([python, "-m", "skyward.device.build"], stdout=subprocess.DEVNULL)
+    # Not all of them: what takes long is about ourselves.
+    told_here = ("SKYWARD_TEST_ALL", "SKYWARD_OPS_DTYPES")
+    plain = {name: value for name, value in os.environ.items() if name not in told_here}
+    found = subprocess.run([python, __file__, str(TESTS / "device")], env=plain)
+    if found.returncode == 0 and not torch_build.is_tried(version):
+        print(f"the device passes on torch {version}: raise LAST in {torch_build.__file__}")
+    return found.returncode == 0
+
+
 def test_files(given: Sequence[str]) -> Iterator[str]:
     """The test files below the paths given, or all."""
     for each in given or [str(TESTS)]:
@@ -347,10 +391,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", help="files or folders; all when left out")
     parser.add_argument("--all", action="store_true", help="all dtypes of op_db, examples in full")
+    parser.add_argument("--newest", action="store_true", help="the device's, on the newest torch")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--measure", action="store_true", help="write seconds.txt after the run")
     parser.add_argument("--pytest", action="append", default=[], help="an option for pytest")
     told = parser.parse_args()
+    if told.newest:
+        return 0 if on_newest_torch() else 1
     os.environ["SKYWARD_OPS_DTYPES"] = choose_dtypes(told.all)
     if told.all:
         os.environ["SKYWARD_TEST_ALL"] = "1"
@@ -371,6 +418,8 @@ def main() -> int:
     lost = set(batches) - {outcome.batch for outcome in suite.outcomes}
     for batch in lost:
         print(f"{' '.join(batch.files)}: was not run")
+    if told.all and not told.paths:
+        good = on_newest_torch() and good
     return 0 if good and not lost else 1
 
 

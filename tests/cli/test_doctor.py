@@ -79,6 +79,7 @@ def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
     found = {each["check"]: each for each in document["checks"]}
     for name in ("python", "skyward", "local", "torch", "memory", "limits", "state folder"):
         assert found[name]["state"] == "ok", found[name]
+    assert found["device"]["found"].endswith("; tried with torch 2.11 to 2.15")
     for name in ("aws", "kubernetes", "ray", "ssh"):
         assert found[name]["state"] == "not set up", found[name]
         assert found[name]["advice"]
@@ -87,6 +88,16 @@ def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
     assert "did you mean 'nodes'?" in found["pool typo"]["advice"]
     assert found["pool far"]["state"] == "problem"
     assert "127.0.0.1" in found["pool far"]["advice"]
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0.0a0+git1234"])
+def test_a_torch_that_nobody_has_tried_is_told(version: str) -> None:
+    (found,) = health._untried_torch(version)
+    assert (found.check, found.state) == ("device", "problem")
+    assert found.found.endswith(f"with torch {version}: torch 2.11 to 2.15")
+    assert "torch>=2.11,<2.16" in found.advice
+    assert not list(health._untried_torch("2.11.0"))
+    assert not list(health._untried_torch("2.15.2+cu132"))
 
 
 def test_a_provider_that_answers_is_ok(run, dashboard: str, monkeypatch: Any) -> None:

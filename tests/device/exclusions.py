@@ -39,10 +39,10 @@ EXCLUSIONS = (
     Exclusion(
         "nn.functional.linear_cross_entropy",
         "PyTorch accumulates in bfloat16 off the CPU and in float32 on it, by its acc_policy"
-        ' "auto"; bit-equal when the policy is the same; compared with a tolerance of 0.05, since '
+        ' "auto"; bit-equal when the policy is the same; compared with a tolerance of 0.1, since '
         "a processor without instructions for bfloat16 rounds more often",
         dtypes="bfloat16",
-        rtol=0.05,
+        rtol=0.1,
     ),
     Exclusion(
         "tensor_split",

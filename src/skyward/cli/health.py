@@ -21,6 +21,7 @@ import psutil
 
 from skyward import __version__
 from skyward.console.measures import size
+from skyward.device import torch_build
 from skyward.device.build import cache
 from skyward.providers.local.cards import measured_cards
 from skyward.providers.state import state_folder
@@ -153,6 +154,7 @@ def _torch() -> list[Finding]:
     return [
         Finding("torch", "ok", f"{version} ({built})"),
         *_blind_torch(known["gpus"]),
+        *_untried_torch(version),
         _core(known["core"]),
     ]
 
@@ -168,12 +170,25 @@ def _blind_torch(gpus: int) -> Iterator[Finding]:
         )
 
 
+def _untried_torch(version: str) -> Iterator[Finding]:
+    if not torch_build.is_tried(version):
+        first, last = torch_build.FIRST, torch_build.LAST
+        yield Finding(
+            "device",
+            "problem",
+            f"nobody has tried the torch device with torch {version}: {torch_build.tried()}",
+            f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}' if the torch "
+            "device does not do what torch does elsewhere",
+        )
+
+
 def _core(there: bool) -> Finding:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    tried = f"tried with {torch_build.tried()}"
     if there:
-        return Finding("device", "ok", "the compiled core for this torch is there")
+        return Finding("device", "ok", f"the compiled core for this torch is there; {tried}")
     if compiler:
-        return Finding("device", "ok", f"the first use compiles its core with {compiler}")
+        return Finding("device", "ok", f"the first use compiles its core with {compiler}; {tried}")
     return Finding(
         "device",
         "not set up",

@@ -15,6 +15,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+FIRST, LAST = (2, 11), (2, 15)
+"""The versions of torch that the device's tests have passed on: `make test-all` runs them on the
+newest. The device refuses none: its cores are compiled for the torch that is there."""
+
+
+def tried() -> str:
+    """Those versions, for people."""
+    return f"torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+
+
+def is_tried(version: str) -> bool:
+    """Whether a version of torch is among them; patch releases are those of their version."""
+    major, minor = version.split(".")[:2]
+    return FIRST <= (int(major), int(minor)) <= LAST
+
 
 @dataclass(frozen=True)
 class TorchBuild:
