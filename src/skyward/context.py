@@ -183,6 +183,8 @@ class Capture(Protocol):
 route: ContextVar[Route] = ContextVar("skyward_route", default=Route())  # noqa: B039
 inside: ContextVar[bool] = ContextVar("skyward_inside_a_call", default=False)
 pool_listeners: list[Listener] = []
+own_pool: Callable[[], Any] | None = None
+"""Finds the pool that runs the tasks of this process; None outside of workers."""
 _capture: Capture | None = None
 
 

@@ -86,9 +86,12 @@ def call_target(where: Where) -> CallTarget:
 def active_compute() -> CallTarget | None:
     """The Compute whose block this code is in, or that was entered last.
 
-    In a script on a pool that stays, outside of all blocks, it is that pool.
+    In a script on a pool that stays, outside of all blocks, it is that pool; in a task, the pool
+    that runs the task.
     """
     found = current.get() or (active[-1] if active else None)
+    if found is None and context.own_pool is not None:
+        found = context.own_pool()
     if found is None and context.POOL_VARIABLE in os.environ and context.VARIABLE not in os.environ:
         found = _pool_of_script()
     return found

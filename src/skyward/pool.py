@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import queue
 import sys
 import threading
 import time
@@ -20,10 +19,12 @@ from skyward.calls.debuggers import debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
 from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
+from skyward.calls.nesting import Broadcast, NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.results import ResultThread
 from skyward.calls.scheduler import Load
-from skyward.calls.staying import Staying
+from skyward.calls.staying import Staying, node_of_result
 from skyward.calls.task import Task
 from skyward.calls.telling import CallTeller
 from skyward.console import Console
@@ -31,6 +32,7 @@ from skyward.errors import ConfigurationError, PoolClosedError, PoolStartError
 from skyward.events import EventStream
 from skyward.files.transfer import Synced
 from skyward.functions import Function, Pending
+from skyward.future import Future
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.ledger import Ledger
@@ -54,8 +56,17 @@ LEFT = "its client left the pool, which stays; wait for results before you leave
 class Pool:
     """Joins the fleet of nodes with the dispatch of tasks."""
 
-    def __init__(self, spec: PoolSpec, console: Console, adoption: Adoption | None = None) -> None:
-        """With `adoption`, the pool is one that stays, and has its nodes already."""
+    def __init__(
+        self,
+        spec: PoolSpec,
+        console: Console,
+        broadcast: Broadcast,
+        adoption: Adoption | None = None,
+    ) -> None:
+        """`broadcast` makes the broadcasts that tasks ask for.
+
+        With `adoption`, the pool is one that stays, and has its nodes already.
+        """
         self.spec = spec
         self.id = spec.id or uuid.uuid4().hex[:12]
         self._adoption = adoption
@@ -66,7 +77,10 @@ class Pool:
         prospects = Prospects(grouped=spec.preparations.together)
         self.events = EventStream(spec.name)
         """What happens in the pool."""
-        self._dispatcher = Dispatcher(self._loop, console, self._packer, prospects, self.events)
+        nested = NestedCalls(self, broadcast)
+        self._dispatcher = Dispatcher(
+            self._loop, console, self._packer, prospects, self.events, nested
+        )
         self._fleet = Fleet(
             self.id, spec, self._loop, self._dispatcher, prospects, console, self.events, adoption
         )
@@ -75,9 +89,7 @@ class Pool:
         self.has_folders = self._fleet.deliveries.follows
         """Whether the nodes have folders of this machine."""
         self._ids = itertools.count(1)
-        self._results: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results_thread: threading.Thread | None = None
-        self._results_lock = threading.Lock()
+        self._results = ResultThread(self._packer, self._dispatcher.cancel)
         self._closing = threading.Lock()
         self._ended = threading.Event()
         """Set when everything has been taken down."""
@@ -160,6 +172,7 @@ class Pool:
         if self._closing.acquire(blocking=False):
             try:
                 self._state.close()
+                self._results.give_up(LEFT)
                 self._dispatcher.cancel_all(LEFT, seconds / 2)
                 if self._adoption is None or not self._adoption.record.inside:
                     # Now: nobody else brings folders back to this machine.
@@ -169,7 +182,7 @@ class Pool:
                 self._end_threads()
             finally:
                 self._ended.set()
-        elif threading.current_thread() is not self._results_thread:
+        elif not self._results.is_current:
             self._ended.wait()
 
     def lock(self, *, force: bool) -> contextlib.ExitStack:
@@ -186,7 +199,7 @@ class Pool:
                 self._close(seconds)
             finally:
                 self._ended.set()
-        elif threading.current_thread() is not self._results_thread:
+        elif not self._results.is_current:
             # The thread that closes waits for the one that runs callbacks of the user's.
             self._ended.wait()
 
@@ -197,6 +210,7 @@ class Pool:
         finally:
             # Also when the user interrupts that: machines that are left would cost.
             self._state.close()
+            self._results.give_up(self._expired or "the pool closed before its arguments came")
             self._dispatcher.close(self._expired)
             self._fleet.close(seconds)
             self._end_threads()
@@ -215,10 +229,7 @@ class Pool:
         for node in self.nodes:
             if node.control is not None:
                 node.control.close()
-        if self._results_thread is not None:
-            self._results.put(None)
-            if threading.current_thread() is not self._results_thread:
-                self._results_thread.join()
+        self._results.close()
         self._packer.close()
 
     def hurry(self) -> None:
@@ -272,10 +283,13 @@ class Pool:
             worker = None if tensors.holder[1] is None else (on, tensors.holder[1])
         staying = None
         if function.stays is not None:
-            on = self._check_stays(function, on if worker is None else worker[0])
+            node = on if worker is None else worker[0]
+            holder = self._fleet.devices.holder
+            on = node_of_result(function.name, function.stays, node, holder)
             device = functools.partial(self._fleet.devices.for_result, function.stays)
             staying = Staying(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
+        awaits = [each for each in handles if isinstance(each, Future)] if handles else []
         options = self.spec.options
         number = next(self._ids)
         return Task(
@@ -283,7 +297,7 @@ class Pool:
             function.name,
             self._packer.code(code),
             parcel,
-            [self._packer.handle(handle) for handle in handles] if handles else [],
+            [self._packer.handle(each) for each in handles if each not in awaits],
             inputs,
             on=on,
             worker=worker,
@@ -294,6 +308,7 @@ class Pool:
             trace=tracing.begin(function.name, number, self.spec.name),
             cell=self.console.cell(),
             debugged=debug_mode(),
+            awaits=awaits,
         )
 
     def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:
@@ -325,30 +340,26 @@ class Pool:
             self._fleet.devices.holder, self._fleet.devices.desk.open_on, workers
         )
 
-    def _check_stays(self, function: Function[..., Any], on: int | None) -> int | None:
-        """The node that a call must run on for its result to stay where it should."""
-        device = function.stays
-        if isinstance(device, str):
-            return on
-        holder = self._fleet.devices.holder(device.index)
-        if holder is None:
-            problem = "which is no open device of this pool"
-        elif on is not None and on != holder[0]:
-            problem = f"which is on node {holder[0]}, but the call runs on node {on}"
-        else:
-            return holder[0]
-        raise ConfigurationError(
-            f"{function.name} is to leave its result on {device}, {problem}; give sky.remote the "
-            "kind of a device instead, such as 'auto'"
-        )
-
     def submit(self, task: Task) -> None:
-        """Send a task to an executor with a free slot, or queue it."""
-        self._dispatcher.submit(task)
+        """Send a task to an executor with a free slot, or queue it, or wait for its arguments."""
+        if task.awaits:
+            self._results.submit_later([task], lambda: self._dispatcher.submit(task))
+        else:
+            self._dispatcher.submit(task)
+
+    def submit_nested(self, task: Task) -> None:
+        """Queue a task that another one has started; never waits."""
+        if task.awaits:
+            self._results.submit_later([task], lambda: self._dispatcher.submit_nested(task))
+        else:
+            self._dispatcher.submit_nested(task)
 
     def submit_all(self, tasks: list[Task]) -> None:
         """Submit tasks together: no other task comes between them on any worker."""
-        self._dispatcher.submit_all(tasks)
+        if any(task.awaits for task in tasks):
+            self._results.submit_later(tasks, lambda: self._dispatcher.submit_all(tasks))
+        else:
+            self._dispatcher.submit_all(tasks)
 
     def cancel(self, task: Task, problem: BaseException | None = None) -> None:
         """Give a task up: the caller stops waiting at once, and the remote work is stopped."""
@@ -356,19 +367,7 @@ class Pool:
 
     def after(self, task: Task, action: Callable[[], None]) -> None:
         """Run an action when the task is done, not on the loop's thread; call before `submit`."""
-        with self._results_lock:
-            if self._results_thread is None:
-                self._results_thread = threading.Thread(
-                    target=self._serve_results, name="skyward-results", daemon=True
-                )
-                self._results_thread.start()
-        task.when_done(lambda _: self._results.put(action))
-
-    def _serve_results(self) -> None:
-        while (action := self._results.get()) is not None:
-            action()
-            # It has the result, which nobody may want any more when the next one comes.
-            del action
+        self._results.after(task, action)
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""

@@ -17,6 +17,7 @@ from skyward.calls.held import HeldWorkers
 from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
+from skyward.calls.nesting import NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.receiving import Receiver
@@ -54,7 +55,9 @@ class Dispatcher:
         packer: Packer,
         prospects: Prospects,
         events: EventStream,
+        nested: NestedCalls,
     ) -> None:
+        """`nested` makes the calls that tasks ask for."""
         self.counts = Counts()
         self.teller = CallTeller(events)
         self.lanes = Lanes()
@@ -69,6 +72,7 @@ class Dispatcher:
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
         self._sending = Sending()
+        self._nested = nested
         self.receiver = Receiver(
             loop,
             self.lanes,
@@ -78,6 +82,7 @@ class Dispatcher:
             self._finisher,
             self.debuggers,
             self.teller,
+            nested,
             cancel=self.cancel,
             abandon=self._abandon,
         )
@@ -123,6 +128,7 @@ class Dispatcher:
         self.counts.bytes_received += lane.channel.bytes_received
         lane.close()
         self.debuggers.lost(lane)
+        self._nested.lose(lane)
         self._sending.release(lane)
         for task in started:
             self._retry_or_fail(task, problem(task))
@@ -190,6 +196,19 @@ class Dispatcher:
         for sending in [self._submit_send(lane, task) for lane, task in sends]:
             sending.result()
 
+    def submit_nested(self, task: Task) -> None:
+        """Queue a task that another task has started; never waits."""
+        with self.lanes.lock:
+            if self.closed:
+                raise PoolClosedError(self._why_closed)
+            self.counts.submitted += 1
+            if self.teller.events.listened:
+                self.teller.submitted(task)
+            if not self._fails_at_once(task):
+                self.lanes.queue_nested(task)
+        # Its end fills the lane that has room.
+        self._loop.call_soon(lambda: None)
+
     def _submit_send(self, lane: Lane, task: Task) -> Future[None]:
         self.timeouts.start(task)
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
@@ -205,13 +224,18 @@ class Dispatcher:
         return lane
 
     def _queue(self, task: Task) -> None:
+        if not self._fails_at_once(task):
+            self.lanes.queue(task)
+
+    def _fails_at_once(self, task: Task) -> bool:
+        """Fail a task that can never run."""
         problem = self._why_not(task)
         if problem is None:
-            self.lanes.queue(task)
-            return
+            return False
         nowhere = Failed.because(problem)
         task.finish(nowhere)
         self.teller.ended(task, nowhere)
+        return True
 
     def _why_not(self, task: Task) -> SkywardError | None:
         """Why a task can never run; None if it can."""

@@ -95,7 +95,8 @@ class Holdings:
                 self._named.move_to_end(named.key)
             return
         payload, body, descriptors = self.pack(named.parcel, again=again)
-        self._channel.send(Define(named.key, payload, named.frozen), body, descriptors)
+        define = Define(named.key, payload, named.frozen, named.fresh)
+        self._channel.send(define, body, descriptors)
         self._named[named.key] = named
         if len(self._named) > CODE_MAX:
             self._forget_oldest(named.key)

@@ -22,8 +22,8 @@ class Lanes:
         """Callers hold this around `assign` and `queue`, and around steps that belong together."""
         self._scheduler: Scheduler[Task] = Scheduler()
         self._by_load: dict[Load[Task], Lane] = {}
-        self._refillable: set[Lane] = set()
-        """Lanes that may have room for waiting tasks."""
+        self._refillable: dict[Lane, None] = {}
+        """Lanes that may have room for waiting tasks; the first is filled first."""
 
     def __iter__(self) -> Iterator[Lane]:
         """The lanes of this moment."""
@@ -38,7 +38,7 @@ class Lanes:
             lane.load.open = usable
             if usable:
                 self._scheduler.add(lane.load)
-            self._refillable.add(lane)
+            self._refillable[lane] = None
 
     def drain(self, lane: Lane) -> None:
         """Give a lane no new tasks."""
@@ -62,7 +62,7 @@ class Lanes:
             if lane.load.paused and not lane.lost:
                 lane.load.paused, lane.load.open = False, True
                 self._scheduler.add(lane.load)
-                self._refillable.add(lane)
+                self._refillable[lane] = None
 
     def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:
         """Remove a lane; returns its tasks that may have started, and its other tasks.
@@ -98,14 +98,14 @@ class Lanes:
     def refill_all(self) -> None:
         """Have every lane asked whether it has room."""
         with self.lock:
-            self._refillable.update(self._by_load.values())
+            self._refillable.update(dict.fromkeys(self._by_load.values()))
 
     def take_refillable(self) -> Iterable[Lane]:
         """Lanes that may have room for waiting tasks, since this was last asked."""
         if not self._refillable:
             return ()
         with self.lock:
-            refillable, self._refillable = self._refillable, set()
+            refillable, self._refillable = self._refillable, {}
         return refillable
 
     def take_stuck(self) -> list[Lane]:
@@ -173,6 +173,31 @@ class Lanes:
         task.waiting = True
         self._scheduler.queue(task)
 
+    def queue_nested(self, task: Task) -> None:
+        """Queue a task that another one has started: before all others, unless it is aimed.
+
+        So the tasks that wait for others are as few as the tasks are deep. Aimed tasks keep their
+        order: those of two broadcasts must come in the same order everywhere.
+        """
+        task.waiting = True
+        load = self._scheduler.room_for(task)
+        aimed = task.worker is not None or task.on is not None or task.pinned is not None
+        self._scheduler.queue(task, first=not aimed)
+        if load is not None:
+            self._refillable[self._by_load[load]] = None
+
+    def lend(self, lane: Lane, task_id: int) -> None:
+        """Use the place of a task that waits for others."""
+        with self.lock:
+            if task_id in lane.tasks:
+                self._scheduler.lend(lane.load, task_id)
+                self._refillable[lane] = None
+
+    def go_on(self, lane: Lane, task_id: int) -> None:
+        """Note that a task that waited for others goes on."""
+        with self.lock:
+            lane.load.take_back(task_id)
+
     def requeue(self, tasks: Iterable[Task]) -> None:
         """Queue tasks that lost their lane, before all others; the first given comes last."""
         with self.lock:
@@ -186,7 +211,7 @@ class Lanes:
         """Free the slot of a task that its executor does not run."""
         with self.lock:
             self._scheduler.end(lane.load, task.id)
-            self._refillable.add(lane)
+            self._refillable[lane] = None
 
     def leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
         """Free the slot of a task that has run for so many seconds."""
@@ -196,7 +221,7 @@ class Lanes:
             lane.load.last_result = time.monotonic()
             # Else a task that comes later finds the free slot by itself.
             if self._scheduler.may_have_queued:
-                self._refillable.add(lane)
+                self._refillable[lane] = None
         return task
 
     def recalled(self, lane: Lane, task_ids: list[int]) -> None:

@@ -12,12 +12,13 @@ from skyward.objects.encoding import Encoded
 
 
 class PackedHandle:
-    """Data from `put` that another process has encoded."""
+    """Data from `put`, or a call's result, that another process has encoded."""
 
-    __slots__ = ("__weakref__", "encoded", "key")
+    __slots__ = ("__weakref__", "encoded", "fresh", "key")
 
-    def __init__(self, key: bytes, encoded: Encoded) -> None:
-        self.key, self.encoded = key, encoded
+    def __init__(self, key: bytes, encoded: Encoded, *, fresh: bool = False) -> None:
+        """`fresh`: each task gets an object of its own, as of a call's result."""
+        self.key, self.encoded, self.fresh = key, encoded, fresh
 
 
 class PackedFunction(Function[..., Any]):

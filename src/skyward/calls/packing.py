@@ -17,6 +17,7 @@ from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
 from skyward.functions import Pending
+from skyward.future import Future
 from skyward.objects import encoding, memory
 from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
 from skyward.objects.code import Code
@@ -203,13 +204,13 @@ class Packer:
     def _kept(self, encoded: Encoded) -> Parcel:
         return self.parcel(_copied(encoded), keep=True, for_many=True)
 
-    def handle(self, handle: Handle[Any]) -> NamedParcel:
-        """Pack data given to `put`; the parcel lives as long as the handle."""
+    def handle(self, handle: Handle[Any] | Future[Any]) -> NamedParcel:
+        """Pack data given to `put`, or a call's result; the parcel lives as long as the handle."""
         with self._lock:
             known = self._definitions.get(handle.key)
         if known is not None:
             return known
-        made = NamedParcel(handle.key, self._kept(handle.encoded), True)
+        made = NamedParcel(handle.key, self._kept(handle.encoded), True, handle.fresh)
         with self._lock:
             self._definitions[handle.key] = made
         weakref.finalize(handle, self._forgotten.put, handle.key).atexit = False

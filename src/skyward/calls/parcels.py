@@ -38,3 +38,5 @@ class NamedParcel:
     parcel: Parcel
     frozen: bool
     """Whether it is data from `put`, which executors keep until its handle dies."""
+    fresh: bool = False
+    """Whether each task gets an object of its own: the result of another task."""

@@ -13,6 +13,7 @@ from skyward.calls.finishing import Finisher
 from skyward.calls.lane import Lane
 from skyward.calls.lanes import Lanes
 from skyward.calls.loop import Loop
+from skyward.calls.nesting import NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.sending import Sending
 from skyward.calls.staying import ArrivedTensors, Staying
@@ -27,8 +28,10 @@ from skyward.wire.frames import Frame
 from skyward.wire.messages import (
     AT_FAILURES,
     KEEPING_FRAMES,
+    Cancel,
     Credit,
     DebuggerSays,
+    Define,
     End,
     Evicted,
     Failure,
@@ -41,6 +44,8 @@ from skyward.wire.messages import (
     Released,
     Result,
     Room,
+    Start,
+    Waits,
     Written,
 )
 
@@ -58,13 +63,14 @@ class Receiver:
         finisher: Finisher,
         debuggers: DebuggerDesk,
         teller: CallTeller,
+        nested: NestedCalls,
         cancel: Callable[[Task, BaseException], None],
         abandon: Callable[[Lane, Task], None],
     ) -> None:
         """`cancel` gives a task up; `abandon` ends a stream whose consumer wants no more."""
         self._loop, self._lanes, self._packer, self._console = loop, lanes, packer, console
         self._sending, self._finisher = sending, finisher
-        self._debuggers, self._teller = debuggers, teller
+        self._debuggers, self._teller, self._nested = debuggers, teller, nested
         self._cancel, self._abandon = cancel, abandon
         self._told_left_out = False
         self.failed: tuple[int, int] | None = None
@@ -97,6 +103,8 @@ class Receiver:
                     task.stream.put(pieces, _stayed(lane, task))
             case End():
                 self._on_end(lane, message)
+            case Credit() if message.task < 0:
+                self._nested.credit(lane, message.task, message.count)
             case Credit(stream=-1):
                 task = lane.tasks.get(message.task)
                 if task is not None and task.stream is not None:
@@ -128,6 +136,19 @@ class Receiver:
                 self._lanes.recalled(lane, message.tasks)
             case Prepared():
                 lane.on_prepared(lane, message.problem)
+            case Waits():
+                if message.waits:
+                    self._lanes.lend(lane, message.task)
+                else:
+                    self._lanes.go_on(lane, message.task)
+            case Start():
+                pieces = lane.connection.take(frame, message.payload)
+                self._nested.start(lane, message, pieces)
+            case Define():
+                pieces = lane.connection.take(frame, message.payload)
+                self._nested.define(lane, message, pieces)
+            case Cancel():
+                self._nested.drop(lane, message.task)
             case _:
                 raise ProtocolError(f"an executor does not send {type(message).__name__}")
 

@@ -44,7 +44,7 @@ class Load(Generic[W]):
     slot: int
     """The executor's number among the processes of its worker."""
     capacity: int = 1
-    """How many tasks the executor runs at once."""
+    """How many tasks the executor runs at once, including those that wait for other tasks."""
     tasks: dict[int, W] = field(default_factory=dict)
     """The executor's tasks in the order of sending; the first `capacity` tasks have started."""
     window: int = 0
@@ -61,14 +61,19 @@ class Load(Generic[W]):
     """When the executor's last task ended."""
     recalling: bool = False
     """Whether the executor was asked to give tasks back, and has not answered yet."""
+    slots: int = 0
+    """How many tasks the executor runs at once that do not wait; first its capacity."""
+    waiting: set[int] = field(default_factory=set)
+    """The tasks that wait for others, and have given their places up."""
 
     def __post_init__(self) -> None:
         self.window = self.window or self.capacity
+        self.slots = self.slots or self.capacity
 
     def note(self, ran: float) -> None:
         """Set how many tasks may be sent ahead, from the seconds that a task ran."""
         self.average = ran if ran > 10 * FAST_SECONDS else 0.7 * self.average + 0.3 * ran
-        if self.average > FAST_SECONDS:
+        if self.average > FAST_SECONDS or self.waiting:
             self.window = self.capacity
         else:
             ahead = int(AHEAD_SECONDS / max(self.average, 1e-5))
@@ -77,6 +82,31 @@ class Load(Generic[W]):
     def stop_sending_ahead(self) -> None:
         """Send no tasks ahead until short ones have run again."""
         self.average, self.window = 1.0, self.capacity
+
+    def lend(self, task_id: int) -> None:
+        """Note that a task waits for others: its place is free."""
+        self.waiting.add(task_id)
+        self.capacity = max(self.capacity, self.slots + len(self.waiting))
+        self.stop_sending_ahead()
+
+    def take_back(self, task_id: int) -> None:
+        """Note that a task goes on; the one that has its place stays, until one of them ends."""
+        self.waiting.discard(task_id)
+        self._lower(min(self.capacity, len(self.tasks)))
+
+    def end(self, task_id: int) -> W | None:
+        """Remove a task."""
+        if self.capacity == self.slots:
+            return self.tasks.pop(task_id, None)
+        had_place = task_id in itertools.islice(self.tasks, self.capacity)
+        self.waiting.discard(task_id)
+        if had_place:
+            self._lower(self.capacity - 1)
+        return self.tasks.pop(task_id, None)
+
+    def _lower(self, capacity: int) -> None:
+        self.capacity = max(capacity, self.slots + len(self.waiting))
+        self.window = self.capacity
 
     @property
     def where(self) -> str:
@@ -176,9 +206,21 @@ class Scheduler(Generic[W]):
 
     def end(self, load: Load[W], task_id: int) -> W | None:
         """Note that the task has left that executor."""
-        task = load.tasks.pop(task_id, None)
+        task = load.end(task_id)
         self._list(load)
         return task
+
+    def lend(self, load: Load[W], task_id: int) -> None:
+        """Note that a task waits for others, and that its place is free."""
+        load.lend(task_id)
+        self._list(load)
+
+    def room_for(self, task: W) -> Load[W] | None:
+        """An executor that has room for a task that is queued; None if none has."""
+        load = self.pick(task)
+        if load is not None:
+            self._list(load)
+        return load
 
     def next_for(self, load: Load[W]) -> W | None:
         """The longest waiting task that this executor may take, if it has room."""

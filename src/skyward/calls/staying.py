@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyward.calls.freeing import free
-from skyward.errors import SerializationError
+from skyward.errors import ConfigurationError, SerializationError
 from skyward.objects.memory import rounded_up
 from skyward.objects.staying import Place, Span, Stayed
 from skyward.wire.messages import Places
@@ -126,3 +126,22 @@ class ArrivedTensors(Stayed):
         """Free the memory: nobody will take the result."""
         free([self._room, self._given])
         self._room, self._given = None, {}
+
+
+def node_of_result(
+    name: str, device: Any, on: int | None, holder: Callable[[int], tuple[int, int | None] | None]
+) -> int | None:
+    """The node that a call must run on for its result to stay where it should."""
+    if isinstance(device, str):
+        return on
+    found = holder(device.index)
+    if found is None:
+        problem = "which is no open device of this pool"
+    elif on is not None and on != found[0]:
+        problem = f"which is on node {found[0]}, but the call runs on node {on}"
+    else:
+        return found[0]
+    raise ConfigurationError(
+        f"{name} is to leave its result on {device}, {problem}; give sky.remote the "
+        "kind of a device instead, such as 'auto'"
+    )

@@ -15,6 +15,7 @@ from skyward.calls.standing import Standing
 from skyward.calls.staying import Staying
 from skyward.calls.streams import StreamItems
 from skyward.calls.tracing import CallTrace
+from skyward.future import Future
 from skyward.wire.messages import NEVER
 
 
@@ -25,6 +26,7 @@ class Task:
         "_finished",
         "_on_done",
         "answer",
+        "awaits",
         "cancelled",
         "cell",
         "code",
@@ -76,6 +78,7 @@ class Task:
         trace: CallTrace | None = None,
         cell: Context | None = None,
         debugged: int = NEVER,
+        awaits: list[Future[Any]] | None = None,
     ) -> None:
         self.id = task_id
         self.name = name
@@ -94,6 +97,8 @@ class Task:
         """The call's spans; None if the program makes no traces."""
         self.debugged = debugged
         """When the task opens a debugger."""
+        self.awaits = awaits or []
+        """The futures among the arguments, until they are done."""
         self.cell = cell
         """The cell of a notebook that gets the task's output; None outside of notebooks."""
         self.waiting = False

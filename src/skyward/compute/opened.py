@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+from skyward.compute.broadcasting import broadcast
 from skyward.compute.listening import Listening, OnEvent
 from skyward.compute.named.client import leave
 from skyward.compute.quoting import quoted, readiness, without_end
@@ -29,7 +30,7 @@ class OpenedPool:
         self._spec, self._plugins, self._adoption = spec, plugins, adoption
         several = spec.worker.per_node != 1
         self._console = console_for(spec.options.console, several_workers=several)
-        self.pool = Pool(spec, self._console, adoption)
+        self.pool = Pool(spec, self._console, broadcast, adoption)
         self.was_ready = False
         self.showing: Showing | None = None
         """The pool on the page; None before the start and after the end."""

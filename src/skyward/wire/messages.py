@@ -22,6 +22,9 @@ Never; at `breakpoint()`; there, and a failure's frames are kept; also when the 
 once, in the frames of the failure before.
 """
 
+CODE_KEPT = 64
+"""How many functions a client keeps of those that an executor has defined, for `Start`."""
+
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 """A number of bytes, an offset or a segment's id; the decoder refuses numbers out of range."""
 Place = Annotated[int, msgspec.Meta(ge=INLINE, le=KNOWN)]
@@ -222,6 +225,8 @@ class Define(Message):
     key: bytes
     payload: Payload
     frozen: bool
+    fresh: bool = False
+    """Whether each task that names the object gets one of its own: the result of another task."""
 
 
 class Forget(Message):
@@ -249,6 +254,8 @@ class Run(Message):
     trace: dict[str, str] = {}
     """The headers of the call's trace, as OpenTelemetry writes them; empty if there is none."""
     debugged: DebugMode = NEVER
+    apart: str = ""
+    """The object with a place of its own that the task belongs to; empty if there is none."""
 
 
 class Cancel(Message):
@@ -527,6 +534,37 @@ class DebuggerHears(Message):
     """The line, why there is no terminal, or the source; that is empty if it is not there."""
     file: str = ""
     """With "source", the file that the source is of."""
+
+
+class Start(Message):
+    """A task starts another: on any worker, or on all of them.
+
+    The call has a number below 0, and so have the messages about it: `Result`, `Failure`, `Item`
+    and `End` from the client, `Cancel` and `Credit` from the executor.
+    """
+
+    KIND = 45
+    number: int
+    task: int
+    """The task that asks; 0 if it is not known."""
+    name: str
+    code: bytes
+    """A function that the executor has defined before."""
+    payload: Payload
+    handles: list[bytes] = []
+    """The values that the payload refers to; the executor has defined them, for this call alone."""
+    everywhere: bool = False
+    timeout: float = 0.0
+    """In seconds; 0 if the function has none of its own."""
+    retries: Size = 0
+
+
+class Waits(Message):
+    """A task waits for tasks that it has started, and gives its place up; or it goes on."""
+
+    KIND = 46
+    task: int
+    waits: bool
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ class KeptObject:
     """None after `value` has been decoded."""
     frozen: bool
     value: Any = None
+    again: Callable[[], Pieces] | None = None
+    """Finds the pieces once more, for a task that gets an object of its own."""
 
 
 class Definitions:
@@ -40,7 +43,16 @@ class Definitions:
             return
         pieces, _ = self._inbox.find(channel, define.payload, body)
         if pieces is not None:
-            self._known[define.key] = KeptObject(pieces, define.frozen)
+            again = None
+            if define.fresh:
+                again = functools.partial(self._found_again, channel, define, bytes(body))
+            # With `fresh`, the pieces stay, so that the cache keeps the buffers.
+            self._known[define.key] = KeptObject(pieces, define.frozen, again=again)
+
+    def _found_again(self, channel: Channel, define: Define, body: bytes) -> Pieces:
+        pieces, _ = self._inbox.find(channel, define.payload, bytearray(body))
+        assert pieces is not None
+        return pieces
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop the objects under these keys: the client will not refer to them again."""
@@ -76,6 +88,8 @@ class Definitions:
                 "a handle from sky.put that this worker was not given; pass the handle as an "
                 "argument, on the pool that `sky.put` was called on"
             )
+        if definition.again is not None:
+            return encoding.decode(*definition.again())
         pieces = definition.pieces
         if pieces is not None:
             data, buffers, storages = pieces

@@ -9,13 +9,13 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import OrderedDict
 from contextvars import copy_context
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from skyward import context, instances, numbers
-from skyward.errors import PluginError, ProtocolError
+from skyward.errors import PluginError, PoolClosedError, ProtocolError
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
@@ -44,6 +44,7 @@ from skyward.wire.messages import (
     Recall,
     Recalled,
     Released,
+    Result,
     Run,
     Topology,
 )
@@ -57,14 +58,18 @@ from skyward.worker.inspection import Inspection
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox
-from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture
+from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
 from skyward.worker.pending import PendingTasks
+from skyward.worker.places import JobPlaces
 from skyward.worker.reader import JobReader
 from skyward.worker.relay import Relay
 from skyward.worker.running import JobRunner, Leave
 from skyward.worker.streams import InputStream
-from skyward.worker.task_board import TaskBoard
+from skyward.worker.task_board import SPARE, TaskBoard, TaskRing
 from skyward.worker.task_output import TaskOutput
+
+if TYPE_CHECKING:
+    from skyward.worker.nesting import NestedPool
 
 
 class Executor:
@@ -72,9 +77,10 @@ class Executor:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
-        self._waiting: OrderedDict[int, Job] = OrderedDict()
-        self._running: dict[int, Job] = {}
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._places = JobPlaces(
+            config.threads or 1, lambda message: self._client.send(message), self._run_in_place
+        )
         self._credentials = Credentials(*config.credentials) if config.credentials else None
         self._await_client()
         self._hooks = hooks.Entered()
@@ -84,8 +90,10 @@ class Executor:
         self._kept_output: TaskOutput | None = None
         if config.kept_output:
             self._kept_output = TaskOutput(config.kept_output, config.worker, config.slot)
-        capture = ThreadCapture if config.threads else ProcessCapture
-        self._capture = capture(config.output, self._emit)
+        self._spare = self._board.rings[-SPARE:]
+        self._capture: ProcessCapture | ThreadCapture = ProcessCapture(config.output, self._emit)
+        if config.threads:
+            self._capture = ThreadCapture(self._capture, self._emit)
         self._debuggers = Debuggers(
             self._running_job,
             lambda message: self._client.send(message),
@@ -105,6 +113,8 @@ class Executor:
     def _await_client(self) -> None:
         """Make all that belongs to one client, empty, for the client that comes."""
         config = self._config
+        self._nested: NestedPool | None = None
+        """The pool, for tasks that start others; None before one does."""
         self._inbox = Inbox(config.blob_cap)
         self._definitions = Definitions(self._inbox)
         encoding.find_handles(self._definitions.resolve)
@@ -122,7 +132,7 @@ class Executor:
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
         self._client.emit(task, stream, text, transient)
         if self._kept_output is not None and text and not transient:
-            job = self._running.get(task)
+            job = self._places.running.get(task)
             self._kept_output.write(stream, text, job.run.name if job is not None else "")
             self._board.rings[0].wrote()
 
@@ -176,20 +186,22 @@ class Executor:
                 self._cancel(task)
             case Credit():
                 self._grant(message)
-            case Item():
+            case Item() if message.task > 0:
                 pieces, _ = self._inbox.take(channel, frame, message.payload)
-                job = self._job(message.task)
+                job = self._places.find(message.task)
                 if job is not None and pieces is not None:
                     job.inputs[message.stream].put(pieces)
-            case End():
+            case End() if message.task > 0:
                 self._end_input(channel, frame, message)
+            case Result() | Failure() | Item() | End():
+                self._answer(channel, frame, message)
             case Forget():
                 self._pending.forget(message.keys)
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
                 self._client.outbox.returned(message.segments)
             case Places(task=task):
-                job = self._job(task)
+                job = self._places.find(task)
                 if job is not None and job.places is not None:
                     job.places.put(message)
             case Recall():
@@ -208,13 +220,23 @@ class Executor:
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
+    def _answer(
+        self, channel: Channel, frame: Frame, message: Result | Failure | Item | End
+    ) -> None:
+        """Give a task what the client says about a call that the task has asked for."""
+        pieces = None
+        if message.payload is not None:
+            pieces, _ = self._inbox.take(channel, frame, message.payload)
+        if self._nested is not None:
+            self._nested.answer(message, pieces)
+
     def _part_from_client(self) -> None:
         """Forget the client and all that it has sent, and wait for the next client.
 
         What the process itself has stays: modules, memory, the plugins' hooks.
         """
-        with self._lock:
-            if self._running or self._waiting:
+        with self._places.lock:
+            if self._places.running or self._places.waiting:
                 # Its result would reach the next client. The agent starts another executor.
                 os._exit(0)
         before = self._client
@@ -232,31 +254,28 @@ class Executor:
             job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
         if run.stays:
             job.places = queue.SimpleQueue()
-        with self._lock:
-            self._waiting[run.task] = job
+        helps = self._places.add(job)
         if self._reader is not None:
             self._reader.put(job)
         else:
             self._queue.put(job)
+        if helps:
+            self._places.help()
 
     def _hurry(self) -> None:
         """Have another thread read now. With threads, the main thread does nothing else."""
         if self._reader is not None:
             self._reader.hurry()
 
-    def _job(self, task: int) -> Job | None:
-        with self._lock:
-            return self._waiting.get(task) or self._running.get(task)
-
     def _running_job(self, task: int) -> Job | None:
         """A job that runs; with 0, the one that runs alone."""
-        with self._lock:
+        with self._places.lock:
             if not task and not self._config.threads:
-                return next(iter(self._running.values()), None)
-            return self._running.get(task)
+                return next(iter(self._places.running.values()), None)
+            return self._places.running.get(task)
 
     def _grant(self, credit: Credit) -> None:
-        job = self._job(credit.task)
+        job = self._places.find(credit.task)
         if job is not None and job.output is not None:
             job.output.grant(credit.count)
 
@@ -264,32 +283,36 @@ class Executor:
         pieces = None
         if end.payload is not None:
             pieces, _ = self._inbox.take(channel, frame, end.payload)
-        job = self._job(end.task)
+        job = self._places.find(end.task)
         if job is not None:
             job.inputs[end.stream].finish(pieces)
 
     def _give_back(self, channel: Channel) -> None:
         held = self._pending.clear()
-        with self._lock:
-            given = [*self._waiting, *held]
-            for job in self._waiting.values():
+        with self._places.lock:
+            waiting = self._places.waiting
+            given = [*waiting, *held]
+            for job in waiting.values():
                 job.cancelled = True
-            self._waiting.clear()
+            waiting.clear()
         channel.send(Recalled(given))
 
     def _cancel(self, task: int) -> None:
         self._pending.cancel(task)
-        with self._lock:
-            job = self._waiting.pop(task, None)
+        places = self._places
+        with places.lock:
+            job = places.waiting.pop(task, None)
             if job is not None:
                 job.cancelled = True
             else:
-                job = self._running.get(task)
-            if job is not None and task in self._running:
+                job = places.running.get(task)
+            runs = job is not None and task in places.running
+            if job is not None and runs:
                 job.cancelled = True
                 # Before the streams are closed, so that the task is interrupted before it sees
-                # them end.
-                self._interrupts.raise_in(job)
+                # them end. A wait for other tasks on a thread only ends with these.
+                if not job.waits or job.thread == threading.main_thread().ident:
+                    self._interrupts.raise_in(job)
                 self._debuggers.cancel(task)
                 if job.places is not None:
                     job.places.put(None)
@@ -297,7 +320,10 @@ class Executor:
                     stream.finish(None)
                 if job.output is not None:
                     job.output.close()
-                return
+        if job is not None and runs:
+            if self._nested is not None:
+                self._nested.wake(job)
+            return
         # The client also gets this answer for a task that never arrived, or is done.
         self._client.send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
@@ -324,7 +350,7 @@ class Executor:
                 if isinstance(job, Prepare):
                     self._prepare(job)
                 else:
-                    self._run_job(job)
+                    self._run_next()
         for number in range(self._config.threads):
             threading.Thread(
                 target=self._serve_thread,
@@ -354,28 +380,69 @@ class Executor:
 
     def _serve_thread(self, slot: int) -> None:
         while True:
-            copy_context().run(self._run_job, self._queue.get(), slot)
+            self._queue.get()
+            copy_context().run(self._run_next, slot)
 
-    def _run_job(self, job: Job, slot: int = 0) -> None:
+    def _run_next(self, slot: int = 0) -> None:
+        job = self._places.begin_next()
+        if job is not None:
+            self._run_job(job, self._board.rings[slot])
+
+    def _run_in_place(self, job: Job) -> None:
+        """Run a job on a helper, in the place of one that waits."""
+        ring = self._spare.pop() if self._spare else None
         try:
-            with self._lock:
-                if job.cancelled or self._waiting.pop(job.run.task, None) is None:
-                    return
-                job.thread = threading.get_ident()
-                self._running[job.run.task] = job
-            board = self._board.rings[slot]
-            board.begin(job.run.task, job.run.name)
+            copy_context().run(self._run_job, job, ring)
+        finally:
+            if ring is not None:
+                self._spare.append(ring)
+
+    def _run_job(self, job: Job, ring: TaskRing | None) -> None:
+        try:
+            if ring is not None:
+                ring.begin(job.run.task, job.run.name)
             answer: Message | None = None
             try:
                 outcome = self._runner.run(job, self._client, self._definitions)
                 answer = outcome[0]
             finally:
-                self._running.pop(job.run.task, None)
-                board.end(answer)
+                self._places.running.pop(job.run.task, None)
+                if ring is not None:
+                    ring.end(answer)
+                if self._nested is not None:
+                    self._places.free(job)
+                    if not isinstance(answer, (Result, End)):
+                        self._nested.give_up(job)
             self._client.send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
             self._client.send(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
+
+    def _nested_pool(self) -> NestedPool:
+        """The pool of the tasks of this process, for a task that starts others."""
+        if os.getpid() != self._pid:
+            raise PoolClosedError(
+                "a process that a task has started cannot use the task's pool; start tasks in the "
+                "task's own process"
+            )
+        with self._places.lock:
+            if self._nested is None:
+                # Imported here: most executors never need it.
+                from skyward.worker.nesting import NestedPool
+
+                self._nested = NestedPool(self._client, self._places, self._asking_job, self._hurry)
+                if isinstance(self._capture, ProcessCapture):
+                    self._capture.share()
+            return self._nested
+
+    def _asking_job(self) -> Job | None:
+        """The job that this thread belongs to; without a context, the only one that runs."""
+        task = current_task.get()
+        with self._places.lock:
+            running = self._places.running
+            if task:
+                return running.get(task)
+            return next(iter(running.values())) if len(running) == 1 else None
 
 
 def main() -> None:
@@ -392,6 +459,7 @@ def main() -> None:
     executor = Executor(config)
     credentials = Credentials(*config.credentials) if config.credentials else None
     worker_state.prepare(credentials, threads=bool(config.threads))
+    context.own_pool = executor._nested_pool
     is_head = config.node == config.worker == config.slot == 0
     port = rendezvous.reserve() if is_head else 0
     announcement = msgspec.json.encode({"endpoint": executor.endpoint, "port": port})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import signal
 import socket
 import ssl
 import threading
 import types
 import weakref
+from typing import Any
 
 from skyward.state.connection import Slot, wait_readable
 from skyward.worker.jobs import Job
@@ -18,11 +20,18 @@ AGAIN_SECONDS = 0.005
 """How long an interrupt waits before its next attempt, if it found our own code running."""
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BETWEEN = {ssl.__file__, socket.__file__, threading.__file__}
+# Not imported here: most executors never need it.
+_FUTURES = os.path.join(os.path.dirname(threading.__file__), "concurrent", "futures", "_base.py")
+_BETWEEN = {ssl.__file__, socket.__file__, threading.__file__, _FUTURES}
 """Modules that our code and user code wait in; the callers' frames show which of the two it is."""
 
 
-_WAITS = {Slot.wait.__code__, wait_readable.__code__}
+def await_token(tokens: queue.SimpleQueue[Any], timeout: float | None) -> None:
+    """Wait for a task that the user's code has started; `queue.Empty` after so many seconds."""
+    tokens.get(timeout=timeout)
+
+
+_WAITS = {Slot.wait.__code__, wait_readable.__code__, await_token.__code__}
 """Functions of ours that wait for the user, and can be interrupted as the user's code can."""
 
 
@@ -36,14 +45,25 @@ class Interrupts:
     def __init__(self, *, threads: bool) -> None:
         """`threads` says whether jobs run on threads; otherwise they run on the main thread."""
         self._threads = threads
+        self._main = threading.main_thread().ident
         self._meant: Job | None = None
         self._meant_as: type[KeyboardInterrupt] = Interrupted
         self.calling: Job | None = None
         """The job whose function is being called, on the main thread."""
 
+    def enter(self, job: Job) -> None:
+        """Note that the function of a job is being called."""
+        if job.thread == self._main:
+            self.calling = job
+
+    def leave(self, job: Job) -> None:
+        """Note that the function of a job is not called any more."""
+        if job.thread == self._main:
+            self.calling = None
+
     def raise_in(self, job: Job, kind: type[KeyboardInterrupt] = Interrupted) -> None:
         """Interrupt the function of a job that runs: cancelled, or with a plain Ctrl-C."""
-        if self._threads:
+        if self._threads or job.thread != self._main:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(job.thread), ctypes.py_object(kind)
             )

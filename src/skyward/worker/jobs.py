@@ -27,6 +27,8 @@ class Job:
     cancelled: bool = False
     thread: int = 0
     """The thread that runs the task."""
+    waits: int = 0
+    """How often the task waits now for tasks that it has started."""
     opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
     """The device's storages among the arguments, if the result stays: it may have them, too."""
     places: queue.SimpleQueue[Places | None] | None = None

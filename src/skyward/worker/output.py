@@ -121,6 +121,8 @@ class ProcessCapture:
         self._cutters = {name: LineCutter() for name in self._reads}
         self._lock = threading.RLock()
         self._task = 0
+        self._threads: ThreadCapture | None = None
+        """Says which task writes, once several may run at a time."""
         self._muted: frozenset[str] = frozenset()
         self._flush = ctypes.CDLL(None).fflush
         self._pipes = {"stdout": os.dup(1), "stderr": os.dup(2)}
@@ -137,6 +139,12 @@ class ProcessCapture:
         context.install_capture(self)
         threading.Thread(target=self._drain_forever, name="skyward-output", daemon=True).start()
 
+    def share(self) -> None:
+        """From now on, have the context say which task writes: others run while one waits."""
+        if self._threads is None:
+            self._send_all()
+            self._threads = ThreadCapture(self, self._emit)
+
     def begin(self, task: int) -> None:
         """Label output with this task from now on."""
         with self._lock:
@@ -151,6 +159,8 @@ class ProcessCapture:
         self._send_all()
 
     def _send_all(self, *, ends: bool = False) -> None:
+        if self._threads is not None:
+            self._threads.flush()
         self._flush(None)
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -178,6 +188,11 @@ class ProcessCapture:
             self._flush(None)
             os.dup2(self._nowhere if muted else self._pipes[name], number)
         self._muted = route.muted
+
+    def unmute(self) -> None:
+        """Let the descriptors write again: several tasks share them from now on."""
+        if self._muted:
+            self.reroute(Route())
 
     def _drain_forever(self) -> None:
         poll = select.poll()
@@ -207,8 +222,9 @@ class ProcessCapture:
 class ThreadCapture:
     """Captures output per task where tasks run on threads; output of C code has no task."""
 
-    def __init__(self, read_ends: tuple[int, int], emit: Emit) -> None:
-        self._process = ProcessCapture(read_ends, emit)
+    def __init__(self, process: ProcessCapture, emit: Emit) -> None:
+        """`process` captures what C code and other processes write."""
+        self._process = process
         self._emit = emit
         self._cutters: dict[tuple[int, str], LineCutter] = {}
         self._lock = threading.Lock()
@@ -249,7 +265,8 @@ class ThreadCapture:
                 _emit_rest(self._emit, current_task.get(), name, cutter)
 
     def reroute(self, route: Route) -> None:
-        """Do nothing: each write looks at its own context."""
+        """Mute nothing: each write looks at its own context."""
+        self._process.unmute()
 
 
 class NumberLog:

@@ -33,6 +33,11 @@ class InputStream:
         """End the stream: the client's iterator has ended, or has raised the given exception."""
         self._items.put((False, problem))
 
+    @property
+    def empty(self) -> bool:
+        """Whether the next item has to be waited for."""
+        return self._items.empty() and not self._done
+
     def __iter__(self) -> InputStream:
         return self
 

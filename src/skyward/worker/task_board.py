@@ -27,6 +27,8 @@ RUNNING, OK, FAILED, CANCELLED, LOST = range(len(OUTCOMES))
 _RECORDS = 256
 """How many tasks a child's board keeps; with many slots, each slot has fewer."""
 _RECORDS_LEAST = 16
+SPARE = 8
+"""Slots for tasks that run in the places of others, which wait."""
 _RECORD = struct.Struct("<QqQddHHH210s")
 _ENDED = struct.Struct("<dH")
 _ENDED_AT = 32
@@ -248,7 +250,8 @@ class TaskBoard:
         """`changes` is the descriptor on which the child tells of changes."""
         length = _length(slots)
         self._memory = mmap.mmap(descriptor, _size(slots))
-        self.rings = [TaskRing(self._memory, slot, length, changes) for slot in range(slots)]
+        every = range(slots + SPARE)
+        self.rings = [TaskRing(self._memory, slot, length, changes) for slot in every]
         """One for each slot."""
 
     def running(self) -> list[BoardTask]:
@@ -303,4 +306,4 @@ def _length(slots: int) -> int:
 
 
 def _size(slots: int) -> int:
-    return slots * (_HEADER + _length(slots) * _RECORD.size)
+    return (slots + SPARE) * (_HEADER + _length(slots) * _RECORD.size)

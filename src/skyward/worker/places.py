@@ -1,0 +1,121 @@
+"""Places: which jobs of an executor run, which wait for a place, and which have given theirs up.
+
+A job that waits for tasks that it has started gives its place up. Then a helper, a thread besides
+those that run tasks, runs another one. When the first goes on, both run until one of them ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from skyward.errors import PoolError
+from skyward.staff import Staff
+from skyward.wire.messages import Message, Waits
+from skyward.worker.jobs import Job
+
+WAITING_MAX = 1000
+"""How many tasks of an executor may wait for others at a time; each has a thread."""
+
+
+class JobPlaces:
+    """The jobs of one executor."""
+
+    def __init__(
+        self, slots: int, tell: Callable[[Message], None], run: Callable[[Job], None]
+    ) -> None:
+        """`slots` is how many jobs have places. `tell` sends the client a message.
+
+        `run` runs a job on a helper.
+        """
+        self.lock = threading.Lock()
+        """For all attributes; the changes of a job that belong together are made under it."""
+        self.waiting: OrderedDict[int, Job] = OrderedDict()
+        """The jobs that have not begun, in the order in which they came."""
+        self.running: dict[int, Job] = {}
+        self._slots, self._tell, self._run = slots, tell, run
+        self._given_up: set[int] = set()
+        """The running jobs that have no place, because they wait for others."""
+        self._freed = threading.Condition(self.lock)
+        self._telling = threading.Lock()
+        """So that the client hears of waits in their order."""
+        self._helpers = Staff("skyward-task", 2 * WAITING_MAX)
+
+    def find(self, task: int) -> Job | None:
+        """A job that waits or runs."""
+        with self.lock:
+            return self.waiting.get(task) or self.running.get(task)
+
+    def add(self, job: Job) -> bool:
+        """Take a job; returns whether a helper should run it, since the other threads may wait."""
+        with self.lock:
+            self.waiting[job.run.task] = job
+            return self._slots <= len(self.running) < self._slots + len(self._given_up)
+
+    def _full(self) -> bool:
+        return len(self.running) - len(self._given_up) >= self._slots
+
+    def begin_next(self) -> Job | None:
+        """The job that has waited longest, when it has a place; None if others began all jobs."""
+        with self.lock:
+            while self.waiting and self._full():
+                # A helper runs a job in the place of one that goes on, or has ended.
+                self._freed.wait()
+            return self._begin_first()
+
+    def _begin_first(self) -> Job | None:
+        if not self.waiting:
+            return None
+        task, job = self.waiting.popitem(last=False)
+        job.thread = threading.get_ident()
+        self.running[task] = job
+        return job
+
+    def free(self, job: Job) -> None:
+        """Let another job have the place of one that has ended, and may have waited for others."""
+        with self.lock:
+            self._given_up.discard(job.run.task)
+            self._freed.notify_all()
+
+    def help(self) -> None:
+        """Have a helper run jobs in the places of those that wait."""
+        self._helpers.run(self._help)
+
+    def _help(self) -> None:
+        while True:
+            with self.lock:
+                job = None if self._full() else self._begin_first()
+            if job is None:
+                return
+            self._run(job)
+
+    def begin_wait(self, job: Job) -> None:
+        """Give the place of a job up: it waits for tasks that it has started."""
+        with self._telling:
+            with self.lock:
+                if not job.waits and len(self._given_up) >= WAITING_MAX:
+                    raise PoolError(
+                        f"{job.run.name} cannot wait for another task: {WAITING_MAX} tasks of this "
+                        "worker wait for others already; start fewer tasks that wait, or let a "
+                        "task return before the next one starts"
+                    )
+                job.waits += 1
+                if job.waits > 1 or job.run.task not in self.running:
+                    return
+                self._given_up.add(job.run.task)
+                self._freed.notify_all()
+                helps = bool(self.waiting)
+            self._tell(Waits(job.run.task, True))
+        if helps:
+            self.help()
+
+    def end_wait(self, job: Job) -> None:
+        """Have a job go on, also if another one runs in its place."""
+        with self._telling:
+            with self.lock:
+                job.waits -= 1
+                if job.waits or job.run.task not in self._given_up:
+                    return
+                self._given_up.discard(job.run.task)
+            self._tell(Waits(job.run.task, False))

@@ -1,0 +1,401 @@
+"""Tasks that start tasks: on their own pool, without waiting for their own places."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward as sky
+
+from .conftest import ALL, Eventually
+from .waiting import wait_for
+
+
+@sky.function
+def plus_one(number: int) -> int:
+    return number + 1
+
+
+@sky.function
+def through_another(number: int) -> int:
+    return plus_one(number) >> sky
+
+
+@sky.function
+def sum_through_others(count: int) -> int:
+    return sum(sky.gather(*[through_another(number) for number in range(count)]) >> sky)
+
+
+@sky.function
+def fibonacci(number: int) -> int:
+    if number < 2:
+        return number
+    one, other = sky.gather(fibonacci(number - 1), fibonacci(number - 2)) >> sky
+    return one + other
+
+
+@sky.function
+def depth(below: int) -> int:
+    return 1 + (depth(below - 1) >> sky) if below else 0
+
+
+@sky.function
+def waits_for_a_file(begun: Path, path: Path) -> str:
+    begun.touch()
+    wait_for(path)
+    return "found"
+
+
+@sky.function
+def waits_for_a_task(begun: Path, path: Path) -> str:
+    return waits_for_a_file(begun, path) >> sky
+
+
+@sky.function
+def counts_up(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+@sky.function
+def fails(text: str) -> None:
+    raise KeyError(text)
+
+
+def test_a_task_runs_another_on_its_own_pool(pool: sky.Compute) -> None:
+    assert through_another(1) >> pool == 2
+
+
+def test_more_tasks_wait_than_there_are_workers(pool: sky.Compute) -> None:
+    assert sum_through_others(40) >> pool == sum(range(1, 41))
+    assert sky.gather(*[sum_through_others(4) for _ in range(8)]) >> pool == [10] * 8
+
+
+def test_a_recursion_ends(pool: sky.Compute) -> None:
+    assert fibonacci(9) >> pool == 34
+
+
+def test_thousands_of_tasks_of_one_task(pool: sky.Compute) -> None:
+    @sky.function
+    def starts(count: int) -> tuple[int, int]:
+        futures = [plus_one(number) > sky for number in range(count)]
+        return sum(future.result() for future in futures), threading.active_count()
+
+    count = 10_000 if ALL else 1_000
+    total, threads = starts(count) >> pool
+    assert total == sum(range(1, count + 1))
+    assert threads < 100, "a task that does not wait needs no thread"
+
+
+def test_a_chain_is_deeper_than_pythons_own_recursion_of_tasks(pool: sky.Compute) -> None:
+    assert depth(200) >> pool == 200
+
+
+def test_tasks_on_threads_start_others(threads: sky.Compute) -> None:
+    assert sum_through_others(20) >> threads == sum(range(1, 21))
+    assert depth(20) >> threads == 20
+
+
+def test_all_operators_work_in_a_task(pool: sky.Compute) -> None:
+    @sky.function
+    def uses_all() -> tuple[Any, ...]:
+        one, other = (plus_one(1) & plus_one(2)) >> sky
+        streamed = sky.gather(plus_one(3), plus_one(4), stream=True, ordered=False) >> sky
+        return one, other, sorted(streamed), list(counts_up(40) >> sky), node() @ sky
+
+    @sky.function
+    def node() -> int:
+        return sky.instance_info().node
+
+    assert uses_all() >> pool == (2, 3, [4, 5], list(range(40)), [0, 1])
+
+
+def test_a_task_waits_for_several_as_any_program_does(pool: sky.Compute) -> None:
+    @sky.function
+    def waits() -> list[int]:
+        futures = [through_another(number) > sky for number in range(6)]
+        concurrent.futures.wait(futures[:3])
+        done = concurrent.futures.as_completed(futures)
+        return sorted(future.result() for future in done)
+
+    @sky.function
+    async def awaits() -> list[int]:
+        async def one(number: int) -> int:
+            return await (through_another(number) > sky)
+
+        return await asyncio.gather(*[one(number) for number in range(6)])
+
+    assert waits() >> pool == list(range(1, 7))
+    assert awaits() >> pool == list(range(1, 7))
+
+
+def test_a_generator_that_is_not_read_to_its_end_stops(
+    pool: sky.Compute, tmp_path: Path, eventually: Eventually
+) -> None:
+    @sky.function
+    def endless(path: Path) -> Iterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            path.touch()
+
+    @sky.function
+    def takes_one(path: Path) -> int:
+        return next(endless(path) >> sky)
+
+    assert takes_one(tmp_path / "stopped") >> pool == 1
+    eventually((tmp_path / "stopped").exists)
+
+
+def test_an_exception_of_a_nested_task_keeps_its_type(pool: sky.Compute) -> None:
+    @sky.function
+    def catches() -> tuple[str, str]:
+        try:
+            fails("inner") >> sky
+        except KeyError as problem:
+            return problem.args[0], problem.__notes__[0]
+        return "", ""
+
+    text, note = catches() >> pool
+    assert text == "inner"
+    assert note.startswith("raised by fails on node ")
+
+
+def test_large_values_go_both_ways(pool: sky.Compute) -> None:
+    @sky.function
+    def length(data: bytes) -> tuple[int, bytes]:
+        return len(data), data
+
+    @sky.function
+    def passes(count: int) -> tuple[int, bool]:
+        data = os.urandom(count)
+        size, back = length(data) >> sky
+        return size, back == data
+
+    assert passes(20 << 20) >> pool == (20 << 20, True)
+
+
+def test_output_is_that_of_the_task_that_wrote_it(
+    pool: sky.Compute, printed: list[sky.Output]
+) -> None:
+    @sky.function
+    def says(text: str) -> None:
+        print(text, end="")
+
+    @sky.function
+    def says_around(text: str) -> None:
+        print(f"{text} begins")
+        says(f"{text} inner") >> sky
+        print(f"{text} ends")
+
+    sky.gather(*[says_around(str(number)) for number in range(4)]) >> pool
+    named = sorted((line.task, str(line)) for line in printed)
+    inner = [("says", f"{number} inner") for number in range(4)]
+    outer = [
+        ("says_around", f"{number} {what}") for number in range(4) for what in ("begins", "ends")
+    ]
+    assert [(task.rpartition(".")[2], text) for task, text in named] == inner + outer
+
+
+@pytest.mark.parametrize("where", ["pool", "threads"])
+def test_cancelling_a_task_cancels_those_it_waits_for(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path, eventually: Eventually
+) -> None:
+    compute: sky.Compute = request.getfixturevalue(where)
+    future = waits_for_a_task(tmp_path / "begun", tmp_path / "never") > compute
+    eventually((tmp_path / "begun").exists)
+    cancelled, died = compute.stats().cancelled, compute.stats().workers_died
+    future.cancel()
+    eventually(lambda: not compute._open_pool.running())
+    eventually(lambda: compute.stats().cancelled == cancelled + 2)
+    assert compute.stats().workers_died == died, "a wait did not end by itself"
+    assert through_another(1) >> compute == 2
+
+
+def test_a_timeout_ends_a_task_that_waits(pool: sky.Compute, tmp_path: Path) -> None:
+    call = waits_for_a_task(tmp_path / "begun", tmp_path / "never").with_timeout(0.5)
+    with pytest.raises(sky.TaskTimeoutError):
+        call >> pool
+    assert through_another(1) >> pool == 2
+
+
+def test_a_task_that_dies_leaves_no_task_behind(
+    pool: sky.Compute, tmp_path: Path, eventually: Eventually
+) -> None:
+    @sky.function
+    def dies(begun: Path, path: Path) -> None:
+        _ = waits_for_a_file(begun, path) > sky
+        wait_for(begun)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(sky.WorkerDiedError):
+        dies(tmp_path / "begun", tmp_path / "never") >> pool
+    eventually(lambda: not pool._open_pool.running())
+
+
+def test_a_task_that_returns_lets_others_go_on(pool: sky.Compute, tmp_path: Path) -> None:
+    @sky.function
+    def starts(begun: Path, path: Path, done: Path) -> None:
+        _ = finishes(begun, path, done) > sky
+
+    @sky.function
+    def finishes(begun: Path, path: Path, done: Path) -> None:
+        begun.touch()
+        wait_for(path)
+        done.touch()
+
+    starts(tmp_path / "begun", tmp_path / "go", tmp_path / "done") >> pool
+    wait_for(tmp_path / "begun")
+    (tmp_path / "go").touch()
+    wait_for(tmp_path / "done")
+
+
+def test_what_only_the_client_can_do_is_refused_in_a_task(pool: sky.Compute) -> None:
+    @sky.cls
+    class Thing:
+        pass
+
+    @sky.function
+    def makes() -> None:
+        Thing() >> sky
+
+    @sky.function
+    def forks() -> str:
+        def ask(answers: Any) -> None:
+            try:
+                plus_one(1) >> sky
+            except sky.PoolClosedError as problem:
+                answers.put(str(problem))
+
+        forking = multiprocessing.get_context("fork")
+        answers = forking.SimpleQueue()
+        child = forking.Process(target=ask, args=(answers,))
+        child.start()
+        child.join()
+        return str(answers.get())
+
+    with pytest.raises(sky.ConfigurationError, match="make it on the client, and pass it"):
+        makes() >> pool
+    assert "cannot use the task's pool" in forks() >> pool
+
+
+# Futures as arguments.
+
+
+@sky.function
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+def test_a_future_is_an_argument(pool: sky.Compute, tmp_path: Path) -> None:
+    @sky.function
+    def length(text: str) -> int:
+        return len(text)
+
+    text = waits_for_a_file(tmp_path / "begun", tmp_path / "go") > pool
+    counted = length(text.as_argument()) > pool
+    both = add(counted.as_argument(), other=(plus_one(1) > pool).as_argument()) > pool
+    wait_for(tmp_path / "begun")
+    assert not counted.running()
+    assert not both.running()
+    (tmp_path / "go").touch()
+    assert both.result(60) == len("found") + 2
+
+
+def test_futures_are_found_in_lists_and_at_every_operator(pool: sky.Compute) -> None:
+    @sky.function
+    def total(numbers: dict[str, list[int]]) -> int:
+        return sum(sum(each) for each in numbers.values())
+
+    futures: Any = {"a": [plus_one(1) > pool, 5], "b": [plus_one(2) > pool]}
+    assert total(futures) >> pool == 10
+    assert total(futures) @ pool == [10, 10]
+    assert sky.gather(total(futures), total(futures)) >> pool == [10, 10]
+    assert list(pool.map(total, [futures])) == [10]
+    assert total.local(futures) == 10
+
+
+def test_a_call_with_a_future_has_the_other_arguments_of_its_time(
+    pool: sky.Compute, tmp_path: Path
+) -> None:
+    @sky.function
+    def joined(text: str, items: list[int]) -> list[int]:
+        return items
+
+    items = [1]
+    text = waits_for_a_file(tmp_path / "begun", tmp_path / "go") > pool
+    result = joined(text.as_argument(), items) > pool
+    items.append(2)
+    (tmp_path / "go").touch()
+    assert result.result(60) == [1]
+
+
+def test_each_task_has_a_result_of_its_own(pool: sky.Compute) -> None:
+    @sky.function
+    def changes(data: bytearray, items: list[int]) -> tuple[int, int]:
+        data[0] += 1
+        items.append(1)
+        return data[0], len(items)
+
+    @sky.function
+    def make() -> bytearray:
+        return bytearray(1 << 20)
+
+    @sky.function
+    def empty() -> list[int]:
+        return []
+
+    data, items = (make() > pool).as_argument(), (empty() > pool).as_argument()
+    assert {pool.run(changes(data, items), on=0) for _ in range(3)} == {(1, 1)}
+
+
+def test_a_call_fails_with_the_exception_of_its_argument(pool: sky.Compute) -> None:
+    failed: Any = fails("first") > pool
+    with pytest.raises(KeyError, match="first") as caught:
+        add(failed, 1) >> pool
+    assert any(note.startswith("add was not run") for note in caught.value.__notes__)
+
+
+def test_a_call_is_cancelled_with_its_argument_and_without_it(
+    pool: sky.Compute, tmp_path: Path
+) -> None:
+    argument: Any = waits_for_a_file(tmp_path / "begun", tmp_path / "never") > pool
+    first, other = add(argument, 1) > pool, add(argument, 2) > pool
+    assert first.cancel()
+    assert argument.cancel()
+    with pytest.raises(sky.TaskCancelledError, match="add was not run"):
+        other.result(60)
+
+
+def test_a_future_of_another_pool_is_an_argument(pool: sky.Compute, threads: sky.Compute) -> None:
+    assert add((plus_one(1) > threads).as_argument(), 1) >> pool == 3
+
+
+def test_a_future_is_an_argument_in_a_task(pool: sky.Compute) -> None:
+    @sky.function
+    def chains(count: int) -> int:
+        future = plus_one(0) > sky
+        for _ in range(count):
+            future = add(future.as_argument(), 1) > sky
+        return future.result()
+
+    @sky.function
+    def chains_a_failure() -> str:
+        failed: Any = fails("first") > sky
+        try:
+            add(failed, 1) >> sky
+        except KeyError as problem:
+            return str(problem)
+        return ""
+
+    assert chains(10) >> pool == 11
+    assert chains_a_failure() >> pool == "'first'"
