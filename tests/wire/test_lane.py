@@ -149,7 +149,9 @@ def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
     console: Any = None
     packer = Packer(encrypted=True, relayed=False)
-    dispatcher = Dispatcher(loop, console, packer, Prospects(grouped=False), EventStream())
+    nested: Any = SimpleNamespace(lose=lambda lane: None)
+    prospects = Prospects(grouped=False)
+    dispatcher = Dispatcher(loop, console, packer, prospects, EventStream(), nested)
     lost, other = lane(Wire()), lane(Wire())
     tasks = [task(number, number) for number in range(8)]
     dispatcher.add(lost, usable=True)
