@@ -80,6 +80,20 @@ def test_charts_are_part_of_their_page_with_the_tables_behind_them(site: Path) -
     assert '<div class="chart"' in (site / "index.html").read_text()
 
 
+def test_the_page_of_benchmarks_and_its_charts_are_those_of_the_recorded_rows() -> None:
+    program = """
+import run
+assert run.PAGE.read_text() == run.page()
+for name, drawing in run.drawings():
+    assert (run.CHARTS / f"{name}.svg").read_text() == drawing, name
+"""
+    bench = os.environ | {"PYTHONPATH": str(ROOT / "bench")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=bench, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stderr}\nmake them again: python bench/run.py --page"
+
+
 @only_in_all
 @pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")
 def test_a_browser_shows_every_page_on_a_phone_and_searches_from_the_disk(site: Path) -> None:
