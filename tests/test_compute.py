@@ -674,3 +674,24 @@ def test_a_forked_child_leaves_the_parents_pool_alone(compute):
 
     assert os.waitstatus_to_exitcode(status) == 0
     assert add(1) @ compute == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"kind": "a:b:c"}, r"device\('a:b:c'\): there is no such device; give 'cuda', 'cuda:1'"),
+        ({"kind": ""}, r"device\(''\): there is no such device"),
+        ({"kind": 3}, r"device\(3\): there is no such device"),
+        ({"kind": "cpu:0", "index": 1}, r"device\('cpu:0', index=1\): the index is there twice"),
+    ],
+)
+def test_an_impossible_device_is_a_runtime_error_as_from_torch(wanted, told):
+    with pytest.raises(sky.ConfigurationError, match=told) as refused:
+        sky.Compute().device(**wanted)
+    assert isinstance(refused.value, RuntimeError)
+
+
+def test_a_device_without_torch_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(sky.ConfigurationError, match=r"pip install 'skyward-torch\[torch\]'"):
+        sky.Compute().device()

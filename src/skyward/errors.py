@@ -15,6 +15,10 @@ class ConfigurationError(SkywardError, ValueError):
     """An argument that cannot work, refused before anything is created."""
 
 
+class NoDeviceError(ConfigurationError, RuntimeError):
+    """There is no such torch device, or it did not start; PyTorch raises a RuntimeError, too."""
+
+
 class ImageError(SkywardError):
     """The environment that an `Image` describes cannot be made."""
 

@@ -67,7 +67,9 @@ def test_the_output_of_a_failed_operation_is_never_read_as_data(device: torch.de
     lost = table.index_select(0, outside)
     later = (lost * 2 + 1).neg()
     with pytest.raises(
-        IndexError, match=r"^index out of range.*\n\(aten::index_select, operation "
+        IndexError,
+        match=r"^index out of range.*\n\(aten::index_select, operation \d+; it was noticed late: "
+        r"SKYWARD_DEVICE_SYNC=1 finds its line\)$",
     ):
         later.cpu()
     with pytest.raises(IndexError, match="aten::index_select"):

@@ -51,6 +51,8 @@ def test_a_device_has_a_type_and_an_index(node: Compute, monkeypatch: pytest.Mon
         (("cuda:x",), r"device\('cuda:x'\): there is no such device"),
         (("cuda:",), r"device\('cuda:'\): there is no such device"),
         (("cuda:-1",), r"device\('cuda:-1'\): there is no such device"),
+        (("cpu:0", 1), r"the index is there twice; write device\('cpu', 1\)"),
+        (("a:b:c",), r"device\('a:b:c'\): there is no such device"),
         (("cuda:0:1",), r"device\('cuda:0:1'\): there is no such device"),
         (("",), r"device\(''\): there is no such device"),
         ((3,), r"device\(3\): there is no such device"),
@@ -68,5 +70,6 @@ def test_an_impossible_device_is_refused_without_asking_a_node(
     arguments: tuple[Any, ...], message: str
 ) -> None:
     # This compute has no node that could be asked.
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.ConfigurationError, match=message) as refused:
         Compute(name="new").device(*arguments)
+    assert isinstance(refused.value, RuntimeError), "as from torch.device"

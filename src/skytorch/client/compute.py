@@ -19,7 +19,7 @@ from skytorch.client.metrics import Meter, OnMetrics
 from skytorch.client.placement import with_load_into
 from skytorch.client.resources import Resources
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolClosedError
+from skyward.errors import ConfigurationError, NoDeviceError, PoolClosedError
 from skyward.providers.kubernetes.pending import MAKING
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ def _device_kind(type: object, index: object) -> str:
     given = f"device({type!r})" if index is None else f"device({type!r}, {index!r})"
     kind, colon, number = type.partition(":") if isinstance(type, str) else ("", "", "")
     if kind not in DEVICES or (colon and not (number.isascii() and number.isdigit())):
-        raise ConfigurationError(
+        raise NoDeviceError(
             f"{given}: there is no such device; ask for 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'"
         )
     if index is None:
@@ -411,13 +411,11 @@ def _device_kind(type: object, index: object) -> str:
             return kind
         index = int(number)
     elif colon:
-        raise ConfigurationError(
-            f"{given}: the index is there twice; write device({kind!r}, {index!r})"
-        )
+        raise NoDeviceError(f"{given}: the index is there twice; write device({kind!r}, {index!r})")
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise ConfigurationError(f"{given}: an index is a whole number, 0 or more")
+        raise NoDeviceError(f"{given}: an index is a whole number, 0 or more")
     if kind == "auto" or (index and kind != "cuda"):
-        raise ConfigurationError(
+        raise NoDeviceError(
             f"{given}: only 'cuda' devices are numbered; write device('cuda', {index})"
         )
     return f"{kind}:{index}"

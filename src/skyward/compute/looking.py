@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from skyward.compute.stats import Stats, stats_of
 from skyward.compute.values import Keeping
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, NoDeviceError
 from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
@@ -16,6 +17,7 @@ from skyward.state.link import StateLink
 
 if TYPE_CHECKING:
     import torch
+_KIND = re.compile(r"[a-z]+(:[0-9]+)?")
 
 
 class Looking(Keeping):
@@ -28,12 +30,25 @@ class Looking(Keeping):
 
         >>> model.to(compute.device("cuda"))
         """
-        import torch
-
-        if not isinstance(kind, str) or not kind:
-            raise ConfigurationError(f"device({kind!r}): give 'cuda', 'cpu', 'mps' or 'auto'")
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+            raise NoDeviceError(
+                f"device({kind!r}): there is no such device; give 'cuda', 'cuda:1', 'cpu', 'mps' "
+                "or 'auto'"
+            )
+        if index and ":" in kind:
+            raise NoDeviceError(
+                f"device({kind!r}, index={index!r}): the index is there twice; write "
+                f"device({kind!r}), or device({kind.partition(':')[0]!r}, index={index!r})"
+            )
         if index:
-            kind = f"{kind.partition(':')[0]}:{index}"
+            kind = f"{kind}:{index}"
+        try:
+            import torch
+        except ModuleNotFoundError as problem:
+            raise NoDeviceError(
+                f"device({kind!r}): this needs torch, also where the script runs; install it with: "
+                "pip install 'skyward-torch[torch]'"
+            ) from problem
         kind = os.environ.get("SKYWARD_DEVICE") or kind
         return torch.device("sky", self._open_pool.device(node, kind))
 

@@ -37,7 +37,9 @@ def main() -> None:
             config.kind, lambda text, transient: announce({"shows": text, "transient": transient})
         )
     except Exception as problem:
-        announce({"problem": str(problem)})
+        missing = isinstance(problem, ModuleNotFoundError) and problem.name == "torch"
+        how = "; the node has no torch: ask for it with Image(pip=['torch'])" if missing else ""
+        announce({"problem": f"{problem}{how}"})
         return
     credentials = Credentials(*config.credentials) if config.credentials else None
     peers = Peers(torch.core, credentials)

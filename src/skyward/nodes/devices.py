@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from skyward.device import build, processors
 from skyward.device.library import DeviceError
 from skyward.device.recovery import recoveries
-from skyward.errors import ConfigurationError, SkywardError
+from skyward.errors import ConfigurationError, NoDeviceError, SkywardError
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.wire.channel import Channel
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
@@ -194,7 +194,7 @@ class DeviceDesk:
         finally:
             del self._waiting[number]
         if isinstance(answer, DeviceDown):
-            raise ConfigurationError(f"device({kind!r}, node={node}): {answer.reason}")
+            raise NoDeviceError(f"device({kind!r}, node={node}): {answer.reason}")
         endpoint, real = answer.endpoint, answer.kind
         # "auto" and "cuda" may be the same device: both must give tensors of one torch device.
         same = None if pid else self._find(node, real, asked=kind)

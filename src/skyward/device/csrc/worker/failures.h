@@ -20,8 +20,9 @@ struct Failure {
   // What the client is told at a later wait, where the text alone would not say what it is about. The text comes
   // first: programs look at how a message begins.
   std::string told() const {
-    auto number = operation ? ", operation " + std::to_string(operation) : "";
-    return text + "\n(" + where + number + ")";
+    if (!operation) return text + "\n(" + where + ")";
+    return text + "\n(" + where + ", operation " + std::to_string(operation) +
+           "; it was noticed late: SKYWARD_DEVICE_SYNC=1 finds its line)";
   }
 };
 using Reason = std::shared_ptr<const Failure>;
