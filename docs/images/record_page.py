@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,6 +19,8 @@ from pathlib import Path
 import torch
 
 import skyward as sky
+from skyward.page.gathering import Gathering
+from skyward.page.server import PageServer
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parents[1]))
@@ -97,5 +102,71 @@ def record() -> None:
             thread.join()
 
 
+EMBED = """
+import random, time
+import skyward as sky
+
+@sky.function
+def embed(number):
+    time.sleep(random.uniform(0.2, 1.2))
+    if number == 40:
+        raise ValueError("text 7 is no UTF-8")
+    print(f"{random.randrange(3, 60)} texts")
+
+with sky.attach("train") as compute:
+    for number in range(1000):
+        try:
+            embed(number) @ compute
+        except sky.BroadcastError:
+            pass
+"""
+SWEEP = """
+import time
+for trial in range(1000):
+    print("trial", trial, flush=True)
+    time.sleep(1)
+"""
+
+
+def record_kept() -> None:
+    """A pool that stays, with two clients, a script and a call by name."""
+    folder = Path(tempfile.mkdtemp(prefix="page-"))
+    os.environ["SKYWARD_STATE"] = str(folder / "state")
+    for name, text in (("embed_run", EMBED), ("tokenize_run", EMBED), ("sweep", SWEEP)):
+        (folder / f"{name}.py").write_text(text.replace("embed", name.partition("_")[0]))
+    with sky.Compute(nodes=2, name="train", keep=True, options=sky.Options(console=False)) as pool:
+        pool.submit(fit(0, 10_000), name="run-7")
+
+    def start(user: str, *command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=folder,
+            env=os.environ | {"LOGNAME": user},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    start("ann", "-m", "skyward", "run", "--on", "train", "--detach", "sweep.py").wait()
+    clients = [start("ann", "embed_run.py"), start("bob", "tokenize_run.py")]
+    gathering = Gathering(["train"])
+    server = PageServer(gathering)
+    try:
+        with Chromium() as browser:
+            browser.show(*SIZE)
+            browser.open(server.url)
+            browser.value("document.querySelector('[data-span=\"30\"]').click()")
+            time.sleep(SECONDS)
+            browser.picture(FOLDER / "page-kept.png")
+            assert not browser.problems, browser.problems
+    finally:
+        server.close()
+        gathering.close()
+        for client in clients:
+            client.terminate()
+            client.wait()
+        sky.attach("train").down(force=True)
+
+
 if __name__ == "__main__":
     record()
+    record_kept()
