@@ -75,6 +75,9 @@ def call_target(where: Where) -> CallTarget:
     if where.__name__ != "skyward":
         raise TypeError(f"the module {where.__name__!r} cannot run functions; did you mean sky?")
     found = active_compute()
+    if found is None and context.own_pool is not None:
+        # In a task.
+        found = context.own_pool()
     if found is None:
         raise PoolClosedError(
             "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block, and in "
@@ -86,12 +89,9 @@ def call_target(where: Where) -> CallTarget:
 def active_compute() -> CallTarget | None:
     """The Compute whose block this code is in, or that was entered last.
 
-    In a script on a pool that stays, outside of all blocks, it is that pool; in a task, the pool
-    that runs the task.
+    In a script on a pool that stays, outside of all blocks, it is that pool.
     """
     found = current.get() or (active[-1] if active else None)
-    if found is None and context.own_pool is not None:
-        found = context.own_pool()
     if found is None and context.POOL_VARIABLE in os.environ and context.VARIABLE not in os.environ:
         found = _pool_of_script()
     return found
