@@ -18,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +85,54 @@ def fail(problem):
 def test_calling_a_function_runs_nothing_anywhere(compute, tmp_path):
     before = compute.stats().submitted
 
-    mark(tmp_path / "ran")
+    with pytest.warns(RuntimeWarning, match="never ran"):
+        mark(tmp_path / "ran")
 
     assert compute.stats().submitted == before
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_call_that_is_a_statement_and_never_ran_warns_once_for_its_line():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for number in range(3):
+            add(number)
+        add(1) & node()
+        [add(number) for number in range(2)]
+
+    first, both, other, *last = caught
+    assert str(first.message) == (
+        "add(...) never ran: calling a @sky.function only describes a call; run it with add(...) "
+        ">> compute, or here with add.local(...)"
+    )
+    assert (first.category, first.filename) == (RuntimeWarning, __file__)
+    assert {str(each.message).partition("(")[0] for each in (both, other)} == {"add", "node"}
+    # From Python 3.12 on, a list in a statement is made without a call.
+    assert [each.lineno - first.lineno for each in (both, other, *last)] in ([1, 1, 2], [1, 1])
+
+
+def test_a_call_that_somebody_may_still_use_does_not_warn(compute):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add(1) >> compute
+        add(1) @ compute
+        compute.submit(add(1)).result()
+        sky.gather(add(1), add(2)) >> compute
+        add.local(1)
+        repr(add(1))
+        pickle.dumps(add(1))
+        calls = [add(1), add(2), pickle.loads(pickle.dumps(add(3)))]
+        print(calls[0], calls[1] >> compute)
+        while calls:
+            calls.pop()
+        for _ in [add(1), add(2)]:
+            break
+        with contextlib.suppress(ZeroDivisionError):
+            call = add(1)
+            1 / 0
+            call >> compute
+        call = add(2)
+        del call
 
 
 def test_a_call_is_immutable():

@@ -130,7 +130,7 @@ class Making(Generic[C]):
     def freeing(self, key: str) -> Pending[None]:
         """The call that frees the object, in the worker that has it."""
         function: Function[..., None] = Function(instances.free, name=f"{self.name}: freed")
-        return Pending(function, (key,), {})
+        return Pending(function, (key,), {}).use()
 
     def new_key(self) -> str:
         """A key for one more object."""

@@ -30,6 +30,7 @@ import cloudpickle
 from skyward import context
 from skyward.console import html
 from skyward.errors import ConfigurationError, PoolClosedError
+from skyward.forgotten import Forgettable
 from skyward.future import Future
 from skyward.objects.code import Code
 from skyward.objects.handles import opened
@@ -285,7 +286,7 @@ def _is_iterator(hint: Any) -> bool:
     return origin in (collections.abc.Iterator, collections.abc.Generator)
 
 
-class Pending(Generic[T]):
+class Pending(Forgettable, Generic[T]):
     """A described call; nothing runs until an operator sends it somewhere."""
 
     __slots__ = ("args", "function", "kwargs")
@@ -308,7 +309,7 @@ class Pending(Generic[T]):
         raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pending, (self.function, self.args, self.kwargs)
+        return Pending, (self.use().function, self.args, self.kwargs), True
 
     def with_timeout(self, seconds: float) -> Pending[T]:
         """The same call with another timeout.
@@ -345,7 +346,7 @@ class Pending(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        shown = [_short(value) for value in self.args]
+        shown = [_short(value) for value in self.use().args]
         shown += [f"{name}={_short(value)}" for name, value in self.kwargs.items()]
         return f"<pending {self.function.name}({', '.join(shown)})>"
 

@@ -259,7 +259,7 @@ class Pool:
         worker gets copies of them.
         """
         self._check_open()
-        function = pending.function
+        function = pending.use().function
         if pinned is None and (seat := function.seat) is not None:
             pinned = self._check_seat(function, seat, free=on is None and worker is None)
         if pinned is not None:

@@ -128,6 +128,7 @@ class Lanes:
         with self.lock:
             loads = list(self._by_load)
             full = [load for load in loads if _held_up(load)]
+            full.sort(key=lambda load: (load.node, load.worker, load.slot))
             queued = self._scheduler.queued() if full else []
             if not queued:
                 return [], [], False

@@ -90,7 +90,13 @@ class NamedCalls:
             refuse_one_shot_streams(pending)
         with self._asking() as agent:
             sending.send(
-                agent, record, name, pending, on=on, everywhere=everywhere, fail_fast=fail_fast
+                agent,
+                record,
+                name,
+                pending.use(),
+                on=on,
+                everywhere=everywhere,
+                fail_fast=fail_fast,
             )
         return self.future(name)
 
