@@ -34,6 +34,8 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@echo "setup: installing $(TORCH)"
 	@$(INSTALL) $(TORCH_PIP_ARGS) $(TORCH)
 	@echo "setup: installing skyward and its development tools"
+	@# A package called skyward is another project's; its files would be in the way of ours.
+	@$(PIP) -qq uninstall -y skyward
 	@$(INSTALL) -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 	@echo "setup: done"

@@ -185,3 +185,22 @@ def test_a_worker_that_does_not_start_is_broken_and_says_why(monkeypatch: Any) -
 
     assert found.state == "broken"
     assert found.advice.startswith("no such worker; run `python -c")
+
+
+@pytest.mark.parametrize(
+    ("package", "advice"),
+    [("skyward", "pip uninstall skyward skyward-torch"), ("skypilot", "`python -m skyward`")],
+)
+def test_packages_of_others_with_our_name_or_our_command_are_told(
+    nothing_set_up: Path, monkeypatch: Any, package: str, advice: str
+) -> None:
+    folder = nothing_set_up / f"{package}-0.12.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.12\n")
+    monkeypatch.syspath_prepend(nothing_set_up)
+
+    (problem,) = [each for each in health._versions() if each.state == "problem"]
+
+    assert problem.check == "skyward"
+    assert "0.12" in problem.found
+    assert advice in problem.advice

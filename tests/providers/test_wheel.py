@@ -35,11 +35,12 @@ def test_it_holds_both_packages_with_their_sources_and_no_caches() -> None:
 
 def test_its_metadata_names_what_skyward_requires() -> None:
     made = wheel.own_wheel()
-    version = metadata.version("skyward")
-    text = members(made)[f"skyward-{version}.dist-info/METADATA"].decode()
-    for requirement in metadata.requires("skyward") or ():
+    version = metadata.version("skyward-torch")
+    assert version == skyward.__version__, "pyproject.toml and the code say the same"
+    text = members(made)[f"skyward_torch-{version}.dist-info/METADATA"].decode()
+    for requirement in metadata.requires("skyward-torch") or ():
         assert f"Requires-Dist: {requirement}\n" in text
-    assert made.name == f"skyward-{version}-py3-none-any.whl"
+    assert made.name == f"skyward_torch-{version}-py3-none-any.whl"
 
 
 def test_its_record_lists_every_file_with_its_hash() -> None:
@@ -67,7 +68,7 @@ def test_what_it_holds_can_be_imported_from_it_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(wheel.own_wheel().data)) as archive:
         archive.extractall(tmp_path)
     code = "import skyward.worker.agent, skytorch, importlib.metadata as m\n"
-    code += "print(skyward.__file__, skyward.__path__, m.version('skyward'))"
+    code += "print(skyward.__file__, skyward.__path__, m.version('skyward-torch'))"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(tmp_path)},

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from skyward.errors import ImageError
 
+DISTRIBUTION = "skyward-torch"
+"""What an installer calls this skyward: the name `skyward` belongs to another project."""
 PACKAGES = ("skyward", "skytorch")
 _LEFT_OUT = ("*.pyc", "*.pyo", "*.so", ".*")
 _KEPT = "device/cores/worker-*.so"
@@ -36,14 +38,15 @@ class Wheel:
 def own_wheel() -> Wheel:
     """The wheel of the skyward that runs here; the same code gives the same bytes."""
     try:
-        distribution = metadata.distribution("skyward")
+        distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         raise ImageError(
             "this skyward is not installed, so it cannot be sent to a node; "
-            "install it with: pip install skyward (from a source tree: pip install -e .)"
+            f"install it with: pip install {DISTRIBUTION} (from a source tree: pip install -e .)"
         ) from None
     version = distribution.version
-    info = f"skyward-{version}.dist-info"
+    named = f"{DISTRIBUTION.replace('-', '_')}-{version}"
+    info = f"{named}.dist-info"
     members = dict(_package_files())
     members[f"{info}/METADATA"] = _metadata(distribution).encode()
     members[f"{info}/WHEEL"] = (
@@ -63,7 +66,7 @@ def own_wheel() -> Wheel:
             wheel.writestr(member, data)
     data = archive.getvalue()
     digest = hashlib.sha256(data).hexdigest()[:20]
-    return Wheel(f"skyward-{version}-py3-none-any.whl", data, digest)
+    return Wheel(f"{named}-py3-none-any.whl", data, digest)
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
@@ -84,7 +87,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _metadata(distribution: metadata.Distribution) -> str:
     """The metadata that an installer needs, without the description."""
-    fields = ["Metadata-Version: 2.1", "Name: skyward", f"Version: {distribution.version}"]
+    fields = ["Metadata-Version: 2.1", f"Name: {DISTRIBUTION}", f"Version: {distribution.version}"]
     for name in ("Requires-Python", "Provides-Extra", "Requires-Dist"):
         fields += [f"{name}: {value}" for value in distribution.metadata.get_all(name) or ()]
     return "\n".join([*fields, "", ""])

@@ -81,8 +81,30 @@ def _versions() -> list[Finding]:
     return [
         Finding("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         Finding("skyward", "ok", f"{__version__} at {home}"),
+        *_namesakes(),
         Finding("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}"),
     ]
+
+
+def _namesakes() -> Iterator[Finding]:
+    """Packages of others whose files or command have the same name as ours."""
+    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    if version := installed.get("skyward"):
+        yield Finding(
+            "skyward",
+            "problem",
+            f"the package skyward {version} of another project is installed, too; one has "
+            "overwritten files of the other",
+            "pip uninstall skyward skyward-torch, and install skyward-torch again; to have both, "
+            "make an environment for each",
+        )
+    if version := installed.get("skypilot"):
+        yield Finding(
+            "skyward",
+            "problem",
+            f"SkyPilot {version} is installed, too; the command `sky` is the last one's",
+            "write `python -m skyward` for our `sky`",
+        )
 
 
 def _child(program: str, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -136,7 +158,7 @@ def _torch() -> list[Finding]:
                 "torch",
                 "not set up",
                 "not installed; functions without torch run",
-                "pip install 'skyward[torch]' to send models and to use the torch device",
+                "pip install 'skyward-torch[torch]' to send models and to use the torch device",
             )
         ]
     version = metadata.version("torch")
