@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import zipfile
@@ -41,6 +42,14 @@ def test_its_metadata_names_what_skyward_requires() -> None:
     for requirement in metadata.requires("skyward-torch") or ():
         assert f"Requires-Dist: {requirement}\n" in text
     assert made.name == f"skyward_torch-{version}-py3-none-any.whl"
+
+
+def test_every_hint_names_the_distribution() -> None:
+    """`skyward[aws]` would be an extra of another project."""
+    home = Path(skyward.__file__).parents[2]
+    files = [*home.glob("src/**/*.py"), *home.glob("docs/**/*.md"), *home.glob("*.md")]
+    wrong = re.compile(r"(?<![\w-])skyward\[[a-z]|pip install skyward\b(?!-torch)")
+    assert not [str(file) for file in files if wrong.search(file.read_text())]
 
 
 def test_its_record_lists_every_file_with_its_hash() -> None:
