@@ -1081,7 +1081,8 @@ def test_a_call_made_in_a_script_survives_pickling(script_output):
 @pytest.mark.parametrize("when", ["outside", "after"])
 def test_the_module_is_no_target_outside_of_a_block(script_output, when):
     assert script_output[when] == (
-        "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block"
+        "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block, and in "
+        "scripts that `sky run` runs"
     )
 
 

@@ -525,7 +525,8 @@ def test_a_forked_child_is_told_that_the_pool_is_not_its_own(pool: sky.Compute) 
     assert os.waitpid(child, 0)[1] == 0
     assert heard == [
         "run: this pool belongs to the process that made it; a forked child must make its own",
-        "sky: no Compute is active here: `>> sky` works inside a `with sky.Compute()` block",
+        "sky: no Compute is active here: `>> sky` works inside a `with sky.Compute()` block, and "
+        "in scripts that `sky run` runs",
     ]
     assert echo(3) >> pool == 3
     assert echo(4) @ pool == [4, 4]
