@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 import skyward as sky
 from skyward import functions, numbers
+from skyward.compute.listening import Listening
 from skyward.events import NumbersLogged, as_dict
 from skyward.numbers import Curve, Curves
 from skyward.wire.messages import Logged
@@ -108,8 +110,12 @@ def test_a_process_that_a_task_forks_logs_nothing_and_breaks_nothing(pool: sky.C
     def fork() -> int:
         child = os.fork()
         if not child:
-            sky.log(child=1)
-            os._exit(7)
+            code = 1
+            try:
+                sky.log(child=1)
+                code = 7
+            finally:
+                os._exit(code)
         sky.log(parent=1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -282,6 +288,19 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         sky.Compute(options=sky.Options(tensorboard="runs")),
     ):
         pass
+
+
+def test_a_client_that_attaches_needs_no_tracker_of_the_pools_maker(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    opened, notes = pool._open_pool, []  # type: ignore[var-annotated]
+    options = replace(opened.spec.options, tensorboard="runs")
+    monkeypatch.setattr(opened, "spec", replace(opened.spec, options=options))
+    listening = Listening(opened, None, notes.append, attached=True)
+    listening.close()
+    assert len(notes) == 1
+    assert "pip install tensorboard" in notes[0]
 
 
 TRACKED = """

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from skyward import functions
+from skyward import context, functions
 from skyward.errors import ConfigurationError
 
 NAME_MOST = 200
@@ -61,7 +61,12 @@ def log(
     if _taker is not None:
         _taker.take(numbers, step)
         return
-    take = getattr(functions.active_compute(), "take_numbers", None)
+    if context.own_pool is None:
+        target = functions.active_compute()
+    else:
+        # In a process that a task has forked, which has only pools of its own.
+        target = functions.current.get() or next(reversed(functions.active), None)
+    take = getattr(target, "take_numbers", None)
     if take is not None:
         take(numbers, step)
     elif sys.modules.keys() & {"wandb", "mlflow"}:

@@ -25,11 +25,27 @@ def check_callback(on_event: OnEvent | None) -> None:
 class Listening:
     """The listeners of one pool."""
 
-    def __init__(self, pool: Pool, on_event: OnEvent | None, note: Callable[[str], None]) -> None:
-        """`note` shows a problem of a listener to the user."""
+    def __init__(
+        self,
+        pool: Pool,
+        on_event: OnEvent | None,
+        note: Callable[[str], None],
+        *,
+        attached: bool = False,
+    ) -> None:
+        """`note` shows a problem of a listener to the user.
+
+        The options of a pool that one is `attached` to are those of the client that made it.
+        """
         self._pool = pool
         self._listeners: list[EventListener] = []
-        self._tracking = Tracking(pool.spec.options.tensorboard, note)
+        try:
+            self._tracking = Tracking(pool.spec.options.tensorboard, note)
+        except ConfigurationError as problem:
+            if not attached:
+                raise
+            note(f"{pool.spec.name}: {problem}")
+            self._tracking = Tracking(None, note)
         pool.teller.numbers.add(self._tracking.take, self._tracking.drain)
         log = pool.spec.options.log or os.environ.get(VARIABLE)
         if log:

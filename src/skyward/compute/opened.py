@@ -46,7 +46,8 @@ class OpenedPool:
         spec, pool, console, adoption = self._spec, self.pool, self._console, self._adoption
         started = time.monotonic()
         count = spec.nodes.desired if adoption is None else len(adoption.machines)
-        self._listening = Listening(pool, on_event, console.note)
+        attached = adoption is not None
+        self._listening = Listening(pool, on_event, console.note, attached=attached)
         self.showing = Showing(pool)
         pool.events.emit(PoolStarted, spec.provider.name, count)
         doing = "attaching" if adoption is not None else f"starting {quoted(spec)}"
