@@ -223,6 +223,17 @@ def test_async_for_takes_the_items_of_an_async_generator_and_raises_its_exceptio
     assert asyncio.run(main()) == [1]
 
 
+def test_async_for_takes_the_results_of_many_calls(compute):
+    async def main():
+        mapped = [item async for item in compute.map(add, range(FAR))]
+        calls = sky.gather(*[add(number) for number in range(3)], stream=True, ordered=False)
+        with pytest.raises(TypeError):
+            [item async for item in compute.map(add, ["no number"])]
+        return mapped, sorted([item async for item in calls >> compute])
+
+    assert asyncio.run(main()) == (list(range(1, FAR + 1)), [1, 2, 3])
+
+
 def test_a_cancelled_async_for_loses_no_item(compute, tmp_path):
     @sky.function
     def stepwise(gate):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Generator
@@ -100,6 +101,29 @@ class Future(concurrent.futures.Future[T]):
             self.set_running_or_notify_cancel()
             stop()
         return cancelled
+
+
+class ArrivalSignal:
+    """Lets coroutines wait for what another thread brings."""
+
+    def __init__(self) -> None:
+        self._awaited: list[Future[None]] = []
+
+    def tell(self, *_: object) -> None:
+        """Have the waiting coroutines look again; on any thread."""
+        if self._awaited:
+            awaited, self._awaited = self._awaited, []
+            for each in awaited:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
+                    each.set_result(None)
+
+    async def until(self, is_there: Callable[[], bool]) -> None:
+        """Let other coroutines run until something is there, which `tell` follows."""
+        while not is_there():
+            told: Future[None] = Future()
+            self._awaited.append(told)
+            if not is_there():
+                await told
 
 
 async def _awake(waiting: asyncio.Future[T]) -> T:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from skyward.calls.answers import Failed
 from skyward.calls.task import Task
 from skyward.errors import ConfigurationError
 from skyward.functions import Pending, checked
+from skyward.future import ArrivalSignal
 
 T = TypeVar("T")
 
@@ -77,7 +79,8 @@ class Crowd:
 class Flow(Iterator[Any]):
     """Iterates over the results of calls, with some calls submitted ahead of the consumer.
 
-    When the flow is dropped, it cancels the calls whose results were not taken.
+    Both `for` and `async for` take them. When the flow is dropped, it cancels the calls whose
+    results were not taken.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Flow(Iterator[Any]):
         self._tasks: deque[Task] = deque()
         self._ready: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._open: set[Task] = set()
+        self._arrived = ArrivalSignal()
 
     def fill(self) -> None:
         """Submit as many calls as may be ahead of the consumer."""
@@ -96,11 +100,12 @@ class Flow(Iterator[Any]):
                 return
             task = self._runner.prepare(checked(pending), keep=True)
             self._open.add(task)
+            # Not methods of the flow: a task must not keep a dropped flow alive.
             if self._ordered:
                 self._tasks.append(task)
+                task.when_done(self._arrived.tell)
             else:
-                # A method of the queue, not of the flow: a task must not keep a dropped flow alive.
-                task.when_done(self._ready.put)
+                task.when_done(functools.partial(_arrive, self._ready, self._arrived))
             self._runner.submit(task)
 
     def __next__(self) -> Any:
@@ -123,6 +128,22 @@ class Flow(Iterator[Any]):
             self.close()
             raise
 
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._open:
+            await self._arrived.until(self._has_next)
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def _has_next(self) -> bool:
+        if not self._open:
+            return True  # it was closed
+        return self._tasks[0].done if self._ordered else not self._ready.empty()
+
     def close(self) -> None:
         """Cancel the calls whose results were not taken."""
         left, self._open = self._open, set()
@@ -133,9 +154,15 @@ class Flow(Iterator[Any]):
         for task in left:
             if task.cancellable:
                 self._runner.cancel(task)
+        self._arrived.tell()
 
     def __del__(self) -> None:
         self.close()
+
+
+def _arrive(ready: queue.SimpleQueue[Task], arrived: ArrivalSignal, task: Task) -> None:
+    ready.put(task)
+    arrived.tell()
 
 
 class Results(Flow, Generic[T]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -13,7 +12,7 @@ from skyward.calls.answers import Answer
 from skyward.calls.staying import ArrivedTensors
 from skyward.closing import Closing
 from skyward.errors import SkywardError
-from skyward.future import Future
+from skyward.future import ArrivalSignal
 from skyward.objects import encoding, payloads
 from skyward.objects.exceptions import PortableException
 from skyward.objects.payloads import Pieces
@@ -36,8 +35,7 @@ class StreamItems:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[StreamItem | Answer | None] = queue.SimpleQueue()
-        self._awaited: list[Future[None]] = []
-        """Done when something arrives."""
+        self._arrived = ArrivalSignal()
         self.granted = WINDOW
         """How many items the worker was permitted to send, altogether."""
         self.waits_at = -1
@@ -66,11 +64,7 @@ class StreamItems:
 
     def _add(self, item: StreamItem | Answer | None) -> None:
         self._queue.put(item)
-        if self._awaited:
-            awaited, self._awaited = self._awaited, []
-            for each in awaited:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
-                    each.set_result(None)
+        self._arrived.tell()
 
     def get(self) -> StreamItem | Answer | None:
         """Wait for an item, or for the end of the stream: its exception, or None."""
@@ -78,11 +72,7 @@ class StreamItems:
 
     async def arrive(self) -> None:
         """Let other coroutines run until `get` need not wait."""
-        while self._queue.empty():
-            arrived: Future[None] = Future()
-            self._awaited.append(arrived)
-            if self._queue.empty():
-                await arrived
+        await self._arrived.until(lambda: not self._queue.empty())
 
 
 class RemoteIterator(Closing, Iterator[Any]):
