@@ -399,3 +399,88 @@ def test_a_future_is_an_argument_in_a_task(pool: sky.Compute) -> None:
 
     assert chains(10) >> pool == 11
     assert chains_a_failure() >> pool == "'first'"
+
+
+# Objects with places of their own.
+
+
+@sky.cls(resources="own")
+class Progress:
+    """Counts, and says on which thread."""
+
+    def __init__(self) -> None:
+        self.made_on = threading.get_ident()
+        self.count = 0
+
+    def step(self) -> int:
+        self.count += 1
+        return self.count
+
+    def where(self) -> bool:
+        return threading.get_ident() == self.made_on
+
+    def waits(self, begun: Path, path: Path) -> str:
+        begun.touch()
+        wait_for(path)
+        return "done"
+
+    def starts_a_task(self, number: int) -> int:
+        return plus_one(number) >> sky
+
+
+def test_an_object_with_its_own_place_answers_while_all_workers_are_busy(
+    pool: sky.Compute, tmp_path: Path
+) -> None:
+    @sky.function
+    def reports(progress: Any, begun: Path, path: Path) -> None:
+        progress.step()
+        begun.touch()
+        wait_for(path)
+
+    early: Any = Progress() >> pool
+    busy = [
+        pool.submit(reports(early, tmp_path / f"begun {node}", tmp_path / "go"), on=node)
+        for node in range(2)
+    ]
+    for node in range(2):
+        wait_for(tmp_path / f"begun {node}")
+    assert early.step() == 3, "both tasks have reported"
+    with Progress() >> pool as late:
+        assert late.step() == 1, "it was made while all workers were busy"
+        assert late.where(), "an object has one thread for all its calls"
+        assert late.starts_a_task.submit(1).cancel()
+    assert not any(each.done() for each in busy)
+    (tmp_path / "go").touch()
+    for each in busy:
+        each.result(60)
+    assert early.starts_a_task(1) == 2
+
+
+def test_calls_of_an_object_with_its_own_place_run_one_by_one(
+    pool: sky.Compute, tmp_path: Path, eventually: Eventually
+) -> None:
+    progress: Any = Progress() >> pool
+    first = progress.waits.submit(tmp_path / "begun", tmp_path / "go")
+    wait_for(tmp_path / "begun")
+    second, third = progress.step.submit(), progress.step.submit()
+    assert third.cancel()
+    assert not second.done()
+    (tmp_path / "go").touch()
+    assert (first.result(60), second.result(60)) == ("done", 1)
+    assert progress.step() == 2
+    assert (plus_one(1) @ pool) == [2, 2]
+    stuck = progress.waits.submit(tmp_path / "begun again", tmp_path / "never")
+    wait_for(tmp_path / "begun again")
+    stuck.cancel()
+    eventually(lambda: not pool._open_pool.running())
+
+
+def test_one_object_with_its_own_place_in_every_worker(pool: sky.Compute) -> None:
+    group = Progress() @ pool
+    assert group.step() == [1, 1]
+    group.close()
+
+
+def test_resources_are_checked() -> None:
+    with pytest.raises(sky.ConfigurationError, match=r"give 'worker', .* or 'own'"):
+        sky.cls(resources="gpu")(Progress.kind)  # type: ignore[call-overload]

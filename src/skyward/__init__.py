@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from skyward import events as events
     from skyward import plugins as plugins
     from skyward.calls.flow import Results as Results
-    from skyward.classes import InstanceGroup as InstanceGroup
     from skyward.classes import RemoteClass as RemoteClass
     from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from skyward.future import Future as Future
     from skyward.gathering import Gather as Gather
     from skyward.gathering import gather as gather
+    from skyward.groups import InstanceGroup as InstanceGroup
     from skyward.market import Offer as Offer
     from skyward.nodes.stacks import Stacks as Stacks
     from skyward.nodes.view import NodeView as NodeView
@@ -116,7 +116,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "calls.flow": ("Results",),
-    "classes": ("InstanceGroup", "RemoteClass", "cls"),
+    "classes": ("RemoteClass", "cls"),
     "compute": ("Compute",),
     "compute.attaching": ("attach",),
     "compute.choosing": ("Spec",),
@@ -182,6 +182,7 @@ _HOMES = {
     ),
     "future": ("Future",),
     "gathering": ("Gather", "gather"),
+    "groups": ("InstanceGroup",),
     "market": ("Offer",),
     "nodes.stacks": ("Stacks",),
     "nodes.view": ("NodeView",),

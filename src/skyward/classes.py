@@ -8,18 +8,20 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from collections.abc import Callable
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 from skyward import handles, instances
 from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
 from skyward.functions import Function, Pending, Where, call_target
 from skyward.future import Future
-from skyward.handles import TaskHandle, TaskHandleGroup
+from skyward.groups import InstanceGroup
 
 P = ParamSpec("P")
 C = TypeVar("C")
+Resources = Literal["worker", "own"]
+"""Whose place the calls of an object take."""
 
 _log = logging.getLogger("skyward")
 
@@ -64,7 +66,12 @@ class RemoteClass(Generic[P, C]):
     """A class whose objects live on nodes; made by `cls`."""
 
     def __init__(
-        self, kind: Callable[P, C], *, restart: bool = False, timeout: float | None = None
+        self,
+        kind: Callable[P, C],
+        *,
+        restart: bool = False,
+        timeout: float | None = None,
+        resources: Resources = "worker",
     ) -> None:
         if not inspect.isclass(kind):
             raise ConfigurationError(
@@ -72,10 +79,15 @@ class RemoteClass(Generic[P, C]):
             )
         if not isinstance(restart, bool):
             raise ConfigurationError(f"cls(restart={restart!r}): give True or False")
+        if resources not in get_args(Resources):
+            raise ConfigurationError(
+                f"cls(resources={resources!r}): give 'worker', if the object's calls take the "
+                "place of a worker, or 'own', if it has a place of its own beside the workers'"
+            )
         # Refuses what is no timeout.
         Function(kind, timeout=timeout)
         self.kind: type = kind
-        self.restart, self.timeout = restart, timeout
+        self.restart, self.timeout, self.resources = restart, timeout, resources
         functools.update_wrapper(self, kind, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Making[C]:
@@ -124,12 +136,19 @@ class Making(Generic[C]):
 
     def call(self, key: str) -> Pending[None]:
         """The call that makes the object, in the worker that runs it."""
-        function: Function[..., None] = Function(instances.make, name=self.name)
+        make = instances.make_apart if self.kind.resources == "own" else instances.make
+        function: Function[..., None] = Function(make, name=self.name)
+        function.apart = self.apart(key)
         return Pending(function, (key, self.kind.kind, *self.args), self.kwargs)
+
+    def apart(self, key: str) -> str:
+        """The key, if the object has a place of its own; otherwise nothing."""
+        return key if self.kind.resources == "own" else ""
 
     def freeing(self, key: str) -> Pending[None]:
         """The call that frees the object, in the worker that has it."""
         function: Function[..., None] = Function(instances.free, name=f"{self.name}: freed")
+        function.apart = self.apart(key)
         return Pending(function, (key,), {}).use()
 
     def new_key(self) -> str:
@@ -203,7 +222,12 @@ class Residence:
     def close(self) -> None:
         """Free the object."""
         if self.note_closed() and not self._seat.lost:
-            closing = SeatFunction(instances.close, f"{self.making.name}.close", lambda: self._seat)
+            closing = SeatFunction(
+                instances.close,
+                f"{self.making.name}.close",
+                lambda: self._seat,
+                apart=self.making.apart(self.key),
+            )
             self._seat.run(Pending(closing, (self.key,), {}))
 
     def note_closed(self) -> bool:
@@ -237,10 +261,12 @@ class SeatFunction(Function[..., Any]):
         name: str,
         seat: Callable[[], InstanceSeat],
         *,
+        apart: str = "",
         timeout: float | None = None,
         stays: Any = None,
     ) -> None:
         super().__init__(body, name=name, timeout=timeout, stays=stays)
+        self.apart = apart
         self._find_seat = seat
 
     @property
@@ -259,6 +285,7 @@ class InstanceFunction(SeatFunction):
             instances.call,
             f"{residence.making.name}.{method}",
             residence.seat,
+            apart=residence.making.apart(residence.key),
             timeout=residence.making.kind.timeout if timeout is None else timeout,
             stays=stays,
         )
@@ -378,73 +405,6 @@ class Instance(Closing):
         return f"<{self._residence!r}>"
 
 
-class InstanceGroup(Closing, Generic[C]):
-    """One object in every worker, in rank order; a method runs in all at once."""
-
-    def __init__(self, members: list[C]) -> None:
-        self._members = tuple(members)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    @overload
-    def __getitem__(self, rank: int) -> C: ...
-    @overload
-    def __getitem__(self, rank: slice) -> InstanceGroup[C]: ...
-    def __getitem__(self, rank: int | slice) -> C | InstanceGroup[C]:
-        """The object of a rank, or the group of some."""
-        if isinstance(rank, slice):
-            return InstanceGroup(list(self._members[rank]))
-        return self._members[rank]
-
-    def __iter__(self) -> Iterator[C]:
-        return iter(self._members)
-
-    def __getattr__(self, name: str) -> GroupMethod:
-        members: Any = self._members
-        return GroupMethod([member._function(name) for member in members])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.__getattr__("__call__")(*args, **kwargs)
-
-    def close(self) -> None:
-        """Close all objects."""
-        members: Any = self._members
-        for member in members:
-            member.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _group, self._members
-
-    def __repr__(self) -> str:
-        return f"<group of {len(self)} objects>"
-
-
-def _group(*members: Any) -> InstanceGroup[Any] | TaskHandleGroup:
-    """A group that has been sent here."""
-    if any(isinstance(member, TaskHandle) for member in members):
-        return TaskHandleGroup(members)
-    return InstanceGroup(list(members))
-
-
-class GroupMethod:
-    """A method of the objects of a group."""
-
-    def __init__(self, functions: list[InstanceFunction]) -> None:
-        self._functions = functions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method of all objects at once; `BroadcastError` if any of them fails."""
-        pendings = [function(*args, **kwargs) for function in self._functions]
-        if not pendings:
-            return []
-        return self._functions[0].seat.run_together(pendings)
-
-    def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the method of all objects without waiting."""
-        return [each.seat.submit(each(*args, **kwargs)) for each in self._functions]
-
-
 def _method(kind: type, name: str) -> Callable[..., Any]:
     """The method of a class, which must be callable from outside."""
     found = inspect.getattr_static(kind, name, None)
@@ -474,7 +434,7 @@ def _stays_here(what: str) -> str:
 def cls(kind: Callable[P, C], /) -> RemoteClass[P, C]: ...
 @overload
 def cls(
-    *, restart: bool = False, timeout: float | None = None
+    *, restart: bool = False, timeout: float | None = None, resources: Resources = "worker"
 ) -> Callable[[Callable[P, C]], RemoteClass[P, C]]: ...
 def cls(
     kind: Callable[..., Any] | None = None,
@@ -482,11 +442,14 @@ def cls(
     *,
     restart: bool = False,
     timeout: float | None = None,
+    resources: Resources = "worker",
 ) -> Any:
     """Have the objects of a class live on nodes: made once, and used by any number of calls.
 
     With `restart`, an object that is lost with its worker is made again, with the same arguments,
     at the next call. `timeout` is that of each call of a method, in seconds.
+    With `resources="own"`, an object has a place of its own, a thread beside the tasks of a worker:
+    it is made and answers while all workers are busy.
 
     >>> @sky.cls
     ... class Model:
@@ -496,5 +459,7 @@ def cls(
     >>> model.predict("hello")
     """
     if kind is None:
-        return lambda actual: RemoteClass(actual, restart=restart, timeout=timeout)
+        return lambda actual: RemoteClass(
+            actual, restart=restart, timeout=timeout, resources=resources
+        )
     return RemoteClass(kind)

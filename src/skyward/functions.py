@@ -110,6 +110,8 @@ class Function(Generic[P, T]):
     """A function whose calls are lazy: calling it describes a call, and an operator runs it."""
 
     __sky_function__ = True
+    apart: str = ""
+    """The object with a place of its own that the calls belong to; empty if there is none."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Any
 
 from skyward import instances
 from skyward.errors import ConfigurationError, InstanceLostError, StateLostError
@@ -297,56 +297,3 @@ class HandleCall:
             # Nobody else deletes what is left of the client.
             self._requests.delete()
             self._replies.delete()
-
-
-class TaskHandleGroup:
-    """One object in every worker, as a task has them; a method runs in all at once."""
-
-    def __init__(self, members: tuple[TaskHandle, ...]) -> None:
-        self._members = members
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    @overload
-    def __getitem__(self, rank: int) -> TaskHandle: ...
-    @overload
-    def __getitem__(self, rank: slice) -> TaskHandleGroup: ...
-    def __getitem__(self, rank: int | slice) -> TaskHandle | TaskHandleGroup:
-        """The object of a rank, or the group of some."""
-        if isinstance(rank, slice):
-            return TaskHandleGroup(self._members[rank])
-        return self._members[rank]
-
-    def __iter__(self) -> Iterator[TaskHandle]:
-        return iter(self._members)
-
-    def __getattr__(self, name: str) -> TaskGroupMethod:
-        return TaskGroupMethod([getattr(member, name) for member in vars(self).get("_members", ())])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        methods = [TaskMethod(member, "__call__") for member in self._members]
-        return TaskGroupMethod(methods)(*args, **kwargs)
-
-    def close(self) -> None:
-        """Close all objects."""
-        for member in self._members:
-            member.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TaskHandleGroup, (self._members,)
-
-
-class TaskGroupMethod:
-    """A method of the objects of a group, as a task has it."""
-
-    def __init__(self, methods: list[TaskMethod]) -> None:
-        self._methods = methods
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method of all objects at once."""
-        return [each.result() for each in self.submit(*args, **kwargs)]
-
-    def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the method of all objects without waiting."""
-        return [each.submit(*args, **kwargs) for each in self._methods]

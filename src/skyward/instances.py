@@ -14,6 +14,8 @@ _kept: dict[str, Any] = {}
 _making: dict[str, bool] = {}
 """The objects that are being made, and whether each is still wanted."""
 _lock = threading.Lock()
+_locks: dict[str, threading.RLock] = {}
+"""Of the objects that have places of their own: a task of this process may call them, too."""
 
 
 def make(key: str, kind: type, /, *args: Any, **kwargs: Any) -> None:
@@ -29,8 +31,25 @@ def make(key: str, kind: type, /, *args: Any, **kwargs: Any) -> None:
                 _kept[key] = made
 
 
+def make_apart(key: str, kind: type, /, *args: Any, **kwargs: Any) -> None:
+    """Make an object that has a place of its own."""
+    _locks[key] = threading.RLock()
+    try:
+        make(key, kind, *args, **kwargs)
+    finally:
+        if key not in _kept:
+            _locks.pop(key, None)
+
+
 def call(key: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of an object."""
+    if key in _locks:
+        with _locks[key]:
+            return _call(key, method, args, kwargs)
+    return _call(key, method, args, kwargs)
+
+
+def _call(key: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     instance = _find(key)
     found = _declared(type(instance), method)
     if getattr(type(found), "__sky_function__", False):
@@ -47,6 +66,7 @@ def has(key: str) -> bool:
 def close(key: str, /) -> None:
     """Forget an object; if its class has a method `close`, that is called before."""
     instance = _kept.pop(key, None)
+    _locks.pop(key, None)
     if callable(closing := getattr(instance, "close", None)):
         closing()
 
@@ -58,12 +78,14 @@ def free(key: str, /) -> None:
             _making[key] = False
         # Its own code may run when it ends: not under the lock.
         freed = _kept.pop(key, None)
+        _locks.pop(key, None)
     del freed
 
 
 def free_all() -> None:
     """Forget all objects: the client that made them has left."""
     _kept.clear()
+    _locks.clear()
 
 
 def _declared(kind: type, name: str) -> Any:

@@ -309,6 +309,7 @@ class Pool:
             cell=self.console.cell(),
             debugged=debug_mode(),
             awaits=awaits,
+            apart=function.apart,
         )
 
     def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:

@@ -305,4 +305,4 @@ def _run(task: Task, payload: Payload, inputs: list[str]) -> Run:
     stays = task.staying is not None
     trace = {} if task.trace is None else task.trace.carrier
     code, mode = task.code.key, task.debugged
-    return Run(task.id, task.name, code, payload, keys, inputs, stays, trace, mode)
+    return Run(task.id, task.name, code, payload, keys, inputs, stays, trace, mode, task.apart)

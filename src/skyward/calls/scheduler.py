@@ -30,6 +30,8 @@ class Work(Protocol):
     """Whether the task is queued; False after it was cancelled in the queue."""
     order: int
     """The task's number in the queue; the scheduler sets it."""
+    apart: str
+    """The object with a place of its own that the task belongs to; empty if there is none."""
 
 
 W = TypeVar("W", bound=Work)
@@ -158,6 +160,8 @@ class Scheduler(Generic[W]):
 
     def pick(self, task: W) -> Load[W] | None:
         """An executor that has a free slot for this task; None if there is none."""
+        if task.apart:
+            return self._beside(task)
         # No task overtakes one that waits for the same worker or node: broadcasts must keep one
         # order everywhere.
         if task.pinned is not None:
@@ -178,6 +182,19 @@ class Scheduler(Generic[W]):
                 return load
         return None
 
+    def _beside(self, task: W) -> Load[W] | None:
+        """An executor for a task that needs none of its slots: the one with the fewest tasks."""
+        if task.pinned is not None:
+            loads = [task.pinned]
+        elif task.worker is not None:
+            loads = self._loads.get(task.worker, [])
+        elif task.on is not None:
+            loads = self._at_node.get(task.on, [])
+        else:
+            loads = [load for each in self._loads.values() for load in each]
+        there = [load for load in loads if load.open]
+        return min(there, key=lambda load: len(load.tasks), default=None)
+
     def _awaited(self, aim: object) -> bool:
         queue = self._aimed.get(aim)
         while queue and not queue[0].waiting:
@@ -192,6 +209,8 @@ class Scheduler(Generic[W]):
     def begin(self, load: Load[W], task: W) -> None:
         """Note that the task is about to be sent to that executor."""
         load.tasks[task.id] = task
+        if task.apart:
+            load.lend(task.id)
         self._list(load)
 
     def queue(self, task: W, *, first: bool = False) -> None:

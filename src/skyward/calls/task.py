@@ -26,6 +26,7 @@ class Task:
         "_finished",
         "_on_done",
         "answer",
+        "apart",
         "awaits",
         "cancelled",
         "cell",
@@ -79,6 +80,7 @@ class Task:
         cell: Context | None = None,
         debugged: int = NEVER,
         awaits: list[Future[Any]] | None = None,
+        apart: str = "",
     ) -> None:
         self.id = task_id
         self.name = name
@@ -99,6 +101,8 @@ class Task:
         """When the task opens a debugger."""
         self.awaits = awaits or []
         """The futures among the arguments, until they are done."""
+        self.apart = apart
+        """The object with a place of its own that the task belongs to; empty if there is none."""
         self.cell = cell
         """The cell of a notebook that gets the task's output; None outside of notebooks."""
         self.waiting = False

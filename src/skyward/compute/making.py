@@ -9,13 +9,14 @@ from typing import Any, TypeVar, cast
 
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
-from skyward.classes import Instance, InstanceGroup, Making, Residence
+from skyward.classes import Instance, Making, Residence
 from skyward.compute.awaiting import await_task, future_of
 from skyward.compute.broadcasting import outcomes_of
 from skyward.compute.serving import offer
 from skyward.errors import SkywardError
 from skyward.functions import Pending
 from skyward.future import Future
+from skyward.groups import InstanceGroup
 from skyward.pool import Pool
 from skyward.staff import Staff
 

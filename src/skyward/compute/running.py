@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
-from skyward.classes import InstanceGroup, Making
+from skyward.classes import Making
 from skyward.compute.awaiting import await_task, future_of, result_of
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.making import make, make_everywhere, make_later
@@ -18,6 +18,7 @@ from skyward.files.transfer import Synced
 from skyward.former import METHODS, missing
 from skyward.functions import Function, Pending, as_function, checked
 from skyward.future import Future
+from skyward.groups import InstanceGroup
 from skyward.pool import Pool
 
 T = TypeVar("T")

@@ -236,7 +236,8 @@ class Executor:
         What the process itself has stays: modules, memory, the plugins' hooks.
         """
         with self._places.lock:
-            if self._places.running or self._places.waiting:
+            places = self._places
+            if places.running or places.waiting or places.waiting_apart:
                 # Its result would reach the next client. The agent starts another executor.
                 os._exit(0)
         before = self._client
@@ -254,6 +255,11 @@ class Executor:
             job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
         if run.stays:
             job.places = queue.SimpleQueue()
+        if run.apart:
+            if isinstance(self._capture, ProcessCapture):
+                self._capture.share()
+            self._places.add_apart(job)
+            return
         helps = self._places.add(job)
         if self._reader is not None:
             self._reader.put(job)
@@ -301,7 +307,7 @@ class Executor:
         self._pending.cancel(task)
         places = self._places
         with places.lock:
-            job = places.waiting.pop(task, None)
+            job = places.take_waiting(task)
             if job is not None:
                 job.cancelled = True
             else:
@@ -409,10 +415,10 @@ class Executor:
                 self._places.running.pop(job.run.task, None)
                 if ring is not None:
                     ring.end(answer)
-                if self._nested is not None:
+                if self._nested is not None or job.run.apart:
                     self._places.free(job)
-                    if not isinstance(answer, (Result, End)):
-                        self._nested.give_up(job)
+                if self._nested is not None and not isinstance(answer, (Result, End)):
+                    self._nested.give_up(job)
             self._client.send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.

@@ -6,10 +6,12 @@ those that run tasks, runs another one. When the first goes on, both run until o
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
+from skyward import instances
 from skyward.errors import PoolError
 from skyward.staff import Staff
 from skyward.wire.messages import Message, Waits
@@ -33,6 +35,8 @@ class JobPlaces:
         """For all attributes; the changes of a job that belong together are made under it."""
         self.waiting: OrderedDict[int, Job] = OrderedDict()
         """The jobs that have not begun, in the order in which they came."""
+        self.waiting_apart: dict[int, Job] = {}
+        """The jobs of objects with places of their own that have not begun."""
         self.running: dict[int, Job] = {}
         self._slots, self._tell, self._run = slots, tell, run
         self._given_up: set[int] = set()
@@ -41,17 +45,57 @@ class JobPlaces:
         self._telling = threading.Lock()
         """So that the client hears of waits in their order."""
         self._helpers = Staff("skyward-task", 2 * WAITING_MAX)
+        self._apart: dict[str, queue.SimpleQueue[Job]] = {}
+        """For each object with a place of its own, the jobs of its thread."""
 
     def find(self, task: int) -> Job | None:
         """A job that waits or runs."""
         with self.lock:
-            return self.waiting.get(task) or self.running.get(task)
+            waiting = self.waiting.get(task) or self.waiting_apart.get(task)
+            return waiting or self.running.get(task)
+
+    def take_waiting(self, task: int) -> Job | None:
+        """Remove a job that has not begun; the caller holds the lock."""
+        return self.waiting.pop(task, None) or self.waiting_apart.pop(task, None)
 
     def add(self, job: Job) -> bool:
         """Take a job; returns whether a helper should run it, since the other threads may wait."""
         with self.lock:
             self.waiting[job.run.task] = job
             return self._slots <= len(self.running) < self._slots + len(self._given_up)
+
+    def add_apart(self, job: Job) -> None:
+        """Take a job of an object that has a place of its own, on the object's thread."""
+        key = job.run.apart
+        with self.lock:
+            begins = key not in self._apart
+            if begins:
+                self._apart[key] = queue.SimpleQueue()
+            self._apart[key].put(job)
+            self.waiting_apart[job.run.task] = job
+        if begins:
+            threading.Thread(
+                target=self._serve_apart, args=(key,), name="skyward-object", daemon=True
+            ).start()
+
+    def _serve_apart(self, key: str) -> None:
+        """Run the jobs of one object, until there is none and the object is gone."""
+        jobs = self._apart[key]
+        while True:
+            job = jobs.get()
+            with self.lock:
+                task = job.run.task
+                wanted = self.waiting_apart.pop(task, None) is not None
+                if wanted:
+                    job.thread = threading.get_ident()
+                    self.running[task] = job
+                    self._given_up.add(task)
+            if wanted:
+                self._run(job)
+            with self.lock:
+                if jobs.empty() and not instances.has(key):
+                    del self._apart[key]
+                    return
 
     def _full(self) -> bool:
         return len(self.running) - len(self._given_up) >= self._slots
@@ -92,6 +136,8 @@ class JobPlaces:
 
     def begin_wait(self, job: Job) -> None:
         """Give the place of a job up: it waits for tasks that it has started."""
+        if job.run.apart:
+            return
         with self._telling:
             with self.lock:
                 if not job.waits and len(self._given_up) >= WAITING_MAX:
@@ -112,6 +158,8 @@ class JobPlaces:
 
     def end_wait(self, job: Job) -> None:
         """Have a job go on, also if another one runs in its place."""
+        if job.run.apart:
+            return
         with self._telling:
             with self.lock:
                 job.waits -= 1
