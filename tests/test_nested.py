@@ -10,11 +10,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.calls.scheduler import Load, Scheduler
 
 from .conftest import ALL, Eventually
 from .waiting import wait_for
@@ -77,6 +79,38 @@ def test_a_task_runs_another_on_its_own_pool(pool: sky.Compute) -> None:
 def test_more_tasks_wait_than_there_are_workers(pool: sky.Compute) -> None:
     assert sum_through_others(40) >> pool == sum(range(1, 41))
     assert sky.gather(*[sum_through_others(4) for _ in range(8)]) >> pool == [10] * 8
+
+
+def work(number: int, *, nested: bool = False, apart: str = "") -> Any:
+    """A task, as the scheduler sees it."""
+    return SimpleNamespace(
+        id=number, on=None, worker=None, pinned=None, waiting=True, nested=nested, apart=apart
+    )
+
+
+def test_a_place_that_is_given_up_goes_to_one_task_or_to_any_number_of_nested_ones() -> None:
+    scheduler: Scheduler[Any] = Scheduler()
+    load: Load[Any] = Load(0, 0, 0)
+    scheduler.add(load)
+    for number in (1, 2):
+        assert scheduler.pick(work(number)) is load
+        scheduler.begin(load, work(number))
+        scheduler.lend(load, number)
+    assert scheduler.pick(work(3)) is None, "every task that waits would let another one begin"
+    assert scheduler.pick(work(4, nested=True)) is load
+    scheduler.queue(work(3))
+    assert scheduler.next_for(load) is None
+    scheduler.queue(nested := work(5, nested=True))
+    assert scheduler.next_for(load) is nested
+    scheduler.begin(load, nested)
+    assert [task.id for task in load.started()] == [1, 2, 5]
+    load.take_back(1)
+    assert [task.id for task in load.started()] == [1, 2, 5], "the others have begun, too"
+    scheduler.begin(load, work(6, apart="progress"))
+    for number in (2, 5, 6, 1):
+        assert load.capacity > load.slots or number == 1
+        scheduler.end(load, number)
+    assert (load.capacity, load.common, load.window, load.waiting) == (1, 1, 1, set())
 
 
 def test_a_recursion_ends(pool: sky.Compute) -> None:

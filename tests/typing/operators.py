@@ -77,6 +77,7 @@ def operators_keep_the_type(model: Model, compute: sky.Compute) -> None:
     assert_type(train(model, 3) >> compute, Model)
     assert_type(train(model, 3) > compute, sky.Future[Model])
     assert_type(train(model, 3) @ compute, list[Model])
+    assert_type(evaluate((train(model, 3) > compute).as_argument()) >> compute, float)
     assert_type(evaluate(model) >> compute, float)
 
 
@@ -170,7 +171,7 @@ class PlainCounter:
 
 
 Tokenizer = sky.cls(PlainTokenizer)
-Counter = sky.cls(restart=True, timeout=60)(PlainCounter)
+Counter = sky.cls(restart=True, timeout=60, resources="own")(PlainCounter)
 
 
 def objects_on_nodes_have_the_types_of_their_classes(compute: sky.Compute) -> None:

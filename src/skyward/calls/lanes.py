@@ -180,7 +180,7 @@ class Lanes:
         So the tasks that wait for others are as few as the tasks are deep. Aimed tasks keep their
         order: those of two broadcasts must come in the same order everywhere.
         """
-        task.waiting = True
+        task.waiting = task.nested = True
         load = self._scheduler.room_for(task)
         aimed = task.worker is not None or task.on is not None or task.pinned is not None
         self._scheduler.queue(task, first=not aimed)

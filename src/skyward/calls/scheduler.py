@@ -30,6 +30,8 @@ class Work(Protocol):
     """Whether the task is queued; False after it was cancelled in the queue."""
     order: int
     """The task's number in the queue; the scheduler sets it."""
+    nested: bool
+    """Whether another task has started this one, and may wait for it."""
     apart: str
     """The object with a place of its own that the task belongs to; empty if there is none."""
 
@@ -57,6 +59,8 @@ class Load(Generic[W]):
     """Whether the executor gets no new tasks only because it is out of reach."""
     listed: bool = False
     """Whether the scheduler lists the executor among those with a free slot."""
+    lent_listed: bool = False
+    """Whether it lists the executor among those with a free slot for nested tasks alone."""
     average: float = 1.0
     """How many seconds the executor's recent tasks ran on average."""
     last_result: float = 0.0
@@ -65,17 +69,26 @@ class Load(Generic[W]):
     """Whether the executor was asked to give tasks back, and has not answered yet."""
     slots: int = 0
     """How many tasks the executor runs at once that do not wait; first its capacity."""
+    common: int = 0
+    """How many tasks the executor runs at once before it only takes nested ones.
+
+    If any task could have any place that is given up, all waiting tasks would begin as soon as
+    each of them waits for another for a moment.
+    """
     waiting: set[int] = field(default_factory=set)
     """The tasks that wait for others, and have given their places up."""
+    apart: set[int] = field(default_factory=set)
+    """The tasks of objects that have places of their own."""
 
     def __post_init__(self) -> None:
         self.window = self.window or self.capacity
         self.slots = self.slots or self.capacity
+        self.common = self.capacity
 
     def note(self, ran: float) -> None:
         """Set how many tasks may be sent ahead, from the seconds that a task ran."""
         self.average = ran if ran > 10 * FAST_SECONDS else 0.7 * self.average + 0.3 * ran
-        if self.average > FAST_SECONDS or self.waiting:
+        if self.average > FAST_SECONDS or self.capacity != self.slots:
             self.window = self.capacity
         else:
             ahead = int(AHEAD_SECONDS / max(self.average, 1e-5))
@@ -88,13 +101,18 @@ class Load(Generic[W]):
     def lend(self, task_id: int) -> None:
         """Note that a task waits for others: its place is free."""
         self.waiting.add(task_id)
-        self.capacity = max(self.capacity, self.slots + len(self.waiting))
+        self._set_capacity(self.capacity)
         self.stop_sending_ahead()
+
+    def beside(self, task_id: int) -> None:
+        """Note that a task takes none of the slots."""
+        self.apart.add(task_id)
+        self._set_capacity(self.capacity + 1)
 
     def take_back(self, task_id: int) -> None:
         """Note that a task goes on; the one that has its place stays, until one of them ends."""
         self.waiting.discard(task_id)
-        self._lower(min(self.capacity, len(self.tasks)))
+        self._set_capacity(min(self.capacity, len(self.tasks)))
 
     def end(self, task_id: int) -> W | None:
         """Remove a task."""
@@ -102,13 +120,14 @@ class Load(Generic[W]):
             return self.tasks.pop(task_id, None)
         had_place = task_id in itertools.islice(self.tasks, self.capacity)
         self.waiting.discard(task_id)
-        if had_place:
-            self._lower(self.capacity - 1)
+        self.apart.discard(task_id)
+        self._set_capacity(self.capacity - had_place)
         return self.tasks.pop(task_id, None)
 
-    def _lower(self, capacity: int) -> None:
-        self.capacity = max(capacity, self.slots + len(self.waiting))
-        self.window = self.capacity
+    def _set_capacity(self, least: int) -> None:
+        own = self.slots + len(self.apart)
+        self.capacity = self.window = max(least, own + len(self.waiting))
+        self.common = own + min(self.slots, len(self.waiting))
 
     @property
     def where(self) -> str:
@@ -139,6 +158,9 @@ class Scheduler(Generic[W]):
 
     def __init__(self) -> None:
         self._ready: deque[Load[W]] = deque()
+        self._lent: deque[Load[W]] = deque()
+        """Executors with room for nested tasks alone."""
+        self._nested: deque[W] = deque()
         self._loads: dict[tuple[int, int], list[Load[W]]] = {}
         self._at_node: dict[int, list[Load[W]]] = {}
         self._queue: deque[W] = deque()
@@ -178,6 +200,11 @@ class Scheduler(Generic[W]):
         while self._ready:
             load = self._ready.popleft()
             load.listed = False
+            if load.open and len(load.tasks) < load.common:
+                return load
+        while self._lent and task.nested:
+            load = self._lent.popleft()
+            load.lent_listed = False
             if load.open and len(load.tasks) < load.capacity:
                 return load
         return None
@@ -210,14 +237,17 @@ class Scheduler(Generic[W]):
         """Note that the task is about to be sent to that executor."""
         load.tasks[task.id] = task
         if task.apart:
-            load.lend(task.id)
+            load.beside(task.id)
         self._list(load)
 
     def queue(self, task: W, *, first: bool = False) -> None:
         """Keep a task until an executor has room; `first` puts it before all others."""
         task.order = next(self._first) if first else next(self._order)
         aim: object = task.pinned or (task.worker if task.worker is not None else task.on)
-        queue = self._queue if aim is None else self._aimed.setdefault(aim, deque())
+        if aim is None:
+            queue = self._nested if task.nested else self._queue
+        else:
+            queue = self._aimed.setdefault(aim, deque())
         if first:
             queue.appendleft(task)
         else:
@@ -246,7 +276,9 @@ class Scheduler(Generic[W]):
         if not load.open or len(load.tasks) >= load.window:
             return None
         # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
-        queues = [self._queue]
+        queues = [self._nested] if self._nested else []
+        if len(load.tasks) < load.common + load.window - load.capacity:
+            queues.append(self._queue)
         if self._aimed and (pinned := self._aimed.get(load)) is not None:
             queues.append(pinned)
         if len(load.tasks) < load.capacity and self._aimed:
@@ -265,7 +297,11 @@ class Scheduler(Generic[W]):
 
     def queued(self) -> list[W]:
         """Every waiting task."""
-        everything = [*self._queue, *(t for queue in self._aimed.values() for t in queue)]
+        everything = [
+            *self._nested,
+            *self._queue,
+            *(t for queue in self._aimed.values() for t in queue),
+        ]
         return [task for task in everything if task.waiting]
 
     def take_pinned(self, load: Load[W]) -> list[W]:
@@ -278,26 +314,34 @@ class Scheduler(Generic[W]):
     @property
     def may_have_queued(self) -> bool:
         """False if no task waits."""
-        return bool(self._queue or self._aimed)
+        return bool(self._queue or self._aimed or self._nested)
 
     @property
     def backlog(self) -> int:
         """How many tasks wait, including tasks that were cancelled while waiting."""
-        return len(self._queue) + sum(map(len, self._aimed.values()))
+        return len(self._queue) + len(self._nested) + sum(map(len, self._aimed.values()))
 
     def forget_queue(self) -> list[W]:
         """Remove every waiting task from the queue, and return them."""
         tasks = self.queued()
         self._queue.clear()
+        self._nested.clear()
         self._aimed.clear()
         return tasks
 
     def relist(self, load: Load[W]) -> None:
         """List an executor that has room, so that `pick` finds it."""
         load.listed = load in self._ready
+        load.lent_listed = load in self._lent
         self._list(load)
 
     def _list(self, load: Load[W]) -> None:
-        if load.open and not load.listed and len(load.tasks) < load.capacity:
-            load.listed = True
-            self._ready.append(load)
+        if not load.open:
+            return
+        if len(load.tasks) < load.common:
+            if not load.listed:
+                load.listed = True
+                self._ready.append(load)
+        elif len(load.tasks) < load.capacity and not load.lent_listed:
+            load.lent_listed = True
+            self._lent.append(load)

@@ -41,6 +41,7 @@ class Task:
         "inputs",
         "load",
         "name",
+        "nested",
         "on",
         "order",
         "overdue",
@@ -101,6 +102,8 @@ class Task:
         """When the task opens a debugger."""
         self.awaits = awaits or []
         """The futures among the arguments, until they are done."""
+        self.nested = False
+        """Whether another task has started this one, and may wait for it."""
         self.apart = apart
         """The object with a place of its own that the task belongs to; empty if there is none."""
         self.cell = cell
