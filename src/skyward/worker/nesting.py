@@ -126,7 +126,7 @@ class NestedPool:
     def _start(self, pending: Pending[Any], *, everywhere: bool = False) -> NestedFuture:
         """Start the client for a call."""
         _check(pending)
-        function = pending.function
+        function = pending.use().function
         code = function.code()
         if code.encoded.handles:
             raise SerializationError(
