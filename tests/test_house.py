@@ -1,4 +1,4 @@
-"""The house: imports point down CONTRIBUTING's list and never in a circle; files are short."""
+"""The house: imports point down CONTRIBUTING's list and never in a circle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
-LONGEST = 500
-LISTS = {"skyward.wire.messages"}
-"""Modules that may be longer: each is one list, and is read as such."""
 ROOM = re.compile(r"^(?: {4}src/| {8})(\w+)(?:/|\.py) +\S", re.MULTILINE)
 
 
@@ -113,13 +110,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         TopologicalSorter(ARROWS).prepare()
     except CycleError as circle:
         raise AssertionError(" -> ".join(circle.args[1])) from None
-
-
-def test_no_file_is_long() -> None:
-    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    long = {name: lines for name, lines in lengths.items() if lines > LONGEST}
-    assert set(long) <= LISTS, f"more than {LONGEST} lines, so it is two things: {long}"
-    assert set(long) == LISTS, "a list that became short needs no exception"
 
 
 def test_a_name_means_one_class() -> None:

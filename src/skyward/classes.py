@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, ge
 from skyward import handles, instances
 from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
-from skyward.functions import Function, Pending, Where, call_target
+from skyward.functions import Function, Pending, Unused, Where, call_target
 from skyward.future import Future
 from skyward.groups import InstanceGroup
 
@@ -149,7 +149,7 @@ class Making(Generic[C]):
         """The call that frees the object, in the worker that has it."""
         function: Function[..., None] = Function(instances.free, name=f"{self.name}: freed")
         function.apart = self.apart(key)
-        return Pending(function, (key,), {}).use()
+        return Pending(function, (key,), {})
 
     def new_key(self) -> str:
         """A key for one more object."""
@@ -293,7 +293,7 @@ class InstanceFunction(SeatFunction):
         self.__doc__ = plain.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        return Pending(self, (self._residence.key, self._method, *args), kwargs)
+        return Unused(self, (self._residence.key, self._method, *args), kwargs)
 
     def local(self, *args: Any, **kwargs: Any) -> Any:
         """A method of an object on a node cannot run here."""

@@ -10,8 +10,11 @@ import sys
 import threading
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from opcode import opname
+from types import FrameType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -19,6 +22,7 @@ from typing import (
     Literal,
     ParamSpec,
     Protocol,
+    Self,
     TypeVar,
     TypeVarTuple,
     cast,
@@ -30,7 +34,6 @@ import cloudpickle
 from skyward import context
 from skyward.console import html
 from skyward.errors import ConfigurationError, PoolClosedError
-from skyward.forgotten import Forgettable
 from skyward.future import Future
 from skyward.objects.code import Code
 from skyward.objects.handles import opened
@@ -151,7 +154,7 @@ class Function(Generic[P, T]):
         self._lock = threading.Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        return Pending(self, args, kwargs)
+        return Unused(self, args, kwargs)
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run here, now.
@@ -288,7 +291,7 @@ def _is_iterator(hint: Any) -> bool:
     return origin in (collections.abc.Iterator, collections.abc.Generator)
 
 
-class Pending(Forgettable, Generic[T]):
+class Pending(Generic[T]):
     """A described call; nothing runs until an operator sends it somewhere."""
 
     __slots__ = ("args", "function", "kwargs")
@@ -304,6 +307,10 @@ class Pending(Forgettable, Generic[T]):
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", kwargs)
 
+    def use(self) -> Self:
+        """Note that somebody has done something with the call."""
+        return self
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
 
@@ -311,14 +318,14 @@ class Pending(Forgettable, Generic[T]):
         raise AttributeError(f"a Pending is immutable; call {self.function.name} again instead")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pending, (self.use().function, self.args, self.kwargs), True
+        return Pending, (self.use().function, self.args, self.kwargs)
 
     def with_timeout(self, seconds: float) -> Pending[T]:
         """The same call with another timeout.
 
         >>> train(x).with_timeout(600) >> compute
         """
-        return Pending(self.function.with_timeout(seconds), self.args, self.kwargs)
+        return Unused(self.function.with_timeout(seconds), self.use().args, self.kwargs)
 
     def __rshift__(self, where: Where) -> T:
         """Run on one node, wait."""
@@ -357,6 +364,45 @@ class Pending(Forgettable, Generic[T]):
         call = repr(self).removeprefix("<pending ").removesuffix(">")
         hint = html.muted("has not run; run it with >> compute")
         return html.block(html.line(html.mark("idle", "pending"), html.code(call), hint))
+
+
+class Unused(Pending[T]):
+    """A described call that nobody has done anything with; one that is a statement warns.
+
+    It becomes a plain `Pending` with its use: no code of ours runs when that one is dropped, which
+    would cost every call, and swallow a Ctrl-C that comes then.
+    """
+
+    __slots__ = ()
+
+    def use(self) -> Self:
+        object.__setattr__(self, "__class__", Pending)
+        return self
+
+    def __del__(self) -> None:
+        # Only of statements: a call in a variable may not have run because of an exception.
+        if _is_statement(sys._getframe().f_back):
+            name = self.function.name
+            warnings.warn(
+                f"{name}(...) never ran: calling a @sky.function only describes a call; run it "
+                f"with {name}(...) >> compute, or here with {name}.local(...)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _is_statement(frame: FrameType | None) -> bool:
+    """Whether a frame is about to drop the value of an expression that is a whole statement."""
+    if frame is None or frame.f_lasti < 0:
+        return False
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if opname[code[at]] != "POP_TOP":
+        return False
+    # Before it comes what has made the value; a loop that is left drops its iterator, too.
+    at -= 2
+    while at > 0 and opname[code[at]] == "CACHE":
+        at -= 2
+    return opname[code[at]] in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "BINARY_OP")
 
 
 class Group(Generic[*Ts]):

@@ -134,7 +134,7 @@ class Saving:
                 name=self._name,
                 version=version,
                 created=datetime.now(UTC),
-                skyward=packages.version("skyward"),
+                skyward=packages.version("skyward-torch"),
                 torch=str(torch.__version__),
                 class_path=class_path,
                 metadata=metadata,
