@@ -181,7 +181,7 @@ class ProviderSuite:
             said = bytearray()
             command = ["sh", "-c", "echo out; echo err >&2"]
             assert await machine.run(command, output=said.extend) == 0
-            assert sorted(said.split()) == [b"err", b"out"]
+            assert sorted(said.split()) == [b"err", b"out"], f"it said {bytes(said)!r}"
 
         self._on_a_machine(provider, machine_request, scenario)
 
