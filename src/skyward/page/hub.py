@@ -217,9 +217,9 @@ class Hub:
             if watched.sampling is not None and watched.sampling.done():
                 problem = watched.sampling.exception()
                 if problem is None:
-                    sample = watched.sampling.result()
+                    sample = watched.sampling.result() | watched.state.durations()
                     self._samples.setdefault(watched.pool.id, Samples()).add(sample)
-                    self._tell([sample | watched.state.durations()])
+                    self._tell([sample])
                 elif not watched.pool.closed:
                     # A defect of ours: the page goes on without this sample.
                     traceback.print_exception(problem, file=sys.stderr)

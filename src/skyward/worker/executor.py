@@ -355,8 +355,8 @@ class Executor:
                 job = self._reader.next()
                 if isinstance(job, Prepare):
                     self._prepare(job)
-                else:
-                    self._run_next()
+                elif (begun := self._places.begin_next()) is not None:
+                    self._run_job(begun, self._board.rings[0])
         for number in range(self._config.threads):
             threading.Thread(
                 target=self._serve_thread,
@@ -387,12 +387,8 @@ class Executor:
     def _serve_thread(self, slot: int) -> None:
         while True:
             self._queue.get()
-            copy_context().run(self._run_next, slot)
-
-    def _run_next(self, slot: int = 0) -> None:
-        job = self._places.begin_next()
-        if job is not None:
-            self._run_job(job, self._board.rings[slot])
+            if (job := self._places.begin_next()) is not None:
+                copy_context().run(self._run_job, job, self._board.rings[slot])
 
     def _run_in_place(self, job: Job) -> None:
         """Run a job on a helper, in the place of one that waits."""

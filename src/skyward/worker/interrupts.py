@@ -45,21 +45,11 @@ class Interrupts:
     def __init__(self, *, threads: bool) -> None:
         """`threads` says whether jobs run on threads; otherwise they run on the main thread."""
         self._threads = threads
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._meant: Job | None = None
         self._meant_as: type[KeyboardInterrupt] = Interrupted
-        self.calling: Job | None = None
-        """The job whose function is being called, on the main thread."""
-
-    def enter(self, job: Job) -> None:
-        """Note that the function of a job is being called."""
-        if job.thread == self._main:
-            self.calling = job
-
-    def leave(self, job: Job) -> None:
-        """Note that the function of a job is not called any more."""
-        if job.thread == self._main:
-            self.calling = None
+        self.calling: dict[int, Job] = {}
+        """For each thread, the job whose function is being called there."""
 
     def raise_in(self, job: Job, kind: type[KeyboardInterrupt] = Interrupted) -> None:
         """Interrupt the function of a job that runs: cancelled, or with a plain Ctrl-C."""
@@ -70,13 +60,13 @@ class Interrupts:
         else:
             # A signal also ends a blocking system call.
             self._meant, self._meant_as = job, kind
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(self._main, signal.SIGINT)
 
     def on_signal(self, _: int, frame: types.FrameType | None) -> None:
         """Handle SIGINT: raise in the cancelled job, and only while it is in the user's code."""
         job, self._meant = self._meant, None
         kind, self._meant_as = self._meant_as, Interrupted
-        if job is None or job is not self.calling:
+        if job is None or job is not self.calling.get(self._main):
             return
         if _in_our_code(frame):
             # A half-sent frame, or memory that is not given back, would harm later tasks.
@@ -85,7 +75,7 @@ class Interrupts:
             retry.start()
             return
         if kind is Interrupted:
-            self.calling = None
+            self.calling.pop(self._main, None)
         raise kind
 
 

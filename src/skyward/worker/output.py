@@ -274,7 +274,8 @@ class NumberLog:
 
     def __init__(self, send: Callable[[Logged], None]) -> None:
         self._send = send
-        self._rows: deque[tuple[int, int | None, dict[str, float]]] = deque()
+        self.rows: deque[tuple[int, int | None, dict[str, float]]] = deque()
+        """What has not been sent yet."""
         self._left_out = 0
         self._lock = threading.Lock()
         self._woken = threading.Event()
@@ -282,10 +283,10 @@ class NumberLog:
 
     def take(self, values: dict[str, float], step: int | None) -> None:
         """Keep what the current task has logged until it is sent."""
-        if len(self._rows) >= ROWS_WAITING:
+        if len(self.rows) >= ROWS_WAITING:
             self._left_out += 1
             return
-        self._rows.append((current_task.get(), step, values))
+        self.rows.append((current_task.get(), step, values))
         if not self._woken.is_set():
             self._woken.set()
         if self._thread is None:
@@ -297,15 +298,10 @@ class NumberLog:
                 self._thread = threading.Thread(target=self._run, name="skyward-log", daemon=True)
                 self._thread.start()
 
-    @property
-    def waits(self) -> bool:
-        """Whether something has not been sent yet."""
-        return bool(self._rows)
-
     def flush(self) -> None:
         """Send what waits."""
         with self._lock:
-            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            rows = [self.rows.popleft() for _ in range(len(self.rows))]
             left_out, self._left_out = self._left_out, 0
             if rows:
                 self._send(Logged(rows, left_out))

@@ -97,24 +97,23 @@ class JobPlaces:
                     del self._apart[key]
                     return
 
-    def _full(self) -> bool:
-        return len(self.running) - len(self._given_up) >= self._slots
+    def begin_next(self, *, waits: bool = True) -> Job | None:
+        """The job that has waited longest; None if others began all jobs.
 
-    def begin_next(self) -> Job | None:
-        """The job that has waited longest, when it has a place; None if others began all jobs."""
+        Waits until it has a place, or gives None if it has none.
+        """
         with self.lock:
-            while self.waiting and self._full():
+            while self.waiting and len(self.running) - len(self._given_up) >= self._slots:
+                if not waits:
+                    return None
                 # A helper runs a job in the place of one that goes on, or has ended.
                 self._freed.wait()
-            return self._begin_first()
-
-    def _begin_first(self) -> Job | None:
-        if not self.waiting:
-            return None
-        task, job = self.waiting.popitem(last=False)
-        job.thread = threading.get_ident()
-        self.running[task] = job
-        return job
+            if not self.waiting:
+                return None
+            task, job = self.waiting.popitem(last=False)
+            job.thread = threading.get_ident()
+            self.running[task] = job
+            return job
 
     def free(self, job: Job) -> None:
         """Let another job have the place of one that has ended, and may have waited for others."""
@@ -127,11 +126,7 @@ class JobPlaces:
         self._helpers.run(self._help)
 
     def _help(self) -> None:
-        while True:
-            with self.lock:
-                job = None if self._full() else self._begin_first()
-            if job is None:
-                return
+        while (job := self.begin_next(waits=False)) is not None:
             self._run(job)
 
     def begin_wait(self, job: Job) -> None:

@@ -73,7 +73,7 @@ class JobRunner:
             except references.CannotOpenError:
                 outcome = Missing(job.run.task, [], [], True), None
             except BaseException as problem:
-                self._interrupts.leave(job)
+                self._interrupts.calling.pop(job.thread, None)
                 with contextlib.suppress(Exception):
                     references.settle()
                 self._debuggers.failed(job, problem)
@@ -82,7 +82,7 @@ class JobRunner:
             if self._debuggers.used:
                 self._debuggers.end(job)
             self._capture.end()
-            if self._log.waits:
+            if self._log.rows:
                 self._log.flush()
             context.inside.reset(inside)
             current_task.reset(token)
@@ -93,9 +93,9 @@ class JobRunner:
     ) -> tuple[Any, bool]:
         """The function's value; the flag says whether its items have been streamed already."""
         if job.run.debugged == POST_MORTEM:
-            self._interrupts.enter(job)
+            self._interrupts.calling[job.thread] = job
             self._debuggers.look_back(job)
-            self._interrupts.leave(job)
+            self._interrupts.calling.pop(job.thread, None)
             return None, False
         function = definitions.resolve(job.run.code)
         if not job.run.stays:
@@ -109,7 +109,7 @@ class JobRunner:
         if job.inputs:
             args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
-        self._interrupts.enter(job)
+        self._interrupts.calling[job.thread] = job
         if job.cancelled:
             raise Interrupted
         value = self._hooks.decorated(function)(*args, **kwargs)
@@ -122,10 +122,10 @@ class JobRunner:
         if isinstance(value, types.AsyncGeneratorType):
             value = jobs.drained(value)
         if not isinstance(value, types.GeneratorType):
-            self._interrupts.leave(job)
+            self._interrupts.calling.pop(job.thread, None)
             return value, False
         self._stream(job, client, value)
-        self._interrupts.leave(job)
+        self._interrupts.calling.pop(job.thread, None)
         return None, True
 
     def _pack(self, job: Job, client: ClientConnection, value: Any, what: str) -> Sendable:
@@ -145,7 +145,7 @@ class JobRunner:
             for item in generator:
                 if not output.take():
                     # No interrupt may reach the generator while it cleans up.
-                    self._interrupts.leave(job)
+                    self._interrupts.calling.pop(job.thread, None)
                     return
                 references.settle()
                 sendable = self._pack(job, client, item, f"an item of {job.run.name}")
