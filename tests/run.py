@@ -1,6 +1,6 @@
 """Run as a script: the whole suite, in as many pytest processes as the machine is good for.
 
-Files are put together to batches of about four minutes, each one pytest process. Batches begin
+Files are put together to batches of about eight minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
@@ -33,7 +33,7 @@ TABLE = TESTS / "seconds.txt"
 NEWEST = ROOT / ".venv-newest"
 """An environment with the newest torch that pip offers, and all else from the one that made it."""
 REPORTS = ROOT / "build" / ("tests-newest" if Path(sys.prefix) == NEWEST else "tests")
-BATCH_SECONDS = 240.0
+BATCH_SECONDS = 480.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
 """What a file is taken for that the table does not have."""

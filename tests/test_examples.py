@@ -193,6 +193,7 @@ NEEDS_COMPILER = {
 
 LONG = {
     "compile_gpt",
+    "ddp_mnist",
     "device_function",
     "grid_search",
     "grpo_sync",

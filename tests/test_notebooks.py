@@ -14,7 +14,7 @@ pytest.importorskip("nbclient")
 import nbformat
 from nbclient import NotebookClient
 
-from .conftest import PATIENCE, Eventually, worker_processes
+from .conftest import PATIENCE, Eventually, only_in_all, worker_processes
 from .kernels import Kernel, kernel_in
 
 pytestmark = pytest.mark.slow
@@ -450,6 +450,7 @@ def test_the_cells_of_the_page_about_notebooks_run(kernel: Kernel) -> None:
     kernel.run("%autoreload 0")
 
 
+@only_in_all
 def test_the_example_notebook_shows_what_it_promises() -> None:
     """It trains on two workers and on a torch device, in a kernel of its own."""
     pytest.importorskip("sklearn")

@@ -25,7 +25,7 @@ from skyward.events import EventStream
 from skyward.nodes.devices import DeviceDesk
 from skyward.wire.messages import CloseDevice, Message, OpenDevice
 
-from ..conftest import Eventually, has_compiler
+from ..conftest import Eventually, has_compiler, only_in_all
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 
@@ -107,6 +107,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 EVERY_SOURCE = sorted(f"{part}/{name}.cpp" for part in build.PARTS for name in "abcd")
 
 
+@only_in_all
 def test_a_killed_compile_goes_on_where_it_was(workshop: Workshop, eventually: Eventually) -> None:
     workshop.hang(True)
     with workshop.start() as process:

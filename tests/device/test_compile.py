@@ -145,6 +145,7 @@ def test_sizes_that_change_are_compiled_once(
     assert sum("bytes" in record.message for record in caplog.records) == 1
 
 
+@only_in_all
 def test_thirty_lengths_of_a_compiled_model_ask_the_worker_nothing(device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(11, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(device)
@@ -191,6 +192,7 @@ def test_a_result_has_the_layout_that_was_told_though_code_for_other_sizes_chose
     assert torch.equal((result + 1).cpu(), rows * 2 + 1)
 
 
+@only_in_all
 def test_a_layout_that_cannot_be_kept_is_an_error_and_the_next_call_asks(
     told_strides: list[list[str]],
 ) -> None:
@@ -269,6 +271,7 @@ def test_a_graph_that_cannot_be_shipped_runs_and_says_why(device: torch.device) 
     assert result.item() == 6
 
 
+@only_in_all
 @pytest.mark.filterwarnings("ignore:torch.compile. the worker of:UserWarning")
 def test_flex_attention_is_compiled_as_libraries_compile_it(device: torch.device) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -293,6 +296,7 @@ def test_a_function_without_tensors_of_the_device_runs_as_it_is() -> None:
     assert torch.compile(lambda x: x + 1, backend="sky")(torch.ones(2)).tolist() == [2, 2]
 
 
+@only_in_all
 def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_the_graph_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,6 +314,7 @@ def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_th
     assert ["from its cache" in message for message in shipped] == [False, True]
 
 
+@only_in_all
 def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,7 +19,7 @@ from skyward.device.libraries import torch as patches_of_torch
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import Patches, wrap, wrap_property
 
-from ..conftest import Sharing
+from ..conftest import Sharing, only_in_all
 
 torch = pytest.importorskip("torch")
 
@@ -278,6 +278,7 @@ def test_safetensors_loads_to_the_device(device: torch.device, tmp_path: Path) -
 # transformers.
 
 
+@only_in_all
 def test_arguments_of_a_trainer_choose_the_device_and_allow_bf16(
     device: torch.device, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
 
+from ..conftest import only_in_all
 from .proxy import Proxy
 from .test_defects import device_processes
 
@@ -140,6 +141,7 @@ def test_large_copies_go_on_where_they_were_cut(
     assert torch.equal(cutting(there.cpu), host)
 
 
+@only_in_all
 def test_large_copies_in_both_directions_at_once_do_not_wait_for_each_other(
     remote: torch.device,
 ) -> None:

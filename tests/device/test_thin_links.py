@@ -22,7 +22,7 @@ from skyward.device import build, remembered
 from skyward.device.core import core
 from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
 
-from ..conftest import Eventually
+from ..conftest import Eventually, only_in_all
 from .comparison import moved
 from .test_defects import device_processes
 
@@ -343,6 +343,7 @@ def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_aro
     assert sky.device_stats(device).bytes_on_wire == 0
 
 
+@only_in_all
 def test_the_client_runs_ahead_of_the_worker_only_so_far(
     far: tuple[sky.Compute, torch.device], eventually: Eventually
 ) -> None:

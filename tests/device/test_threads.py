@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import skyward as sky
 from skyward.device.processors import give_back, spared, threads_beside_a_worker
 
+from ..conftest import only_in_all
+
 
 def _trained(seed: int, device: torch.device) -> list[float]:
     """A small training with uploads, downloads, random numbers and freed tensors all over."""
@@ -227,6 +229,7 @@ def test_a_forked_child_may_end_as_processes_do(device: torch.device) -> None:
     assert done.stdout.split() == ["7", "6.0"]
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_forked_child_may_open_a_device_of_its_own(device: torch.device) -> None:
     """Slow: the child starts a pool."""

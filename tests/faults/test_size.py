@@ -65,6 +65,7 @@ def test_an_argument_of_three_gigabytes_arrives(room: None, transport: str) -> N
         assert echo(1) >> compute == 1
 
 
+@only_in_all
 @pytest.mark.slow
 def test_bytes_beyond_what_fits_in_32_bits_arrive_in_the_pickle_itself(room: None) -> None:
     """Slow because so many bytes go through a socket."""

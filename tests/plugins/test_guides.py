@@ -15,6 +15,8 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import only_in_all
+
 pytest.importorskip("torch", reason="torch is not installed")
 
 QUIET = sky.Options(console=False)
@@ -80,6 +82,7 @@ def train() -> dict[str, Any]:
     }
 
 
+@only_in_all
 def test_distributed_training(compute: sky.Compute, printed: list[sky.Output]) -> None:
     results = train() @ compute
 

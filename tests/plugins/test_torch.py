@@ -17,6 +17,7 @@ import skyward as sky
 from skyward.plugins.plugin import Cluster, ClusterSpec
 from skyward.spec import Nodes
 
+from ..conftest import only_in_all
 from ..waiting import wait_for
 
 torch = pytest.importorskip("torch")
@@ -139,6 +140,7 @@ def test_the_distributed_sampler_works_unchanged(compute: sky.Compute) -> None:
     assert sorted(first + second) == list(range(10))
 
 
+@only_in_all
 def test_a_second_pool_in_this_process_has_its_own_group(compute: sky.Compute) -> None:
     with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as other:
         ports = {e["MASTER_PORT"] for e in (environment() @ other) + (environment() @ compute)}
@@ -277,6 +279,7 @@ def test_retries_run_all_ranks_again_in_a_new_group(compute: sky.Compute, tmp_pa
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["xx", "xx"]
 
 
+@only_in_all
 def test_several_workers_a_node_and_a_new_size() -> None:
     with sky.Compute(
         nodes=2, worker=sky.Worker(per_node=2), plugins=[sky.plugins.torch()], options=QUIET
@@ -295,6 +298,7 @@ def test_several_workers_a_node_and_a_new_size() -> None:
         assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
+@only_in_all
 def test_a_resize_lets_a_broadcast_finish(compute: sky.Compute, tmp_path: Path) -> None:
     """Slow: the broadcast goes on for longer than one that has lost a peer may."""
 

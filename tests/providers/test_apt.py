@@ -19,6 +19,7 @@ from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import NODE, POOL, Service
 from skyward.spec import Image
 
+from ..conftest import only_in_all
 from . import podman
 
 ME = "{}.{}".format(*sys.version_info)
@@ -89,6 +90,7 @@ def test_a_package_that_apt_does_not_have_is_named_with_what_apt_said(debian: De
     assert "apt-cache search" in message
 
 
+@only_in_all
 @pytest.mark.slow
 def test_python_and_packages_come_from_apt(debian: Debian) -> None:
     """Slow: a Python with all that it needs is unpacked."""

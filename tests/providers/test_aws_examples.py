@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_model_is_trained_on_four_instances(ec2: Gateway) -> None:
     """Slow: four machines import PyTorch on two processors."""

@@ -42,6 +42,7 @@ def test_a_model_is_trained_in_a_container_that_had_nothing() -> None:
     assert re.search(r"Round trip: \d+\.\d% -> (8[89]|9\d)\.\d% \(MNISTClassifier\)", shown)
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_model_is_trained_on_two_ssh_hosts(sshd: Sshd) -> None:
     """Slow the first time: installs PyTorch on the hosts, which keep it."""
@@ -61,6 +62,7 @@ def test_a_model_is_trained_on_two_ssh_hosts(sshd: Sshd) -> None:
     assert "NumPy" not in shown
 
 
+@only_in_all
 def test_without_hosts_the_example_says_how_to_name_them() -> None:
     done = run("ssh_ddp.py", SKY_SSH_HOSTS="")
 

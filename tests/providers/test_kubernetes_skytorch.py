@@ -263,6 +263,7 @@ def test_the_example_of_skytorch_runs_unmodified(namespace: kube.Namespace) -> N
     assert accuracy > 80, done.stdout
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_model_is_trained_on_two_pods(namespace: kube.Namespace) -> None:
     """Slow: starts two pods that import PyTorch, and trains."""

@@ -80,6 +80,7 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
         assert len((tmp_path / runs).read_text().splitlines()) == 1
 
 
+@only_in_all
 @FAST
 def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
     for outcome in client(

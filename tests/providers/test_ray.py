@@ -107,6 +107,7 @@ def _raylet() -> str:
     return os.environ["SKYWARD_RAY_MACHINE"]
 
 
+@only_in_all
 def test_ddp_and_a_device_train_on_two_nodes(emptied: RayCluster, state: Journal) -> None:
     plugins = [sky.plugins.torch(backend="gloo")]
     with sky.Compute(emptied.provider(), nodes=2, plugins=plugins, options=QUIET) as compute:
