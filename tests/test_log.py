@@ -26,8 +26,10 @@ from skyward import functions, numbers
 from skyward.compute.listening import Listening
 from skyward.events import NumbersLogged, as_dict
 from skyward.numbers import Curve, Curves
+from skyward.wire import messages
+from skyward.wire.frames import META_LIMIT
 from skyward.wire.messages import Logged
-from skyward.worker.output import ROWS_WAITING, NumberLog
+from skyward.worker.output import ROWS_WAITING, VALUES_WAITING, NumberLog
 
 from .conftest import PATIENCE, only_in_all
 
@@ -105,6 +107,17 @@ def test_without_a_step_each_name_counts(pool: sky.Compute, told: list[NumbersLo
     assert (told[-1].node, told[-1].worker, told[-1].call) == (None, None, 0)
 
 
+def test_a_thread_of_a_task_logs_for_the_task(pool: sky.Compute, told: list[NumbersLogged]) -> None:
+    @sky.function
+    def learn() -> None:
+        thread = threading.Thread(target=sky.log, kwargs={"threaded": 1})
+        thread.start()
+        thread.join()
+
+    learn() >> pool
+    assert told[0].name.endswith("learn")
+
+
 def test_a_process_that_a_task_forks_logs_nothing_and_breaks_nothing(pool: sky.Compute) -> None:
     @sky.function
     def fork() -> int:
@@ -155,6 +168,10 @@ def test_what_is_one_number_is_taken(value: Any, number: float) -> None:
     ("call", "message"),
     [
         (lambda: sky.log(), r"sky.log\(\) got no number; write sky.log\(loss=0.3, step=7\)"),
+        (
+            lambda: sky.log(dict.fromkeys(map(str, range(1001)), 1)),
+            r"sky.log\(\) got 1001 numbers, and takes 1000 in a call; log fewer",
+        ),
         (lambda: sky.log(loss=[1, 2]), r"loss=\[1, 2\]\): this list is not one number"),
         (lambda: sky.log(loss="0.3"), "loss='0.3'.: this str is not one number"),
         (lambda: sky.log(loss=None), "this NoneType is not one number"),
@@ -171,10 +188,25 @@ def test_what_is_no_number_is_refused_with_the_next_step(call: Any, message: str
         call()
 
 
+def test_why_an_element_cannot_be_had_is_the_cause() -> None:
+    class Lost:
+        def item(self) -> float:
+            raise RuntimeError("the device is gone")
+
+        __repr__ = item  # type: ignore[assignment]
+
+    with pytest.raises(sky.ConfigurationError, match="this Lost is not one") as refused:
+        sky.log(loss=Lost())
+    assert str(refused.value.__cause__) == "the device is gone"
+
+
 # Bounds.
 
 
-def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait() -> None:
+@pytest.mark.parametrize(
+    ("rows", "names"), [(3 * ROWS_WAITING, 1), (3 * VALUES_WAITING // 1000, 1000)]
+)
+def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait(rows: int, names: int) -> None:
     sent: list[Logged] = []
     go = threading.Event()
 
@@ -182,19 +214,32 @@ def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait() -> None:
         assert go.wait(PATIENCE)
         sent.append(message)
 
-    log = NumberLog(send)
-    for step in range(3 * ROWS_WAITING):
-        log.take({"loss": 1.0}, step)
+    log = NumberLog(lambda: None, send)
+    values = dict.fromkeys(map(str, range(names)), 1.0)
+    for step in range(rows):
+        log.take(values, step)
     go.set()
     log.flush()
-    log.take({"loss": 1.0}, -1)
+    log.take(values, -1)
     log.flush()
     steps = [step for message in sent for _, step, _ in message.rows]
     assert steps[:-1] == sorted(steps[:-1])
     assert steps[-1] == -1
     left_out = sum(message.left_out for message in sent)
     assert left_out > 0
-    assert len(steps) + left_out == 3 * ROWS_WAITING + 1
+    assert len(steps) + left_out == rows + 1
+
+
+def test_wide_rows_are_sent_in_messages_that_may_be_sent() -> None:
+    sent: list[Logged] = []
+    log = NumberLog(lambda: None, sent.append)
+    longest = "\N{MATHEMATICAL ITALIC SMALL ALPHA}" * (numbers.NAME_MOST - 3)
+    values = {f"{longest}{number:03}": 1.0 for number in range(numbers.NAMES_MOST)}
+    for step in range(25):
+        log.take(values, step)
+    log.flush()
+    assert [step for message in sent for _, step, _ in message.rows] == list(range(25))
+    assert max(len(messages.encode(message)) for message in sent) < META_LIMIT // 2
 
 
 @given(st.integers(1, 5000))

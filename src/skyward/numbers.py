@@ -13,6 +13,9 @@ from skyward import context, functions
 from skyward.errors import ConfigurationError
 
 NAME_MOST = 200
+"""How many characters a name has at most."""
+NAMES_MOST = 1000
+"""How many numbers one call may log."""
 STEP_MOST = 2**53
 """Steps up to this are exact in a browser, too."""
 POINTS = 1000
@@ -53,9 +56,15 @@ def log(
     >>> sky.log(loss=0.3, accuracy=0.91, step=7)
     >>> sky.log({"train/loss": 0.3})
     """
-    numbers = {name: _number(name, value) for name, value in {**(values or {}), **more}.items()}
-    if not numbers:
-        raise ConfigurationError("sky.log() got no number; write sky.log(loss=0.3, step=7)")
+    given = {**(values or {}), **more}
+    if not 0 < len(given) <= NAMES_MOST:
+        raise ConfigurationError(
+            f"sky.log() got {len(given)} numbers, and takes {NAMES_MOST} in a call; log fewer, "
+            "such as a mean for each layer"
+            if given
+            else "sky.log() got no number; write sky.log(loss=0.3, step=7)"
+        )
+    numbers = {name: _number(name, value) for name, value in given.items()}
     if step is not None:
         step = _step(step)
     if _taker is not None:
@@ -81,36 +90,41 @@ def _number(name: Any, value: Any) -> float:
         raise ConfigurationError(
             f"sky.log({{{name!r}: ...}}): a name is text of 1 to {NAME_MOST} characters"
         )
-    found = value
+    found, cause = value, None
     try:
         if hasattr(value, "item"):
             found = value.item()
         if not isinstance(found, (str, bytes, bytearray)):
             return float(found)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
+    except (TypeError, ValueError, RuntimeError, OverflowError) as problem:
+        cause = problem
     shape = getattr(value, "shape", None)
     what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
     raise ConfigurationError(
         f"sky.log({name}={_short(value)}): this {what} is not one number that a curve can have; "
         "give an int, a float, or an array or tensor of one element, such as loss.mean()"
-    )
+    ) from cause
 
 
 def _step(step: Any) -> int:
+    cause = None
     try:
         found = operator.index(step.item() if hasattr(step, "item") else step)
-    except (TypeError, ValueError, RuntimeError):
-        found = STEP_MOST + 1
-    if abs(found) > STEP_MOST:
-        raise ConfigurationError(
-            f"sky.log(step={_short(step)}): give a whole number of at most 2**53, or none"
-        )
-    return found
+        if abs(found) <= STEP_MOST:
+            return found
+    except (TypeError, ValueError, RuntimeError) as problem:
+        cause = problem
+    raise ConfigurationError(
+        f"sky.log(step={_short(step)}): give a whole number of at most 2**53, or none"
+    ) from cause
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except RuntimeError:
+        # A tensor whose device is gone.
+        text = object.__repr__(value)
     return text if len(text) <= 60 else text[:60] + "..."
 
 

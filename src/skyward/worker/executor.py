@@ -101,7 +101,7 @@ class Executor:
             self._capture.flush,
             lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
         )
-        self._log = NumberLog(lambda message: self._client.tell(message))
+        self._log = NumberLog(self._asking_job, lambda message: self._client.tell(message))
         numbers.install(self._log)
         self._runner = JobRunner(
             self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry

@@ -17,7 +17,6 @@ import select
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from skyward import context
 from skyward.context import Route, RoutedStream
 from skyward.wire.messages import Logged
+from skyward.worker.jobs import Job
 
 PIPE_SIZE = 1 << 20
 BAR_SECONDS = 0.1
@@ -33,7 +33,11 @@ PIECE = 256 << 10
 LOG_SECONDS = 0.25
 """What tasks log within so many seconds is sent together."""
 ROWS_WAITING = 10_000
-"""How many logged rows may wait; a task that logs more in that time does not wait for them."""
+VALUES_WAITING = 100_000
+"""How many logged rows, and values of them, may wait; a task does not wait for more to be sent."""
+VALUES_SENT = 5_000
+"""A message has no more rows when it has so many values. With the longest names it has 5 MB, of
+the 16 that a message may have."""
 
 Emit = Callable[[int, str, str, bool], None]
 """task, stream, text, transient"""
@@ -272,39 +276,50 @@ class ThreadCapture:
 class NumberLog:
     """Sends what tasks log, from a thread of its own: a task never waits for the client."""
 
-    def __init__(self, send: Callable[[Logged], None]) -> None:
-        self._send = send
-        self.rows: deque[tuple[int, int | None, dict[str, float]]] = deque()
+    def __init__(
+        self, asking_job: Callable[[], Job | None], send: Callable[[Logged], None]
+    ) -> None:
+        """`asking_job` finds the job of a thread that a task has started."""
+        self._asking_job, self._send = asking_job, send
+        self.rows: list[tuple[int, int | None, dict[str, float]]] = []
         """What has not been sent yet."""
-        self._left_out = 0
+        self._values = self._left_out = 0
         self._lock = threading.Lock()
+        """Held for a moment only: tasks take it."""
+        self._sending = threading.Lock()
         self._woken = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, values: dict[str, float], step: int | None) -> None:
         """Keep what the current task has logged until it is sent."""
-        if len(self.rows) >= ROWS_WAITING:
-            self._left_out += 1
-            return
-        self.rows.append((current_task.get(), step, values))
-        if not self._woken.is_set():
-            self._woken.set()
-        if self._thread is None:
-            self._begin()
-
-    def _begin(self) -> None:
+        task = current_task.get()
+        if not task and (job := self._asking_job()) is not None:
+            task = job.run.task
         with self._lock:
+            if len(self.rows) >= ROWS_WAITING or self._values >= VALUES_WAITING:
+                self._left_out += 1
+                return
+            self.rows.append((task, step, values))
+            self._values += len(values)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="skyward-log", daemon=True)
                 self._thread.start()
+        if not self._woken.is_set():
+            self._woken.set()
 
     def flush(self) -> None:
         """Send what waits."""
-        with self._lock:
-            rows = [self.rows.popleft() for _ in range(len(self.rows))]
-            left_out, self._left_out = self._left_out, 0
-            if rows:
-                self._send(Logged(rows, left_out))
+        with self._sending:
+            with self._lock:
+                rows, self.rows = self.rows, []
+                left_out, self._left_out = self._left_out, 0
+                self._values = 0
+            begin = count = 0
+            for end, (_, _, values) in enumerate(rows, 1):
+                count += len(values)
+                if count >= VALUES_SENT or end == len(rows):
+                    self._send(Logged(rows[begin:end], left_out))
+                    begin, count, left_out = end, 0, 0
 
     def _run(self) -> None:
         while self._woken.wait():
