@@ -751,6 +751,8 @@ def test_a_bar_of_the_client_stays_below_what_tasks_print(bar):
         coloured = sky.function(print)
         with sky.Compute(name="outer") as compute:
             for number in {bar}:
+                # As a compile of the torch device does.
+                compute._open_pool.console.own_line("compiling", False)
                 hello() >> compute
                 coloured(f"\\x1b[31mred\\x1b[0m {{number}}") >> compute
             bar(5) >> compute
@@ -762,7 +764,7 @@ def test_a_bar_of_the_client_stays_below_what_tasks_print(bar):
     assert done == "[node 0] 100% done"
     assert summary.startswith("outer: ")
     assert sorted(lines) == sorted(
-        ["[node 0] hello from 0", "[node 0] complaint"] * 3
+        ["[client] compiling", "[node 0] hello from 0", "[node 0] complaint"] * 3
         + [f"[node 0] red {number}" for number in range(3)]
     )
 

@@ -95,9 +95,9 @@ class Console:
         """Lines a task wrote, or one state of its progress bar, for the cell of the call."""
         self._events.put(("output", (cell, text, stream, node, worker, task, transient)))
 
-    def here(self, text: str, transient: bool) -> None:
+    def own_line(self, text: str, transient: bool) -> None:
         """A line on what this process does itself, or one state of its progress bar."""
-        self._events.put(("here", (self.cell(), text, transient)))
+        self._events.put(("own_line", (self.cell(), text, transient)))
 
     def hold(self, node: int, worker: int) -> None:
         """Show the output of one worker alone, and no progress bars, until `release`."""
@@ -172,10 +172,11 @@ class Console:
                     self._held.append(details)
             case "output":
                 _in(details[0], self._show_output, *details[1:])
-            case "here":
+            case "own_line":
                 cell, text, transient = details
                 shown = self._face.bar if transient else self._face.line
-                _in(cell, shown, "client", Output(text, "stderr", 0, 0, ""))
+                with self._above_bars():
+                    _in(cell, shown, "client", Output(text, "stderr", 0, 0, ""))
             case "hold":
                 self._held_for = details
                 # A bar that is redrawn would write over what the person types.

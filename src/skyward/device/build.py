@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +21,7 @@ import platformdirs
 
 from skyward.device import compiling
 from skyward.device.compiling import PARTS, Compiler, CompilerError
+from skyward.worker.process import Show
 
 __all__ = [
     "PARTS",
@@ -45,9 +46,6 @@ STALE_SECONDS = 3600
 POLL_SECONDS = 0.2
 """How often a process looks whether another one has compiled."""
 
-Show = Callable[[str, bool], None]
-"""Shows a line, or, if the second value is true, a state that the next one replaces."""
-
 
 def library(part: str, show: Show | None = None) -> Path:
     """The "client" or "worker" core for this torch: from the wheel, from the cache, or made now."""
@@ -70,7 +68,7 @@ def libraries(parts: Sequence[str] = PARTS, show: Show | None = None) -> list[Pa
 
                 console = console_for(None, several_workers=False)
                 held.callback(console.close, "")
-                show = console.here
+                show = console.own_line
             # One process compiles, the others wait for it.
             for part in sorted(missing):
                 lock = held.enter_context(open(cache() / f"{part}.lock", "w"))

@@ -15,6 +15,7 @@ from typing import Any
 from skyward.device import build, operators, properties, torch_build
 from skyward.device.graphs import running as graphs
 from skyward.device.torch_build import TorchBuild
+from skyward.worker.process import Show
 
 Import = ctypes.CFUNCTYPE(None)
 ImportOperator = ctypes.CFUNCTYPE(
@@ -60,7 +61,7 @@ class _About(ctypes.Structure):
 class OwnTorch:
     """The core with the torch that it calls, for one device of this machine."""
 
-    def __init__(self, kind: str, show: build.Show) -> None:
+    def __init__(self, kind: str, show: Show) -> None:
         """`show` shows that the core is compiled, if it is."""
         self._programs: graphs.Programs | None = None
         # The core keeps only their addresses.

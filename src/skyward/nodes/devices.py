@@ -16,6 +16,7 @@ from skyward.errors import ConfigurationError, NoDeviceError, SkywardError
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.wire.channel import Channel
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.worker.process import Show
 
 if TYPE_CHECKING:
     from skyward.device.client import Device
@@ -36,7 +37,7 @@ class DeviceDesk:
         connect: Callable[[int, str, str], Channel],
         locate: Callable[[int, str], Whereabouts],
         events: EventStream,
-        show: build.Show,
+        show: Show,
     ) -> None:
         """`locate` says where others find a process of a node, by its endpoints.
 

@@ -41,7 +41,9 @@ class PoolDevices:
     ) -> None:
         self._id, self._spec, self._roster = pool_id, spec, roster
         self._authority, self._credentials = authority, credentials
-        self.desk = DeviceDesk(self._tell_node, self._connect, self._locate, events, console.here)
+        self.desk = DeviceDesk(
+            self._tell_node, self._connect, self._locate, events, console.own_line
+        )
         """The open devices."""
 
     def get(self, node: int, kind: str) -> int:

@@ -15,6 +15,9 @@ import msgspec
 from skyward import kernel
 from skyward.worker import lifeline
 
+Show = Callable[[str, bool], None]
+"""Shows a line, or, if the second value is true, a state that the next one replaces."""
+
 _HINTS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault in C code",
     signal.SIGABRT: "an abort in C code",
@@ -79,9 +82,7 @@ class ChildProcess:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def announcement(
-        self, show: Callable[[str, bool], None] | None = None
-    ) -> dict[str, Any] | None:
+    def announcement(self, show: Show | None = None) -> dict[str, Any] | None:
         """Wait for the line that the process announces itself with; None if it ends without one.
 
         Before, the process may show what it does: lines, and states that the next one replaces.
