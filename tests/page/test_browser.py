@@ -103,13 +103,14 @@ def test_what_is_logged_is_drawn_by_node(opened: Chromium, compute: sky.Compute)
 def test_load_is_drawn_over_time_and_again_when_the_page_is_opened_again(
     opened: Chromium, compute: sky.Compute
 ) -> None:
+    sky.log(kept=1)
     titles = "[...document.querySelectorAll('#load h3 span')].map(e => e.textContent)"
     opened.until("pools.get(chosen).load.length >= 2")
     opened.until(f"{titles}.includes('Calls a second')")
     assert opened.value(titles)[:2] == ["CPU", "Memory"]
     opened.open(compute.ui())
     opened.until("pools.size && pools.get(chosen).load.length >= 2")
-    opened.until("document.querySelectorAll('#numbers .plot').length === 3")
+    opened.until("document.querySelector('#numbers [data-key=kept]') !== null")
 
 
 def test_everything_can_be_reached_with_the_keyboard(opened: Chromium) -> None:
