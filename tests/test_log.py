@@ -267,10 +267,13 @@ def test_what_is_told_in_parts_is_the_curve(parts: list[int]) -> None:
 
 def test_a_pool_keeps_so_many_curves_and_still_counts_the_others() -> None:
     every = Curves()
-    for number in range(numbers.CURVES):
+    for number in range(3 * numbers.CURVES):
         every.add(None, {f"curve {number}": 1}, None)
-    assert [every.add(None, {"one more": 1}, None) for _ in range(2)] == [0, 1]
+    for name in ("curve 0", f"curve {3 * numbers.CURVES - 1}"):
+        assert [every.add(None, {name: 1}, None) for _ in range(3)] == [1, 2, 3]
+    assert [every.add((0, worker), {"loss": 1}, None) for worker in (0, 1, 0)] == [0, 0, 1]
     assert len(every.news({})) == numbers.CURVES
+    assert every.left_out == 2 * numbers.CURVES + 2
 
 
 def test_json_has_values_that_are_no_numbers_as_text() -> None:

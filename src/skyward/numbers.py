@@ -22,6 +22,8 @@ POINTS = 1000
 """How many points a curve has at most; of a longer one, every second is kept, then every fourth."""
 CURVES = 200
 """How many curves a pool keeps for pages."""
+STEPS = 10_000
+"""Of how many further curves a pool counts the steps."""
 
 
 class Taker(Protocol):
@@ -164,8 +166,13 @@ class Curves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._curves: dict[tuple[str, Place], Curve] = {}
-        self._steps: dict[str, int] = {}
-        """The last step of each name whose curve is not kept, because there are too many."""
+        self._steps: dict[tuple[str, Place], int] = {}
+        """The last step of each curve that is not kept, because there are too many."""
+
+    @property
+    def left_out(self) -> int:
+        """How many curves are not kept."""
+        return len(self._steps)
 
     def add(self, place: Place, values: Mapping[str, float], step: int | None) -> int:
         """Add values of a place; returns their step, which is counted if there is none."""
@@ -173,18 +180,19 @@ class Curves:
             if step is None:
                 step = 1 + max(self._last_step(name, place) for name in values)
             for name, value in values.items():
-                curve = self._curves.get((name, place))
+                key = name, place
+                curve = self._curves.get(key)
                 if curve is None and len(self._curves) < CURVES:
-                    curve = self._curves[name, place] = Curve()
+                    curve = self._curves[key] = Curve()
                 if curve is not None:
                     curve.add(step, value)
-                elif len(self._steps) < CURVES:
-                    self._steps[name] = step
+                elif key in self._steps or len(self._steps) < STEPS:
+                    self._steps[key] = step
         return step
 
     def _last_step(self, name: str, place: Place) -> int:
         curve = self._curves.get((name, place))
-        return self._steps.get(name, -1) if curve is None else curve.last[0]
+        return self._steps.get((name, place), -1) if curve is None else curve.last[0]
 
     def news(self, told: Told) -> list[News]:
         """What has come since `told`, which is brought up to date, of each curve with news."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import skyward as sky
+from skyward import page
 from skyward.events import CallFinished, CallStarted
 from skyward.numbers import Curves
 from skyward.page import metrics
@@ -24,6 +27,8 @@ from skyward.page.hub import BATCHES_WAITING, Hub, Viewer, hub
 from skyward.page.sampling import Samples
 from skyward.page.server import PageServer
 from skyward.page.state import PoolState
+
+from ..conftest import PATIENCE
 
 
 @sky.function
@@ -216,6 +221,30 @@ def test_one_who_comes_later_gets_what_was_logged_and_the_load_so_far(
     late.close()
     assert {sample["type"] for sample in samples} == {"sample"}
     assert samples[-1]["usage"] == measured["usage"]
+
+
+NODE = shutil.which("node")
+MARKS = """
+const pairs = [[0, 1], [-3, 7], [0.9999999999999999, 1], [0.3, 0.1 + 0.2], [-1e-17, 0], [5, 5],
+  [0, 0], [1e300, 1e300], [0, 5e-324], [0, 1e-323], [-1.7e308, 1.7e308], [1e12, 1e12 + 2],
+  [Infinity, -Infinity]];
+const marks = (logs) => pairs.map(([low, high]) => ticks(...bounds(low, high, logs)));
+console.log(JSON.stringify([marks(false), marks(true)]));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node.js: apt-get install nodejs")
+def test_a_plot_has_few_marks_however_near_its_values_are() -> None:
+    assert NODE is not None
+    text = Path(page.__file__).with_name("page.html").read_text("utf-8")
+    ours = re.findall(r"^function (?:ticks|bounds)\(.*?^}$", text, re.DOTALL | re.MULTILINE)
+    run = [NODE, "-e", "\n".join(ours) + MARKS]
+    told = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    plain, logs = json.loads(told)
+    assert plain[:3] == [[0, 0.5, 1], [0, 5], [0.5, 1, 1.5]]
+    for marks in (*plain, *logs):
+        assert len(marks) <= 6
+        assert marks == sorted(set(marks))
 
 
 def test_samples_are_kept_within_bounds() -> None:

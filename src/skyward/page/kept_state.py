@@ -17,7 +17,7 @@ from skyward.page.state import CALLS_A_TIME, CALLS_KEPT, LINES_A_TIME, LINES_KEP
 from skyward.worker.task_board import BUCKETS
 
 _OF_AGENTS = ("begun", "succeeded", "failed", "cancelled", "call_seconds")
-_OF_CLIENTS = ("retried", "nodes_lost", "sent", "received")
+_OF_CLIENTS = ("retried", "nodes_lost", "sent", "received", "curves_left_out")
 SAME_SECONDS = 2.0
 """A task is the one that was told if it has the same name and began within so many seconds."""
 NOTES_OF_CLIENTS = frozenset(

@@ -70,6 +70,7 @@ class Sampler:
             "waiting": pool.backlog,
             "sent": sent,
             "received": received,
+            "curves_left_out": pool.teller.curves.left_out,
             "cost": ledger.cost,
             "hourly_cost": ledger.hourly_cost,
         }
