@@ -279,7 +279,7 @@ class KeptState:
         }
         for each in clients:
             process = each["pool"].rpartition("-")[2]
-            self._counted[each["pool"]] = {name: each[name] for name in _OF_CLIENTS}
+            self._counted[each["pool"]] = {name: each.get(name, 0) for name in _OF_CLIENTS}
             sample["waiting"] += each["waiting"]
             sample["submitted"] += each["waiting"]
             sample["devices"] += [{**row, "process": process} for row in each["devices"]]
