@@ -1260,6 +1260,37 @@ class ByKeyword(OSError):
         super().__init__(errno.ENOENT, "not there", path)
 
 
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class WithState(Exception):
+    """Leaves out what cannot be sent."""
+
+    def __init__(self, *, code):
+        super().__init__(f"custom {code}")
+        self.code, self.lock = code, threading.Lock()
+
+    def __getstate__(self):
+        return {"code": self.code}
+
+
+class Slotted(Exception):
+    """As attrs makes classes."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, *, code):
+        self.code = code
+
+    def __getstate__(self):
+        return (self.code,)
+
+    def __setstate__(self, state):
+        (self.code,) = state
+
+
 def test_an_exception_arrives_as_what_it_was(compute):
     @sky.function
     def broken():
@@ -1308,6 +1339,29 @@ def test_an_exception_keeps_its_type_whatever_its_class_takes(compute):
         assert type(problem.__cause__) is ByKeyword
         assert problem.__cause__.filename == "/nowhere"
         assert str(problem.__cause__) == "[Errno 2] not there: '/nowhere'"
+
+
+@pytest.mark.parametrize("kind", [Frozen, WithState, Slotted])
+def test_an_exception_keeps_its_state_however_its_class_holds_it(compute, kind):
+    @sky.function
+    def broken():
+        raise kind(code=7) from Frozen(8)
+
+    with pytest.raises(kind) as caught:
+        broken() >> compute
+
+    assert type(caught.value) is kind
+    assert caught.value.code == 7
+    assert caught.value.__cause__ == Frozen(8)
+    assert "raise kind(code=7)" in caught.value.__notes__[0]
+
+
+def test_an_exception_of_a_class_in_c_arrives_as_pickle_has_it(compute):
+    core = pytest.importorskip("pydantic_core")
+    with pytest.raises(core.PydanticKnownError) as caught:
+        fail(core.PydanticKnownError("missing")) >> compute
+
+    assert caught.value.type == "missing"
 
 
 def test_an_exception_of_a_class_that_is_not_here_arrives_as_a_remote_error(compute):

@@ -12,6 +12,7 @@ from skyward.calls.scheduler import Load
 from skyward.calls.staying import ArrivedTensors
 from skyward.errors import RemoteError, SkywardError, TaskCancelledError
 from skyward.objects import encoding
+from skyward.objects.exceptions import add_note
 from skyward.objects.payloads import Pieces
 from skyward.wire.messages import Failure
 
@@ -160,11 +161,13 @@ def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: st
                 type_name=failure.type_name,
                 remote_traceback=text,
             )
-        problem.add_note(f"raised by {name} on {where}; remote traceback:\n{text}".rstrip())
+        add_note(problem, f"raised by {name} on {where}; remote traceback:\n{text}".rstrip())
         if isinstance(problem, ModuleNotFoundError):
-            problem.add_note(
-                f"the module {problem.name!r} is missing on {where}; install it there, for example "
-                f"with sky.Image(pip=[{problem.name!r}]), or send it with sky.Image(includes=[...])"
+            add_note(
+                problem,
+                f"the module {problem.name!r} is missing on {where}; install it there, for "
+                f"example with sky.Image(pip=[{problem.name!r}]), or send it with "
+                "sky.Image(includes=[...])",
             )
         return problem
 

@@ -16,6 +16,7 @@ from skyward.calls.packing import Packer
 from skyward.calls.task import Task
 from skyward.errors import PoolClosedError, TaskCancelledError
 from skyward.future import Future
+from skyward.objects.exceptions import add_note
 
 
 class ResultThread:
@@ -114,6 +115,6 @@ def _done(future: Future[Any], task: Task) -> Future[Any]:
     if problem is not None:
         note = f"{task.name} was not run: this exception is that of a call whose result it needs"
         if note not in getattr(problem, "__notes__", ()):
-            problem.add_note(note)
+            add_note(problem, note)
         raise problem
     return future

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_OWN_PICKLING = frozenset(
-    ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
-)
+_OWN_PICKLING = frozenset(("__reduce__", "__reduce_ex__"))
 
 
 def reduce_exception(problem: BaseException) -> Any:
@@ -26,6 +24,9 @@ def reduce_exception(problem: BaseException) -> Any:
         return NotImplemented
     if any(not _OWN_PICKLING.isdisjoint(vars(base)) for base in own):
         return NotImplemented
+    if any(isinstance(vars(base).get("__new__"), types.BuiltinFunctionType) for base in own):
+        # What a class written in C keeps, only the class itself can make.
+        return NotImplemented
     fields = {}
     for name, descriptor in _fields(kind):
         with contextlib.suppress(AttributeError):
@@ -33,7 +34,10 @@ def reduce_exception(problem: BaseException) -> Any:
     given: tuple[Any, ...] = ()
     if isinstance(problem, BaseExceptionGroup):
         given = problem.message, list(problem.exceptions)
-    state = problem.args, fields, dict(vars(problem))
+    attributes: Any = dict(vars(problem))
+    if any("__getstate__" in vars(base) for base in own):
+        attributes = problem.__getstate__()
+    state = problem.args, fields, attributes
     return _exception, (kind, given), state, None, None, _set_exception_state
 
 
@@ -58,12 +62,23 @@ def _exception(kind: type[BaseException], given: tuple[Any, ...]) -> BaseExcepti
 
 
 def _set_exception_state(problem: BaseException, state: tuple[Any, dict[str, Any], Any]) -> None:
-    problem.args, fields, attributes = state
+    args, fields, attributes = state
+    # Not as the class sets attributes: a frozen dataclass refuses.
+    BaseException.__setattr__(problem, "args", args)
     for name, descriptor in _fields(type(problem)):
         # An OSError without a file has no name, which is not the same as the name None.
         if fields.get(name) is not None:
             descriptor.__set__(problem, fields[name])
-    vars(problem).update(attributes)
+    if type(problem).__setstate__ is not BaseException.__setstate__:
+        problem.__setstate__(attributes)
+    elif attributes is not None:
+        vars(problem).update(attributes)
+
+
+def add_note(problem: BaseException, note: str) -> None:
+    """Add a note, also to an exception whose class lets nobody set attributes."""
+    notes = [*getattr(problem, "__notes__", ()), note]
+    BaseException.__setattr__(problem, "__notes__", notes)
 
 
 @dataclass(slots=True)
@@ -84,8 +99,9 @@ class PortableException:
     def rebuild(self) -> Exception:
         """The exception with its restored chain."""
         for link, other in self.chain.items():
-            setattr(self.problem, link, other.rebuild())
-        self.problem.__suppress_context__ = self.suppress_context
+            BaseException.__setattr__(self.problem, link, other.rebuild())
+        suppress = self.suppress_context
+        BaseException.__setattr__(self.problem, "__suppress_context__", suppress)
         if self.notes:
-            self.problem.__notes__ = self.notes
+            BaseException.__setattr__(self.problem, "__notes__", self.notes)
         return self.problem
