@@ -152,6 +152,24 @@ def test_all_operators_work_in_a_task(pool: sky.Compute) -> None:
     assert uses_all() >> pool == (2, 3, [4, 5], list(range(40)), [0, 1])
 
 
+def test_fail_fast_holds_in_a_task(pool: sky.Compute, tmp_path: Path) -> None:
+    @sky.function(fail_fast=True)
+    def one_fails() -> None:
+        if sky.instance_info().node == 1:
+            raise KeyError("on purpose")
+        wait_for(tmp_path / "never")
+
+    @sky.function
+    def asks() -> list[str]:
+        try:
+            one_fails() @ sky
+        except sky.BroadcastError as problem:
+            return [type(each).__name__ for each in problem.exceptions]
+        return []
+
+    assert asks() >> pool == ["KeyError", "TaskCancelledError"]
+
+
 def test_a_task_waits_for_several_as_any_program_does(pool: sky.Compute) -> None:
     @sky.function
     def waits() -> list[int]:

@@ -807,3 +807,19 @@ def test_a_quiet_console_is_quiet_on_a_terminal_too():
     """)
 
     assert sorted(screen.lines) == ["[node 0] complaint", "[node 0] hello from 0"]
+
+
+def test_a_line_that_does_not_end_is_shown_in_parts(compute, printed, monkeypatch):
+    monkeypatch.setattr("skyward.calls.receiving.UNFINISHED_MAX", 4 << 20)
+
+    @sky.function
+    def write_endlessly():
+        for _ in range(10):
+            sys.stdout.write("x" * (1 << 20))
+            sys.stdout.flush()
+        print()
+
+    compute.run(write_endlessly(), on=0)
+
+    assert sum(map(len, printed)) == 10 << 20
+    assert all(len(line) <= 8 << 20 for line in printed)

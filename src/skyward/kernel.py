@@ -35,7 +35,7 @@ def processors() -> int:
 
 
 def processor_share(cgroups: str) -> float:
-    """How many processors' time the container may use, as its cgroup says; infinite if any."""
+    """How many processors a container may use, by its cgroup; infinite if there is no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = _read(f"{cgroups}/cpu.max").split()
         return math.inf if quota == "max" else float(quota) / float(period)

@@ -84,8 +84,10 @@ class Pool:
         self._fleet = Fleet(
             self.id, spec, self._loop, self._dispatcher, prospects, console, self.events, adoption
         )
-        self.group, self.timeouts = self._fleet.preparer, self._dispatcher.timeouts
-        """Has the workers form a process group; looks where tasks are."""
+        self.group = self._fleet.preparer
+        """Has the workers form a process group."""
+        self.timeouts = self._dispatcher.timeouts
+        """Looks where tasks are."""
         self.has_folders = self._fleet.deliveries.follows
         """Whether the nodes have folders of this machine."""
         self._ids = itertools.count(1)

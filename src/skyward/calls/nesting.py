@@ -113,6 +113,7 @@ class NestedCalls:
                 name=start.name,
                 timeout=start.timeout or None,
                 retries=start.retries,
+                fail_fast=start.fail_fast,
             )
             pending = PackedCall(function, encoded_of(*pieces, handles))
             if start.everywhere:

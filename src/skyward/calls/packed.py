@@ -25,9 +25,18 @@ class PackedFunction(Function[..., Any]):
     """A function that only workers decode."""
 
     def __init__(
-        self, key: bytes, encoded: Encoded, *, name: str, timeout: float | None, retries: int
+        self,
+        key: bytes,
+        encoded: Encoded,
+        *,
+        name: str,
+        timeout: float | None,
+        retries: int,
+        fail_fast: bool,
     ) -> None:
-        super().__init__(_elsewhere, name=name, timeout=timeout, retries=retries)
+        super().__init__(
+            _elsewhere, name=name, timeout=timeout, retries=retries, fail_fast=fail_fast
+        )
         self._packed = Code(key, encoded, modules.References(_elsewhere))
 
     def code(self) -> Code:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,9 @@ from skyward.wire.messages import (
     Written,
 )
 
+UNFINISHED_MAX = 256 << 20
+"""How many characters of a line are kept; if it has not ended by then, they are shown as a line."""
+
 
 class Receiver:
     """Takes the frames of all executors of a pool."""
@@ -75,7 +79,7 @@ class Receiver:
         self._told_left_out = False
         self.failed: tuple[int, int] | None = None
         """The worker whose task failed last, if it may be looked at in a debugger."""
-        self._unfinished: dict[tuple[Lane, int, str], list[str]] = {}
+        self._unfinished: dict[tuple[Lane, int, str], io.StringIO] = {}
         """For each task and stream, the beginning of a long line whose rest has not come yet."""
 
     def receive(self, lane: Lane, frame: Frame) -> None:
@@ -178,14 +182,17 @@ class Receiver:
         key = lane, written.task, written.stream
         if written.text.endswith("\n") and key not in self._unfinished:
             return True
-        pieces = self._unfinished.pop(key, [])
+        beginning = self._unfinished.pop(key, None) or io.StringIO()
         lines, newline, rest = written.text.rpartition("\n")
+        if not newline and beginning.tell() + len(rest) > UNFINISHED_MAX:
+            lines, newline, rest = rest, "\n", ""
         if newline:
-            written.text = "".join([*pieces, lines, newline])
-            pieces = []
+            beginning.write(lines)
+            written.text = beginning.getvalue() + newline
+            beginning = io.StringIO()
         if rest:
-            pieces.append(rest)
-            self._unfinished[key] = pieces
+            beginning.write(rest)
+            self._unfinished[key] = beginning
         return bool(newline)
 
     def lost(self, lane: Lane) -> None:

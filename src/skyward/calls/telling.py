@@ -81,7 +81,9 @@ class CallTeller:
             if number not in known:
                 task = lane.tasks.get(number)
                 name = "" if task is None else task.name
-                rank = None if task is None or not task.together else task.together.index(task)
+                # Read once: another thread empties it when the broadcast is over.
+                together = () if task is None else task.together
+                rank = together.index(task) if together else None
                 known[number] = name, rank
                 if task is not None:
                     task.wrote = True

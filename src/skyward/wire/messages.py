@@ -557,6 +557,7 @@ class Start(Message):
     timeout: float = 0.0
     """In seconds; 0 if the function has none of its own."""
     retries: Size = 0
+    fail_fast: bool = False
 
 
 class Waits(Message):

@@ -30,6 +30,7 @@ from skyward.future import Future
 from skyward.objects import encoding
 from skyward.objects.code import Code
 from skyward.objects.encoding import Encoded
+from skyward.objects.exceptions import add_note
 from skyward.objects.handles import opened
 from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
@@ -139,6 +140,7 @@ class NestedPool:
         number, task = future.number, 0 if job is None else job.run.task
         start = Start(number, task, function.name, code.key, _NOTHING, list(awaited), everywhere)
         start.timeout, start.retries = function.timeout or 0.0, function.retries
+        start.fail_fast = function.fail_fast
         # Not the future, which would refer to itself then.
         future._bind(lambda: self._drop(number), lambda: number in self._calls)
         self._calls[number] = future
@@ -193,7 +195,7 @@ class NestedPool:
             return TaskCancelledError(
                 f"{name} was not run: an argument of it is the result of a call that was cancelled"
             )
-        problem.add_note(f"{name} was not run: it needs the result of this call")
+        add_note(problem, f"{name} was not run: it needs the result of this call")
         return problem
 
     def _drop(self, number: int) -> None:

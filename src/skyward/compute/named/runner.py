@@ -230,6 +230,7 @@ def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
         name=f"{facts.function} ({name})",
         timeout=facts.timeout,
         retries=facts.retries,
+        fail_fast=facts.fail_fast,
     )
     return facts, PackedCall(function, encoded_of(*arguments, held(facts.handles)))
 
