@@ -11,7 +11,7 @@ import pytest
 
 import skyward as sky
 from skyward.calls.standing import Standing
-from skyward.compute.hanging import failures_told
+from skyward.compute.broadcasting import failures_told
 from skyward.errors import Outcome
 from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack
 from skyward.nodes.standings import standing_of

@@ -97,9 +97,11 @@ class Dispatcher:
         self.packer.recipients.add(lane)
         self.lanes.add(lane, usable=usable)
 
-    def drain(self, lane: Lane) -> None:
-        """Give a lane no new tasks."""
-        self.lanes.drain(lane)
+    def drain(self, lane: Lane, *, nested: bool = False) -> None:
+        """Give a lane no new tasks; with `nested`, only those that a task which waits may need."""
+        self.lanes.drain(lane, nested=nested)
+        if nested:
+            self._loop.call_soon(lambda: None)
 
     def recall(self, lane: Lane) -> None:
         """Call back the tasks that a lane has not begun; others may run them."""

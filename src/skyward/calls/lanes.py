@@ -40,12 +40,17 @@ class Lanes:
                 self._scheduler.add(lane.load)
             self._refillable[lane] = None
 
-    def drain(self, lane: Lane) -> None:
-        """Give a lane no new tasks."""
+    def drain(self, lane: Lane, *, nested: bool = False) -> None:
+        """Give a lane no new tasks; with `nested`, only those that a task which waits may need."""
+        load = lane.load
         with self.lock:
-            lane.load.paused = False
-            if lane.load.open:
-                self._scheduler.remove(lane.load)
+            nested = nested and load in self._by_load
+            load.paused, load.nested_only = load.paused and nested, nested
+            if load.open:
+                self._scheduler.remove(load)
+            if nested:
+                self._scheduler.relist(load)
+                self._refillable[lane] = None
 
     def pause(self, lane: Lane) -> None:
         """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
@@ -54,14 +59,18 @@ class Lanes:
             if lane.load.open:
                 self._scheduler.remove(lane.load)
                 lane.load.paused = True
+            elif lane.load.nested_only:
+                lane.load.paused = True
 
     def resume(self, lane: Lane) -> None:
         """Use a lane again that is back within reach."""
         with self.lock:
             lane.reconnected()
             if lane.load.paused and not lane.lost:
-                lane.load.paused, lane.load.open = False, True
-                self._scheduler.add(lane.load)
+                lane.load.paused = False
+                if not lane.load.nested_only:
+                    lane.load.open = True
+                    self._scheduler.add(lane.load)
                 self._refillable[lane] = None
 
     def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:

@@ -16,7 +16,7 @@ from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encod
 from skyward.calls.sending import Sending
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Task
-from skyward.errors import PoolClosedError, RemoteError
+from skyward.errors import PoolClosedError, PoolError, RemoteError
 from skyward.functions import Pending
 from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
@@ -117,6 +117,8 @@ class NestedCalls:
             )
             pending = PackedCall(function, encoded_of(*pieces, handles))
             if start.everywhere:
+                if lane.preparation.replaced:
+                    raise group_is_over(start.name)
                 _staff.run(functools.partial(self._run_everywhere, call, pending))
                 return
             task = self._runner.prepare(pending, keep=True)
@@ -242,6 +244,15 @@ class NestedCalls:
             lane.connection.when_free(send)
 
 
+def group_is_over(name: str) -> PoolError:
+    """The error for a broadcast that a task of a former group has asked for."""
+    return PoolError(
+        f"{name} cannot run on every worker: the group of this task is over, because a worker was "
+        "lost, a broadcast failed or the number of nodes changed; a new group forms when this task "
+        "has ended, and runs broadcasts of the client and of new tasks"
+    )
+
+
 class _Everywhere:
     """The pool, as it makes a broadcast that a task has asked for, and that can be cancelled."""
 
@@ -251,6 +262,8 @@ class _Everywhere:
     def submit_all(self, tasks: list[Task]) -> None:
         """Submit tasks together."""
         self._call.tasks += tasks
+        for task in tasks:
+            task.nested = True
         if self._call.dropped:
             raise PoolClosedError("the task that asked for this broadcast is gone")
         self._runner.submit_all(tasks)

@@ -57,6 +57,8 @@ class Load(Generic[W]):
     """Whether the executor is given new tasks."""
     paused: bool = False
     """Whether the executor gets no new tasks only because it is out of reach."""
+    nested_only: bool = False
+    """Whether the executor, which is not open, takes nested tasks while a task of it waits."""
     listed: bool = False
     """Whether the scheduler lists the executor among those with a free slot."""
     lent_listed: bool = False
@@ -128,6 +130,11 @@ class Load(Generic[W]):
         own = self.slots + len(self.apart)
         self.capacity = self.window = max(least, own + len(self.waiting))
         self.common = own + min(self.slots, len(self.waiting))
+
+    @property
+    def takes_nested(self) -> bool:
+        """Whether the executor is given tasks that other tasks have started."""
+        return self.open or (self.nested_only and bool(self.waiting) and not self.paused)
 
     @property
     def where(self) -> str:
@@ -205,7 +212,7 @@ class Scheduler(Generic[W]):
         while self._lent and task.nested:
             load = self._lent.popleft()
             load.lent_listed = False
-            if load.open and len(load.tasks) < load.capacity:
+            if load.takes_nested and len(load.tasks) < load.capacity:
                 return load
         return None
 
@@ -273,20 +280,21 @@ class Scheduler(Generic[W]):
 
     def next_for(self, load: Load[W]) -> W | None:
         """The longest waiting task that this executor may take, if it has room."""
-        if not load.open or len(load.tasks) >= load.window:
+        if len(load.tasks) >= load.window or not (load.open or load.takes_nested):
             return None
         # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
         queues = [self._nested] if self._nested else []
-        if len(load.tasks) < load.common + load.window - load.capacity:
-            queues.append(self._queue)
-        if self._aimed and (pinned := self._aimed.get(load)) is not None:
-            queues.append(pinned)
-        if len(load.tasks) < load.capacity and self._aimed:
-            queues += [
-                queue
-                for aim in ((load.node, load.worker), load.node)
-                if (queue := self._aimed.get(aim)) is not None
-            ]
+        if load.open:
+            if len(load.tasks) < load.common + load.window - load.capacity:
+                queues.append(self._queue)
+            if self._aimed and (pinned := self._aimed.get(load)) is not None:
+                queues.append(pinned)
+            if len(load.tasks) < load.capacity and self._aimed:
+                queues += [
+                    queue
+                    for aim in ((load.node, load.worker), load.node)
+                    if (queue := self._aimed.get(aim)) is not None
+                ]
         best: deque[W] | None = None
         for queue in queues:
             while queue and not queue[0].waiting:
@@ -336,12 +344,12 @@ class Scheduler(Generic[W]):
         self._list(load)
 
     def _list(self, load: Load[W]) -> None:
-        if not load.open:
-            return
-        if len(load.tasks) < load.common:
+        if load.open and len(load.tasks) < load.common:
             if not load.listed:
                 load.listed = True
                 self._ready.append(load)
+        elif not load.open and not load.nested_only:
+            return
         elif len(load.tasks) < load.capacity and not load.lent_listed:
             load.lent_listed = True
             self._lent.append(load)

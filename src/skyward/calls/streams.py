@@ -42,6 +42,12 @@ class StreamItems:
         """How many of these the worker had sent when it said that it waits for more."""
         self.wanted = True
         """Whether the stream has not ended, and its consumer has not closed it."""
+        self.ended = False
+        self.closed = False
+        """Whether the stream ended because its consumer closed it."""
+        self.problem: Answer | None = None
+        """The exception that ended the stream, if any."""
+        self._on_end: Callable[[], None] | None = None
 
     @property
     def held_up(self) -> bool:
@@ -59,8 +65,19 @@ class StreamItems:
 
     def end(self, problem: Answer | None) -> None:
         """End the stream; `problem` is the exception that ended it, if any."""
+        if not self.ended:
+            self.closed, self.problem = not self.wanted, problem
+            self.ended = True
         self.wanted = False
         self._add(problem)
+        if self._on_end is not None:
+            self._on_end()
+
+    def when_ended(self, action: Callable[[], None]) -> None:
+        """Have a function called when the stream has ended, maybe more than once."""
+        self._on_end = action
+        if self.ended:
+            action()
 
     def _add(self, item: StreamItem | Answer | None) -> None:
         self._queue.put(item)

@@ -124,9 +124,10 @@ class Fleet:
             loop,
             self._roster,
             self._briefing,
-            drain=dispatcher.drain,
+            drain=functools.partial(dispatcher.drain, nested=True),
             ready=self._executor_ready,
             failed=lambda node, failure: self._losses.plugin_failed(node, failure),
+            note=console.note,
         )
         """Prepares the workers, and has them form groups."""
         self.services = ServiceDesk(pool_id, self._roster, self._credentials)

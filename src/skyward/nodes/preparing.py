@@ -2,7 +2,8 @@
 
 The workers of a distributed plugin are prepared together, as one group. A process joins only one
 group: when a member is lost, or the pool's size changes, each other member is replaced when it is
-idle, and the new workers form a new group.
+idle, and the new workers form a new group. Until then, a member whose task waits for tasks that it
+has started runs these: they would wait for the new group, and the new group for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ GATHER_SECONDS = 10.0
 """How much longer a group waits for missing nodes when as many are ready as the pool needs."""
 ATTEMPTS = 3
 """How often a worker's preparation may fail before its node counts as lost."""
+HELD_SECONDS = 3.0
+"""After so long, the user is told which tasks keep a new group from forming."""
+HELD_NAMED = 4
+"""How many of them are named."""
 
 
 class Preparer:
@@ -41,10 +46,15 @@ class Preparer:
         drain: Callable[[Lane], None],
         ready: Callable[[Node, Lane], None],
         failed: Callable[[Node, PluginError], None],
+        note: Callable[[str], None],
     ) -> None:
-        """`ready` is called with executors that can get tasks, `failed` with nodes that failed."""
+        """`ready` is called with executors that can get tasks, `failed` with nodes that failed.
+
+        `drain` lets an executor have only the tasks that its own wait for; `note` shows a line to
+        the user.
+        """
         self._loop, self._roster, self._briefing = loop, roster, briefing
-        self._drain, self._ready, self._failed = drain, ready, failed
+        self._drain, self._ready, self._failed, self._note = drain, ready, failed, note
         self.together = preparations.together
         self._for_nodes = preparations.for_nodes
         self._for_processes = preparations.for_processes
@@ -234,36 +244,71 @@ class Preparer:
         if self.together and preparation.begun:
             self.regroup()
 
-    def regroup(self, *, at_next_broadcast: bool = False) -> None:
+    def regroup(self) -> None:
         """Replace every member of the group, each when it is idle; tasks then wait for new ones."""
-        self._ends_next = at_next_broadcast
-        if not self.together or at_next_broadcast or self._roster.closed:
+        self._ends_next = False
+        if not self.together or self._roster.closed:
             return
         with self._roster.lock:
             lanes = [(n, lane) for n in self._roster.nodes for lane in n.lanes.values()]
+        ends = False
         for node, lane in lanes:
             if not lane.preparation.begun:
                 continue
             with self._lock:
                 first = lane.preparation.replace()
             if first:
+                ends = True
                 self._drain(lane)
                 self._replace_when_idle(node, lane)
+        if ends:
+            self._loop.later(HELD_SECONDS, self._tell_held)
 
-    def begin_broadcast(self) -> None:
-        """Form a new group if that was put off until the next broadcast."""
-        if self._ends_next:
+    def leave(self, tasks: Sequence[Task], *, at_next_broadcast: bool) -> None:
+        """End the group that tasks of a broadcast have run in, unless it is over."""
+        loads = {task.load for task in tasks}
+        if any(lane.load in loads and not lane.preparation.replaced for lane in self._lanes()):
+            if at_next_broadcast:
+                self._ends_next = True
+            else:
+                self.regroup()
+
+    def begin_broadcast(self) -> bool:
+        """Form a new group if that was put off until the next broadcast; returns whether it was."""
+        put_off = self._ends_next
+        if put_off:
             self.regroup()
+        return put_off
 
     def stranded(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks that can only run in a new group, while others of them run in the former."""
-        with self._roster.lock:
-            lanes = [lane for node in self._roster.nodes for lane in node.lanes.values()]
-        former = {lane.load for lane in lanes if lane.preparation.replaced}
+        """The tasks that cannot run: in the former group no more, and in a new one not with others.
+
+        Others of them run in the former group; or a task of it, which has to end before there is a
+        new group, waits for them.
+        """
+        former = {lane.load for lane in self._lanes() if lane.preparation.replaced}
         left = [task for task in tasks if not task.done]
-        if any(task.on_executor and task.load in former for task in left):
-            return [task for task in left if not task.on_executor]
-        return []
+        split = any(task.on_executor and task.load in former for task in left)
+        return [task for task in left if former and not task.on_executor and (split or task.nested)]
+
+    def _lanes(self) -> list[Lane]:
+        with self._roster.lock:
+            return [lane for node in self._roster.nodes for lane in node.lanes.values()]
+
+    def _tell_held(self) -> None:
+        """Say which tasks keep a new group from forming."""
+        held = [
+            f"{task.name} on {lane.where}"
+            for lane in self._lanes()
+            if lane.preparation.replaced and not lane.lost
+            for task in lane.load.started()
+        ]
+        if held and not self._roster.closed:
+            more = f" and {len(held) - HELD_NAMED} more" if len(held) > HELD_NAMED else ""
+            self._note(
+                "the workers form a new group, in which other calls run, after the end of "
+                f"{', '.join(held[:HELD_NAMED])}{more}"
+            )
 
     def _replace_when_idle(self, node: Node, lane: Lane) -> None:
         if lane.lost:

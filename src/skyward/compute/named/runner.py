@@ -23,14 +23,7 @@ from skyward.calls.answers import Answer, Failed, Streaming
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.task import Task
 from skyward.compute.attaching import attach
-from skyward.compute.broadcasting import (
-    DEATHS,
-    Ranks,
-    first_failed,
-    prepared,
-    run_again,
-    whole_retries,
-)
+from skyward.compute.broadcasting import Ranks, first_failed, run_ranks
 from skyward.compute.named import outcomes
 from skyward.compute.named.facts import CallFacts, mapped
 from skyward.context import Output
@@ -63,8 +56,8 @@ class NamedRun:
         self._unwritten: OSError | None = None
         self._log: OutputLog | None = None
         self._everywhere = False
-        self._retries = 0
-        """How often all ranks of a group may still run again."""
+        self._ranks: Ranks | None = None
+        """The tasks, if the call is a broadcast."""
         self.cancelled = False
 
     def write(self, line: Output) -> None:
@@ -129,24 +122,15 @@ class NamedRun:
         self._everywhere = facts.everywhere
         if not facts.everywhere:
             tasks = [self._pool.prepare(call, keep=False, on=facts.on)]
-            return self._run([(0, 0)], tasks, None)
-        self._retries = retries = whole_retries(self._pool, facts.retries)
-        while True:
-            places, tasks = prepared(self._pool, call)
-            name, fast = call.function.name, facts.fail_fast
-            with Ranks(self._pool, name, places, tasks, self._note, fail_fast=fast) as ranks:
-                answers = self._run(places, tasks, ranks)
-            problem = self._died(answers)
-            if problem is None:
-                return answers
-            self._retries -= 1
-            which = f"retry {retries - self._retries} of {retries}"
-            self._note(run_again(problem, which))
+            return self._run([(0, 0)], tasks)
+        return run_ranks(self._pool, call, self._run_ranks, self._note, fail_fast=facts.fail_fast)
 
-    def _run(
-        self, places: list[tuple[int, int]], tasks: list[Task], ranks: Ranks | None
-    ) -> list[Answer]:
-        """Run the tasks; those of a broadcast are `ranks`."""
+    def _run_ranks(self, ranks: Ranks) -> list[Answer]:
+        self._ranks = ranks
+        return self._run(ranks.workers, ranks.tasks)
+
+    def _run(self, places: Sequence[tuple[int, int]], tasks: list[Task]) -> list[Answer]:
+        """Run the tasks, each on its place."""
         self._found.clear()
         with self._lock:
             self._tasks = tasks
@@ -161,19 +145,9 @@ class NamedRun:
         # At once: the generators of a broadcast may wait for each other.
         with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
             answers = waiting.map(self._settled, range(len(tasks)), tasks, places)
-            if ranks is not None:
-                ranks.wait()
+            if self._ranks is not None:
+                self._ranks.wait(streams=True)
             return list(answers)
-
-    def _died(self, answers: Sequence[Answer]) -> BaseException | None:
-        """Why all ranks of a group are to run again; None if they are not."""
-        first = first_failed(answers)
-        if first is None or not self._retries or self.cancelled:
-            return None
-        if any(isinstance(answer, Streaming) for answer in answers):
-            return None
-        problem = getattr(answers[first], "problem", None)
-        return problem if isinstance(problem, DEATHS) else None
 
     def _note(self, text: str) -> None:
         """Write a remark into the output of the call."""
@@ -206,7 +180,7 @@ class NamedRun:
             if len(self._found) < len(self._tasks):
                 return
         found = [self._found[each] for each in range(len(self._tasks))]
-        if self._died([each.answer for each in found]) is not None:
+        if self._ranks is not None and self._ranks.why_again() is not None:
             return
         self._write(found)
         is_stream = any(isinstance(each.answer, Streaming) for each in found)
