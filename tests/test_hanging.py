@@ -6,12 +6,15 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.calls.answers import Failed
 from skyward.calls.standing import Standing
-from skyward.compute.broadcasting import failures_told
+from skyward.compute.broadcasting import Ranks, failures_told, first_failed
 from skyward.errors import Outcome
 from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack
 from skyward.nodes.standings import standing_of
@@ -108,6 +111,54 @@ def test_ranks_are_told_in_ranges() -> None:
         "  cancelled: rank 3, where is not known",
     ]
     assert failures_told([Outcome(0, 0, error=ValueError())], 0) == ""
+
+
+def test_an_exception_without_a_text_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    outcomes = [Outcome(0, 0, error=Mute()), Outcome(1, 0, 1)]
+    assert "failed first: Mute: <its str() failed: RuntimeError>" in failures_told(outcomes, 0)
+
+
+def failed(problem: Exception, at: float) -> Failed:
+    answer = Failed.because(problem)
+    answer.at = at
+    return answer
+
+
+def test_a_death_came_first_only_if_it_may_have_caused_the_other_failures() -> None:
+    died, lost = sky.WorkerDiedError("x"), sky.NodeLostError("x")
+    assert first_failed([failed(ValueError(), 5.0), failed(died, 5.1)]) == 1
+    assert first_failed([failed(ValueError(), 5.0), failed(lost, 15.0)]) == 1
+    assert first_failed([failed(ValueError(), 5.0), failed(died, 8.0)]) == 0
+    assert first_failed([None, failed(ValueError(), 6.0), failed(ValueError(), 5.0)]) == 2
+    assert first_failed([None, None]) is None
+
+
+def test_a_later_failure_is_told_with_the_time_that_is_left() -> None:
+    told: list[str] = []
+    now = [10.0]
+    pool: Any = SimpleNamespace(
+        group=SimpleNamespace(together=True, begin_broadcast=lambda: False),
+        spec=SimpleNamespace(options=SimpleNamespace(fail_grace=3.0)),
+        timeouts=SimpleNamespace(now=lambda: now[0]),
+    )
+    tasks: Any = [
+        SimpleNamespace(answer=None, stream=None, done=False, when_done=lambda action: None)
+        for _ in range(3)
+    ]
+    ranks = Ranks(pool, "f", [(0, 0), (1, 0), (2, 0)], tasks, told.append, fail_fast=False)
+    for rank, seconds in ((0, 0.5), (1, 1.5)):
+        tasks[rank].answer, tasks[rank].done = Failed.because(ValueError("x")), True
+        ranks._take(rank)
+        now[0] += seconds
+        ranks._tell(now[0])
+    assert [line.rpartition("; ")[2] for line in told] == [
+        "ranks 1-2: cancelled in 2.5 s, unless done by then",
+        "rank 2: cancelled in 1 s, unless done by then",
+    ]
 
 
 def test_a_task_that_has_not_begun_or_whose_node_is_silent_is_told_so() -> None:

@@ -152,6 +152,26 @@ def test_a_rank_that_fails_ends_a_broadcast_by_name(compute: sky.Compute) -> Non
     assert isinstance(caught.value.exceptions[1], sky.TaskCancelledError)
 
 
+def test_a_generator_that_fails_ends_those_of_the_other_ranks(
+    compute: sky.Compute, gate: Path
+) -> None:
+    @sky.function(fail_fast=True)
+    def epochs() -> Iterator[int]:
+        yield 1
+        if sky.instance_info().node == 1:
+            wait_for.local(str(gate))
+            raise ValueError("boom")
+        threading.Event().wait()
+
+    first, second = compute.broadcast(epochs(), name="epochs").result()
+    assert (next(first), next(second)) == (1, 1)
+    gate.touch()
+    with pytest.raises(sky.TaskCancelledError, match=r"because rank 1 \(node 1\) failed"):
+        next(first)
+    with pytest.raises(ValueError, match="boom"):
+        next(second)
+
+
 def test_a_broadcast_by_name_is_retried_as_a_whole(compute: sky.Compute, tmp_path: Path) -> None:
     @sky.function(retries=1)
     def dies_once() -> int:

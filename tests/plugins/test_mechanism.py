@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -10,12 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 import skyward as sky
+from skyward.calls.lane import Preparation
+from skyward.calls.scheduler import Load
+from skyward.nodes.preparing import Preparer
 from skyward.plugins.plugin import Cluster
 
 from ..waiting import wait_for
@@ -373,11 +378,31 @@ def test_a_group_needs_a_network_and_one_process_a_rank() -> None:
         sky.Compute(plugins=[plugin], worker=sky.Worker(concurrency=2))
 
 
-def test_a_rank_that_lost_its_worker_before_it_began_ends_its_broadcast(tmp_path: Path) -> None:
-    """It could run in a new group alone, while the others wait for it in the former one."""
+# What becomes of a group.
 
-    def member(info: sky.InstanceInfo) -> Iterator[None]:
-        yield
+
+def _member(_: sky.InstanceInfo) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture(scope="module")
+def grouped(sharing: Any) -> Iterator[sky.Compute]:
+    """Two nodes whose workers are a group, which is formed again in a moment."""
+    group = sky.Plugin.create("group").with_around_process(_member).with_distributed()
+    options = sky.Options(console=False, fail_grace=0.1)
+    with sharing(sky.Compute(nodes=2, plugins=[group], options=options)) as compute:
+        yield compute
+
+
+@sky.function
+def die() -> None:
+    os._exit(3)
+
+
+def test_a_rank_that_lost_its_worker_before_it_began_ends_its_broadcast(
+    grouped: sky.Compute, tmp_path: Path
+) -> None:
+    """It could run in a new group alone, while the others wait for it in the former one."""
 
     @sky.function
     def dies() -> None:
@@ -390,15 +415,154 @@ def test_a_rank_that_lost_its_worker_before_it_began_ends_its_broadcast(tmp_path
         (tmp_path / "gate").touch()
         threading.Event().wait()
 
-    group = sky.Plugin.create("group").with_around_process(member).with_distributed()
-    options = sky.Options(console=False, fail_grace=0.1)
-    with sky.Compute(nodes=2, plugins=[group], options=options) as compute:
-        dying = compute.submit(dies(), on=1)
-        wait_for(tmp_path / "begun")
-        with pytest.raises(sky.BroadcastError, match="cannot run in the group of the other ranks"):
-            waits() @ compute
-        assert isinstance(dying.exception(), sky.WorkerDiedError)
-        assert len(set(pid() @ compute)) == 2
+    dying = grouped.submit(dies(), on=1)
+    wait_for(tmp_path / "begun")
+    with pytest.raises(sky.BroadcastError, match="cannot run in the group of the other ranks"):
+        waits() @ grouped
+    assert isinstance(dying.exception(), sky.WorkerDiedError)
+    assert len(set(pid() @ grouped)) == 2
+
+
+@pytest.mark.parametrize("ends", ["a broadcast fails", "a worker dies"])
+def test_a_task_whose_group_is_over_starts_tasks_but_no_broadcast(
+    grouped: sky.Compute, ends: str
+) -> None:
+    @sky.function
+    def one_fails() -> None:
+        if sky.instance_info().node == 1:
+            raise ValueError("on purpose")
+
+    @sky.function(retries=1)
+    def dies_elsewhere() -> None:
+        if sky.instance_info().node == 1:
+            os._exit(3)
+
+    @sky.function
+    def driver() -> tuple[str, int, int, str]:
+        try:
+            (one_fails() if ends == "a broadcast fails" else dies_elsewhere()) @ sky
+        except sky.BroadcastError as problem:
+            first = type(problem.exceptions[0]).__name__
+        pids = [pid() >> sky, pid() >> sky]
+        try:
+            pid() @ sky
+        except sky.PoolError as problem:
+            return first, *pids, str(problem)
+        return first, *pids, "it ran"
+
+    first, *pids, text = grouped.submit(driver(), on=0).result()
+    assert first == ("ValueError" if ends == "a broadcast fails" else "WorkerDiedError")
+    assert len(set(pids)) == 1
+    assert "pid cannot run on every worker: the group of this task is over" in text
+    assert not set(pids) & set(pid() @ grouped)
+
+
+class Watched(io.StringIO):
+    """Touches a file when a text is written."""
+
+    def __init__(self, text: str, path: Path) -> None:
+        super().__init__()
+        self._text, self._path = text, path
+
+    def write(self, text: str) -> int:
+        if self._text in text:
+            self._path.touch()
+        return super().write(text)
+
+
+def test_the_console_says_which_task_keeps_a_new_group_from_forming(
+    grouped: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @sky.function(name="lasts")
+    def lasts() -> int:
+        (tmp_path / "begun").touch()
+        wait_for(tmp_path / "told")
+        return os.getpid()
+
+    monkeypatch.setattr("skyward.nodes.preparing.HELD_SECONDS", 0.1)
+    monkeypatch.setattr(sys, "stderr", Watched("end of lasts on node 0", tmp_path / "told"))
+    lasting = grouped.submit(lasts(), on=0)
+    wait_for(tmp_path / "begun")
+    with pytest.raises(sky.WorkerDiedError):
+        grouped.run(die(), on=1)
+    assert lasting.result() not in pid() @ grouped
+
+
+def test_the_console_says_that_workers_are_started_again(
+    grouped: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @sky.function
+    def one_fails() -> None:
+        if sky.instance_info().node == 1:
+            raise ValueError("on purpose")
+
+    before = pid() @ grouped
+    monkeypatch.setattr(sys, "stderr", Watched("objects in them", tmp_path / "told"))
+    with pytest.raises(sky.BroadcastError):
+        one_fails() @ grouped
+    wait_for(tmp_path / "told")
+    assert not set(before) & set(pid() @ grouped)
+
+
+def test_a_generator_that_fails_ends_those_of_the_other_ranks(
+    grouped: sky.Compute, tmp_path: Path
+) -> None:
+    @sky.function
+    def epochs() -> Iterator[int]:
+        yield 1
+        if sky.instance_info().node == 1:
+            wait_for(tmp_path / "gate")
+            raise ValueError("boom")
+        threading.Event().wait()
+
+    first, second = epochs() @ grouped
+    assert (next(first), next(second)) == (1, 1)
+    (tmp_path / "gate").touch()
+    why = r"was cancelled on node 0, because rank 1 \(node 1\) failed: ValueError: boom"
+    with pytest.raises(sky.TaskCancelledError, match=why):
+        next(first)
+    with pytest.raises(ValueError, match="boom"):
+        next(second)
+    assert len(pid() @ grouped) == 2
+
+
+def test_an_exception_of_the_function_is_no_death(grouped: sky.Compute, tmp_path: Path) -> None:
+    @sky.function(retries=2)
+    def fails() -> None:
+        with (tmp_path / str(sky.instance_info().node)).open("a") as log:
+            log.write("x")
+        raise sky.WorkerDiedError("of another call's worker")
+
+    with pytest.raises(sky.BroadcastError, match="of another call's worker"):
+        fails() @ grouped
+    assert [(tmp_path / node).read_text() for node in "01"] == ["x", "x"]
+
+
+def test_a_group_that_is_over_does_not_end_again() -> None:
+    lane = SimpleNamespace(load=Load(0, 0, 0), preparation=Preparation(begun=True))
+    roster = SimpleNamespace(
+        lock=threading.Lock(), nodes=[SimpleNamespace(lanes={(0, 0): lane})], closed=False
+    )
+    hooks = SimpleNamespace(together=True, for_nodes=b"", for_processes=b"x")
+    loop: Any = SimpleNamespace(later=lambda *_: None)
+    nothing: Any = None
+    preparer = Preparer(
+        hooks,  # type: ignore[arg-type]
+        loop,
+        roster,  # type: ignore[arg-type]
+        nothing,
+        drain=lambda lane: None,
+        ready=nothing,
+        failed=nothing,
+        note=nothing,
+    )
+    ran: Any = [SimpleNamespace(load=lane.load)]
+    preparer.leave(ran, at_next_broadcast=True)
+    assert preparer._ends_next
+    lane.preparation.replace()
+    preparer._ends_next = False
+    preparer.leave(ran, at_next_broadcast=True)
+    assert not preparer.begin_broadcast(), "a new group forms already"
 
 
 def test_an_unknown_plugin_names_those_there_are() -> None:

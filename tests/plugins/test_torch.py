@@ -173,34 +173,45 @@ def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
     assert (environment() @ compute)[0]["MASTER_PORT"] != before[0]["MASTER_PORT"]
 
 
-def test_a_rank_that_notices_nothing_is_ended(compute: sky.Compute) -> None:
+def test_a_rank_that_notices_nothing_is_ended(
+    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @sky.function
     def one_dies_one_sleeps() -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == 1:
+            wait_for(tmp_path / "begun")
             os._exit(9)
+        (tmp_path / "begun").touch()
         while True:
             time.sleep(0.1)
 
+    monkeypatch.setattr("skyward.compute.broadcasting.LOOK_SECONDS", 60.0)
     with pytest.raises(sky.BroadcastError, match="2 of 2 workers") as raised:
         one_dies_one_sleeps() @ compute
     died, ended = raised.value.exceptions
     assert "exit status 9" in str(died)
-    assert "was cancelled on node 0, because rank 1 (node 1) failed; it was here" in str(ended)
+    assert "was cancelled on node 0, because rank 1 (node 1) failed: Worker" in str(ended)
+    assert "; it was here" in str(ended)
     assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
-def test_a_rank_that_raises_ends_the_others_and_is_named_first(compute: sky.Compute) -> None:
+def test_a_rank_that_raises_ends_the_others_and_is_named_first(
+    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @sky.function
     def train() -> None:
         import torch
         import torch.distributed as dist
 
         if dist.get_rank() == 1:
+            wait_for(tmp_path / "begun")
             raise ValueError("boom")
+        (tmp_path / "begun").touch()
         dist.all_reduce(torch.ones(1))
 
+    monkeypatch.setattr("skyward.compute.broadcasting.LOOK_SECONDS", 60.0)
     with pytest.raises(sky.BroadcastError) as raised:
         train() @ compute
     place = r"at test_torch\.py:\d+ in train: dist\.all_reduce\(torch\.ones\(1\)\)"

@@ -174,7 +174,7 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         streams = self._left - self._unanswered
-        if kind is None and streams and self._grace is not None:
+        if kind is None and streams and (self._grouped or self._grace is not None):
             threading.Thread(target=self._end_streams, name="skyward-ranks", daemon=True).start()
         else:
             self._end(interrupted=kind is not None)
