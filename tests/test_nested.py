@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,10 @@ import pytest
 
 import skyward as sky
 from skyward.calls.scheduler import Load, Scheduler
+from skyward.objects import encoding
+from skyward.worker.jobs import Job
+from skyward.worker.nesting import NestedFuture, NestedPool
+from skyward.worker.places import JobPlaces
 
 from .conftest import ALL, Eventually
 from .waiting import wait_for
@@ -189,6 +195,132 @@ def test_a_task_waits_for_several_as_any_program_does(pool: sky.Compute) -> None
     assert awaits() >> pool == list(range(1, 7))
 
 
+def test_threads_of_tasks_start_others(pool: sky.Compute) -> None:
+    @sky.function
+    def deep(below: int) -> int:
+        if not below:
+            return 0
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            return 1 + threads.submit(lambda: deep(below - 1) >> sky).result()
+
+    assert deep(6) >> pool == 6
+
+
+def test_an_object_waits_for_what_an_earlier_call_has_started(pool: sky.Compute) -> None:
+    @sky.cls
+    class Keeps:
+        def start(self) -> None:
+            self.future = depth(3) > sky
+
+        def finish(self) -> int:
+            return self.future.result()
+
+    with Keeps() >> pool as keeps:
+        keeps.start()
+        assert keeps.finish.submit().result(60) == 3
+
+
+def nested_pool(hurry: Any = lambda: None) -> tuple[NestedPool, JobPlaces]:
+    """What tasks use, without a client, and the jobs of the executor."""
+    places = JobPlaces(1, lambda message: None, lambda job: None)
+    nobody: Any = None
+    return NestedPool(nobody, places, lambda: None, hurry), places
+
+
+def job(number: int, apart: str = "") -> Job:
+    run: Any = SimpleNamespace(task=number, apart=apart, name=f"task {number}")
+    return Job(run, (memoryview(b""), [], []), [])
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda future: future.result(60),
+        lambda future: concurrent.futures.wait([future], 60),
+        lambda future: list(concurrent.futures.as_completed([future], 60)),
+    ],
+)
+def test_whoever_waits_gives_a_place_up_and_has_the_answer_read(wait: Any) -> None:
+    seen = []
+
+    def hurry() -> None:
+        seen.append((running.waits, places._given_up.copy()))
+        future.set_result(None)
+
+    pool, places = nested_pool(hurry)
+    places.add(running := job(1))
+    assert places.begin_next() is running
+    future = NestedFuture(pool, -1, None)
+    wait(future)
+    assert seen == [(1, {1})], "an unknown thread waits, for the job that runs"
+    assert (running.waits, places._given_up) == (0, set())
+
+
+class SlowToOpen:
+    """Takes its time to be decoded: until the other thread asks, too."""
+
+    opening = threading.Barrier(2)
+
+    def __reduce__(self) -> Any:
+        return SlowToOpen.open, ()
+
+    @staticmethod
+    def open() -> str:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            SlowToOpen.opening.wait(0.1)
+        return "value"
+
+
+def test_two_threads_get_one_result() -> None:
+    encoded = encoding.encode([SlowToOpen()])
+    future = NestedFuture(nested_pool()[0], -1, None)
+    future.arrived((memoryview(b"".join(encoded.pieces)), [], []))
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        one, other = (each.result(60) for each in [threads.submit(future.result) for _ in "12"])
+    assert one == ["value"]
+    assert one is other
+
+
+def test_a_timeout_of_a_wait_leaves_nothing_behind() -> None:
+    future = NestedFuture(nested_pool()[0], -1, None)
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            future.result(0)
+    assert not future._done_callbacks
+
+
+def test_an_object_with_its_own_place_needs_no_helper_for_other_tasks() -> None:
+    _, places = nested_pool()
+    gate, begun = threading.Event(), threading.Event()
+
+    def run(job: Job) -> None:
+        begun.set()
+        gate.wait()
+        places.free(job)
+
+    places._run = run
+    places.add_apart(job(1, "progress"))
+    begun.wait()
+    assert not places.add(other := job(2)), "the main thread runs nothing"
+    assert places.begin_next() is other
+    assert not places.add(job(3)), "nor is its place given up"
+    assert places.begin_next(waits=False) is None
+    gate.set()
+
+
+def test_a_thread_that_waits_for_a_place_hears_of_it(eventually: Eventually) -> None:
+    _, places = nested_pool()
+    places.add(first := job(1))
+    places.begin_next()
+    places.add(second := job(2))
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        begun = threads.submit(places.begin_next)
+        eventually(lambda: places.awaited)
+        places.free(first)
+        assert begun.result(60) is second
+    assert not places.awaited
+
+
 def test_a_generator_that_is_not_read_to_its_end_stops(
     pool: sky.Compute, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -273,10 +405,57 @@ def test_cancelling_a_task_cancels_those_it_waits_for(
     assert through_another(1) >> compute == 2
 
 
+@pytest.mark.parametrize("where", ["pool", "threads"])
+def test_cancelling_a_task_ends_the_generator_that_it_reads(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path, eventually: Eventually
+) -> None:
+    @sky.function
+    def yields_one(never: Path) -> Iterator[int]:
+        yield 1
+        wait_for(never)
+
+    @sky.function
+    def reads(begun: Path, never: Path, ended: Path) -> None:
+        for _ in yields_one(never) >> sky:
+            begun.touch()
+        ended.touch()
+
+    compute: sky.Compute = request.getfixturevalue(where)
+    future = reads(tmp_path / "begun", tmp_path / "never", tmp_path / "ended") > compute
+    wait_for(tmp_path / "begun")
+    died = compute.stats().workers_died
+    future.cancel()
+    eventually(lambda: not compute._open_pool.running())
+    assert not (tmp_path / "ended").exists(), "the task saw a stream that ended by itself"
+    assert compute.stats().workers_died == died
+
+
+def test_a_task_that_computes_between_two_results_can_be_cancelled(
+    threads: sky.Compute, tmp_path: Path, eventually: Eventually
+) -> None:
+    @sky.function
+    def computes(begun: Path, other: Path, never: Path) -> None:
+        futures = [plus_one(1) > sky, waits_for_a_file(other, never) > sky]
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
+            begun.touch()
+            while True:
+                time.sleep(0.001)
+
+    begun, other, never = (tmp_path / name for name in ("begun", "other", "never"))
+    future = computes(begun, other, never) > threads
+    wait_for(begun)
+    died = threads.stats().workers_died
+    future.cancel()
+    eventually(lambda: not threads._open_pool.running())
+    assert threads.stats().workers_died == died
+
+
 def test_a_timeout_ends_a_task_that_waits(pool: sky.Compute, tmp_path: Path) -> None:
-    call = waits_for_a_task(tmp_path / "begun", tmp_path / "never").with_timeout(0.5)
+    future = waits_for_a_task(tmp_path / "begun", tmp_path / "never").with_timeout(2.0) > pool
+    wait_for(tmp_path / "begun")
     with pytest.raises(sky.TaskTimeoutError):
-        call >> pool
+        future.result(60)
     assert through_another(1) >> pool == 2
 
 
@@ -311,7 +490,9 @@ def test_a_task_that_returns_lets_others_go_on(pool: sky.Compute, tmp_path: Path
     wait_for(tmp_path / "done")
 
 
-def test_what_only_the_client_can_do_is_refused_in_a_task(pool: sky.Compute) -> None:
+def test_what_only_the_client_can_do_is_refused_in_a_task(
+    pool: sky.Compute, tmp_path: Path
+) -> None:
     @sky.cls
     class Thing:
         pass
@@ -321,23 +502,33 @@ def test_what_only_the_client_can_do_is_refused_in_a_task(pool: sky.Compute) -> 
         Thing() >> sky
 
     @sky.function
-    def forks() -> str:
+    def forks(begun: Path, path: Path) -> tuple[list[str], str, int]:
         def ask(answers: Any) -> None:
-            try:
-                plus_one(1) >> sky
-            except sky.PoolClosedError as problem:
-                answers.put(str(problem))
+            for use in (lambda: plus_one(1) >> sky, future.result, stream.__next__):
+                try:
+                    use()
+                except sky.PoolClosedError as problem:
+                    answers.put(str(problem))
+            future.cancel()
+            stream.close()
+            answers.put("")
 
+        future, stream = waits_for_a_file(begun, path) > sky, counts_up(100) >> sky
         forking = multiprocessing.get_context("fork")
         answers = forking.SimpleQueue()
         child = forking.Process(target=ask, args=(answers,))
         child.start()
+        said = list(iter(answers.get, ""))
         child.join()
-        return str(answers.get())
+        path.touch()
+        return said, future.result(), sum(stream)
 
     with pytest.raises(sky.ConfigurationError, match="make it on the client, and pass it"):
         makes() >> pool
-    assert "cannot use the task's pool" in forks() >> pool
+    said, found, total = forks(tmp_path / "begun", tmp_path / "go") >> pool
+    assert len(said) == 3
+    assert all("cannot use the task's pool" in each for each in said)
+    assert (found, total) == ("found", sum(range(100))), "the child has ended the task's calls"
 
 
 # Futures as arguments.

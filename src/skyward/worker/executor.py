@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from skyward import context, instances, numbers
-from skyward.errors import PluginError, PoolClosedError, ProtocolError
+from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
@@ -107,8 +108,9 @@ class Executor:
             self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
         )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
-        self._reader: JobReader[Job | Prepare] | None = None
-        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._reader: JobReader[Prepare | None] | None = None
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """A token for each job; a helper may run the job before the token is taken."""
 
     def _await_client(self) -> None:
         """Make all that belongs to one client, empty, for the client that comes."""
@@ -262,9 +264,9 @@ class Executor:
             return
         helps = self._places.add(job)
         if self._reader is not None:
-            self._reader.put(job)
+            self._reader.put(None)
         else:
-            self._queue.put(job)
+            self._queue.put(None)
         if helps:
             self._places.help()
 
@@ -313,12 +315,16 @@ class Executor:
             else:
                 job = places.running.get(task)
             runs = job is not None and task in places.running
-            if job is not None and runs:
+            again = job is not None and runs and job.cancelled
+            if job is not None and runs and not again:
                 job.cancelled = True
                 # Before the streams are closed, so that the task is interrupted before it sees
-                # them end. A wait for other tasks on a thread only ends with these.
-                if not job.waits or job.thread == threading.main_thread().ident:
+                # them end.
+                if job.wake is None:
                     self._interrupts.raise_in(job)
+                else:
+                    job.woken = True
+                    job.wake()
                 self._debuggers.cancel(task)
                 if job.places is not None:
                     job.places.put(None)
@@ -327,7 +333,12 @@ class Executor:
                 if job.output is not None:
                     job.output.close()
         if job is not None and runs:
-            if self._nested is not None:
+            if again:
+                # The client does not end this process because of tasks of others, which must not
+                # wait for this one.
+                with contextlib.suppress(PoolError):
+                    self._places.begin_wait(job, None)
+            elif self._nested is not None:
                 self._nested.wake(job)
             return
         # The client also gets this answer for a task that never arrived, or is done.
@@ -352,9 +363,9 @@ class Executor:
         if not self._config.threads:
             self._reader = JobReader(self._read_one, lambda: bool(self._pending))
             while True:
-                job = self._reader.next()
-                if isinstance(job, Prepare):
-                    self._prepare(job)
+                prepare = self._reader.next()
+                if prepare is not None:
+                    self._prepare(prepare)
                 elif (begun := self._places.begin_next()) is not None:
                     self._run_job(begun, self._board.rings[0])
         for number in range(self._config.threads):
@@ -408,11 +419,13 @@ class Executor:
                 outcome = self._runner.run(job, self._client, self._definitions)
                 answer = outcome[0]
             finally:
-                self._places.running.pop(job.run.task, None)
+                places, task = self._places, job.run.task
+                if not job.waits and not job.run.apart:
+                    places.running.pop(task, None)
+                if places.awaited or task in places.running:
+                    places.free(job)
                 if ring is not None:
                     ring.end(answer)
-                if self._nested is not None or job.run.apart:
-                    self._places.free(job)
                 if self._nested is not None and not isinstance(answer, (Result, End)):
                     self._nested.give_up(job)
             self._client.send(*outcome)
@@ -422,16 +435,13 @@ class Executor:
 
     def _nested_pool(self) -> NestedPool:
         """The pool of the tasks of this process, for a task that starts others."""
+        # Imported here: most executors never need it.
+        from skyward.worker.nesting import NestedPool, wrong_process
+
         if os.getpid() != self._pid:
-            raise PoolClosedError(
-                "a process that a task has started cannot use the task's pool; start tasks in the "
-                "task's own process"
-            )
+            raise wrong_process()
         with self._places.lock:
             if self._nested is None:
-                # Imported here: most executors never need it.
-                from skyward.worker.nesting import NestedPool
-
                 self._nested = NestedPool(self._client, self._places, self._asking_job, self._hurry)
                 if isinstance(self._capture, ProcessCapture):
                     self._capture.share()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import signal
 import socket
 import ssl
 import threading
 import types
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from skyward.state.connection import Slot, wait_readable
 from skyward.worker.jobs import Job
@@ -26,12 +26,15 @@ _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__, _FUTURES}
 """Modules that our code and user code wait in; the callers' frames show which of the two it is."""
 
 
-def await_token(tokens: queue.SimpleQueue[Any], timeout: float | None) -> None:
-    """Wait for a task that the user's code has started; `queue.Empty` after so many seconds."""
-    tokens.get(timeout=timeout)
+T = TypeVar("T")
 
 
-_WAITS = {Slot.wait.__code__, wait_readable.__code__, await_token.__code__}
+def await_other(wait: Callable[..., T], timeout: float | None) -> T:
+    """Wait for a task that the user's code has started, with a function that waits."""
+    return wait(timeout=timeout)
+
+
+_WAITS = {Slot.wait.__code__, wait_readable.__code__, await_other.__code__}
 """Functions of ours that wait for the user, and can be interrupted as the user's code can."""
 
 

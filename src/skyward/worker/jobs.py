@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,11 @@ class Job:
     thread: int = 0
     """The thread that runs the task."""
     waits: int = 0
-    """How often the task waits now for tasks that it has started."""
+    """How often the task, on all its threads, waits now for tasks that it has started."""
+    wake: Callable[[], object] | None = None
+    """Ends the wait of the thread that runs the task, if that waits for tasks."""
+    woken: bool = False
+    """Whether that wait must end with an interrupt."""
     opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
     """The device's storages among the arguments, if the result stays: it may have them, too."""
     places: queue.SimpleQueue[Places | None] | None = None

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import os
 import queue
 import threading
 import uuid
@@ -21,6 +22,7 @@ from typing import Any
 from skyward.classes import Making
 from skyward.errors import (
     ConfigurationError,
+    PoolClosedError,
     RemoteError,
     SerializationError,
     TaskCancelledError,
@@ -47,7 +49,7 @@ from skyward.wire.messages import (
     Start,
 )
 from skyward.worker.client import ClientConnection
-from skyward.worker.interrupts import Interrupted, await_token
+from skyward.worker.interrupts import Interrupted, await_other
 from skyward.worker.jobs import Job
 from skyward.worker.places import JobPlaces
 from skyward.worker.streams import InputStream
@@ -71,6 +73,7 @@ class NestedPool:
     ) -> None:
         """`current` finds the job that asks; `hurry` has another thread read now."""
         self._client, self._places, self._current, self._hurry = client, places, current, hurry
+        self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._calls: dict[int, NestedFuture] = {}
         """The calls that have no answer yet, and streams that have not ended."""
@@ -78,6 +81,8 @@ class NestedPool:
             weakref.WeakValueDictionary()
         )
         """Only the user holds a stream: it ends when it is dropped."""
+        self._opening = threading.Lock()
+        """For `_streams`."""
         self._defined: OrderedDict[bytes, None] = OrderedDict()
         """The functions that the client knows; it forgets the oldest, as here."""
         self._sending = threading.Lock()
@@ -200,7 +205,7 @@ class NestedPool:
 
     def _drop(self, number: int) -> None:
         """Have the client give a call up."""
-        if self._calls.pop(number, None) is not None:
+        if self._calls.pop(number, None) is not None and self.is_here:
             self._client.send(Cancel(number))
 
     # What the client answers; on the thread that reads.
@@ -216,11 +221,13 @@ class NestedPool:
                 if future is not None:
                     future.failed(message, pieces)
             case Item():
-                stream = self._streams.get(number)
+                with self._opening:
+                    stream = self._streams.get(number)
                 if stream is not None and pieces is not None:
                     stream.put(pieces)
             case End():
-                stream = self._streams.pop(number, None)
+                with self._opening:
+                    stream = self._streams.pop(number, None)
                 if stream is not None:
                     stream.finish(pieces)
 
@@ -233,43 +240,55 @@ class NestedPool:
             future.arrived(pieces)
             return
         stream = NestedStream(self, number, future.job, self._client.channel, self._hurry)
-        self._streams[number] = stream
+        with self._opening:
+            self._streams[number] = stream
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
             future.set_result(stream)
 
     # What becomes of the jobs that ask.
 
     def wake(self, job: Job) -> None:
-        """Interrupt the waits of a job that is cancelled."""
+        """Interrupt the waits of a job that is cancelled, on all its threads."""
         for future in list(self._calls.values()):
             if future.job is job:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
                     future.set_exception(Interrupted())
-        for stream in list(self._streams.values()):
-            if stream.job is job:
-                stream.finish(None)
+        for stream in self._streams_of(job):
+            stream.interrupt()
 
     def give_up(self, job: Job) -> None:
         """Have the client give up the calls of a job that has failed."""
         for future in list(self._calls.values()):
             if future.job is job:
                 self._drop(future.number)
-        for stream in list(self._streams.values()):
-            if stream.job is job:
-                stream.close()
+        for stream in self._streams_of(job):
+            stream.close()
+
+    def _streams_of(self, job: Job) -> list[NestedStream]:
+        with self._opening:
+            return [stream for stream in self._streams.values() if stream.job is job]
 
     @contextlib.contextmanager
-    def waiting(self, job: Job | None) -> Iterator[None]:
-        """Give the place of a job up for the time that it waits."""
-        if job is None:
-            yield
-            return
-        self._places.begin_wait(job)
-        self._hurry()
+    def waiting(self, wake: Callable[[], object] | None) -> Iterator[None]:
+        """Give the place of the job that asks up for the time that it waits.
+
+        `wake` ends the wait, if this thread does nothing else. Raises `Interrupted` if the job was
+        cancelled meanwhile.
+        """
+        if not self.is_here:
+            raise wrong_process()
+        job = self._places.begin_wait(self._current(), wake)
         try:
+            self._hurry()
             yield
         finally:
-            self._places.end_wait(job)
+            if job is not None and self._places.end_wait(job):
+                raise Interrupted
+
+    @property
+    def is_here(self) -> bool:
+        """False in a process that a task has forked: the connection is not its own."""
+        return os.getpid() == self._pid
 
 
 class NestedFuture(Future[Any]):
@@ -279,8 +298,10 @@ class NestedFuture(Future[Any]):
         super().__init__()
         self.pool, self.number, self.job = pool, number, job
         self._pieces: Pieces | None = None
+        self._done_callbacks: list[Any]
+        self._decoding = threading.Lock()
         # `concurrent.futures.wait` and `as_completed` note here who waits.
-        self._waiters: Any = _Waiters(pool, job)
+        self._waiters: Any = _Waiters(pool)
 
     def arrived(self, pieces: Pieces) -> None:
         """Take the result, which is decoded by the one who asks for it."""
@@ -309,28 +330,28 @@ class NestedFuture(Future[Any]):
         super().add_done_callback(lambda done: _callbacks.run(functools.partial(call, done)))
 
     def _await(self, timeout: float | None) -> None:
-        """Wait until the future is done; only in `await_token` an interrupt can end that."""
+        """Wait until the future is done; only in `await_other` an interrupt can end that."""
         if self.done():
             return
+        # Not a condition: an interrupt could leave its lock taken.
         tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        super().add_done_callback(tokens.put)
-        with self.pool.waiting(self.job), contextlib.suppress(queue.Empty):
-            await_token(tokens, timeout)
+        told = tokens.put
+        super().add_done_callback(told)
+        with self.pool.waiting(lambda: told(None)), contextlib.suppress(queue.Empty):
+            await_other(tokens.get, timeout)
+        if not self.done():
+            with self._condition, contextlib.suppress(ValueError):
+                self._done_callbacks.remove(told)
 
     def result(self, timeout: float | None = None) -> Any:
         """The result; waits for it, and gives the task's place up meanwhile."""
         self._await(timeout)
-        value = super().result(0)
-        pieces, self._pieces = self._pieces, None
-        if pieces is None:
-            return value
-        try:
-            value = encoding.decode(*pieces)
-        except BaseException:
-            self._pieces = pieces
-            raise
-        self._result = value
-        return value
+        super().result(0)
+        with self._decoding:
+            if self._pieces is not None:
+                self._result = encoding.decode(*self._pieces)
+                self._pieces = None
+        return self._result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The exception, or None; waits like `result`."""
@@ -338,7 +359,7 @@ class NestedFuture(Future[Any]):
         return super().exception(0)
 
     def __await__(self) -> Generator[Any, None, Any]:
-        with self.pool.waiting(self.job):
+        with self.pool.waiting(None):
             yield from super().__await__()
         return self.result()
 
@@ -346,18 +367,28 @@ class NestedFuture(Future[Any]):
 class _Waiters(list[Any]):
     """Those who wait for a future with `concurrent.futures.wait` or `as_completed`."""
 
-    def __init__(self, pool: NestedPool, job: Job | None) -> None:
-        self._pool, self._job = pool, job
+    def __init__(self, pool: NestedPool) -> None:
+        self._pool = pool
 
     def append(self, waiter: Any) -> None:
-        if self._job is not None:
-            self._pool._places.begin_wait(self._job)
+        # Nobody knows the event yet: the caller holds the locks of all futures that it waits for.
+        if not isinstance(waiter.event, _Event):
+            waiter.event = _Event(self._pool)
         super().append(waiter)
 
-    def remove(self, waiter: Any) -> None:
-        super().remove(waiter)
-        if self._job is not None:
-            self._pool._places.end_wait(self._job)
+
+class _Event(threading.Event):
+    """An event; a task that waits for it gives its place up."""
+
+    def __init__(self, pool: NestedPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.is_set():
+            return True
+        with self._pool.waiting(self.set):
+            return await_other(super().wait, timeout)
 
 
 class NestedStream(InputStream):
@@ -373,13 +404,28 @@ class NestedStream(InputStream):
     ) -> None:
         super().__init__(number, -1, channel, hurry)
         self._pool, self.job = pool, job
-        self._over = False
+        self._over = self._interrupted = False
 
     def __next__(self) -> Any:
-        if not self.empty:
-            return super().__next__()
-        with self._pool.waiting(self.job):
-            return super().__next__()
+        if not self._pool.is_here:
+            raise wrong_process()
+        return super().__next__()
+
+    def _take(self) -> tuple[bool, Any]:
+        while not self._interrupted:
+            if not self._items.empty():
+                found = self._items.get()
+            else:
+                with self._pool.waiting(lambda: self._items.put(None)):
+                    found = await_other(self._items.get, None)
+            if found is not None:
+                return found
+        raise Interrupted
+
+    def interrupt(self) -> None:
+        """Give the task no more items: it is cancelled."""
+        self._interrupted = True
+        self._items.put(None)
 
     def finish(self, problem: Any) -> None:
         """End the stream, as the client says."""
@@ -389,7 +435,7 @@ class NestedStream(InputStream):
     def close(self) -> None:
         """Stop the generator."""
         self._done = True
-        if not self._over:
+        if not self._over and self._pool.is_here:
             self._over = True
             # Not here: a finalizer may run wherever this thread is, also where it sends.
             stop = functools.partial(self._channel.send, Credit(self._task, -1, -1))
@@ -397,6 +443,14 @@ class NestedStream(InputStream):
 
     def __del__(self) -> None:
         self.close()
+
+
+def wrong_process() -> PoolClosedError:
+    """The error of a process that a task has forked."""
+    return PoolClosedError(
+        "a process that a task has started cannot use the task's pool; start tasks in the "
+        "task's own process"
+    )
 
 
 def _results(futures: list[NestedFuture], *, ordered: bool) -> Iterator[Any]:

@@ -38,9 +38,13 @@ class JobPlaces:
         self.waiting_apart: dict[int, Job] = {}
         """The jobs of objects with places of their own that have not begun."""
         self.running: dict[int, Job] = {}
+        self.awaited = 0
+        """How many threads wait until a job ends, or gives its place up."""
         self._slots, self._tell, self._run = slots, tell, run
         self._given_up: set[int] = set()
         """The running jobs that have no place, because they wait for others."""
+        self._running_apart = 0
+        """How many jobs of objects with places of their own run."""
         self._freed = threading.Condition(self.lock)
         self._telling = threading.Lock()
         """So that the client hears of waits in their order."""
@@ -62,7 +66,8 @@ class JobPlaces:
         """Take a job; returns whether a helper should run it, since the other threads may wait."""
         with self.lock:
             self.waiting[job.run.task] = job
-            return self._slots <= len(self.running) < self._slots + len(self._given_up)
+            threads = len(self.running) - self._running_apart
+            return self._slots <= threads < self._slots + len(self._given_up)
 
     def add_apart(self, job: Job) -> None:
         """Take a job of an object that has a place of its own, on the object's thread."""
@@ -89,7 +94,7 @@ class JobPlaces:
                 if wanted:
                     job.thread = threading.get_ident()
                     self.running[task] = job
-                    self._given_up.add(task)
+                    self._running_apart += 1
             if wanted:
                 self._run(job)
             with self.lock:
@@ -103,11 +108,15 @@ class JobPlaces:
         Waits until it has a place, or gives None if it has none.
         """
         with self.lock:
-            while self.waiting and len(self.running) - len(self._given_up) >= self._slots:
+            if self.waiting and not self._has_room():
                 if not waits:
                     return None
-                # A helper runs a job in the place of one that goes on, or has ended.
-                self._freed.wait()
+                # A helper runs a job in the place of one that goes on, or has ended. The count
+                # comes first: who ends a job looks at it, without the lock.
+                self.awaited += 1
+                while self.waiting and not self._has_room():
+                    self._freed.wait()
+                self.awaited -= 1
             if not self.waiting:
                 return None
             task, job = self.waiting.popitem(last=False)
@@ -115,9 +124,18 @@ class JobPlaces:
             self.running[task] = job
             return job
 
+    def _has_room(self) -> bool:
+        return len(self.running) - self._running_apart - len(self._given_up) < self._slots
+
     def free(self, job: Job) -> None:
-        """Let another job have the place of one that has ended, and may have waited for others."""
+        """Let another job have the place of one that has ended.
+
+        Most jobs need only be removed from `running`: they had a place that no thread waits for.
+        """
         with self.lock:
+            ended = self.running.pop(job.run.task, None)
+            if ended is not None and job.run.apart:
+                self._running_apart -= 1
             self._given_up.discard(job.run.task)
             self._freed.notify_all()
 
@@ -129,36 +147,48 @@ class JobPlaces:
         while (job := self.begin_next(waits=False)) is not None:
             self._run(job)
 
-    def begin_wait(self, job: Job) -> None:
-        """Give the place of a job up: it waits for tasks that it has started."""
-        if job.run.apart:
-            return
+    def begin_wait(self, job: Job | None, wake: Callable[[], object] | None) -> Job | None:
+        """Give the place of a job up: it waits for tasks that it has started.
+
+        Without a job, some job whose own thread does not wait, if there is one: the caller is a
+        thread of one of them. Returns the job, for `end_wait`. `wake` ends the wait.
+        """
         with self._telling:
             with self.lock:
-                if not job.waits and len(self._given_up) >= WAITING_MAX:
+                if job is None:
+                    own = (each for each in self.running.values() if not each.run.apart)
+                    job = next((each for each in own if not each.waits), None)
+                if job is None:
+                    return None
+                if not job.run.apart and not job.waits and len(self._given_up) >= WAITING_MAX:
                     raise PoolError(
                         f"{job.run.name} cannot wait for another task: {WAITING_MAX} tasks of this "
                         "worker wait for others already; start fewer tasks that wait, or let a "
                         "task return before the next one starts"
                     )
                 job.waits += 1
-                if job.waits > 1 or job.run.task not in self.running:
-                    return
+                if wake is not None and job.thread == threading.get_ident():
+                    job.wake = wake
+                if job.run.apart or job.waits > 1 or job.run.task not in self.running:
+                    return job
                 self._given_up.add(job.run.task)
                 self._freed.notify_all()
                 helps = bool(self.waiting)
             self._tell(Waits(job.run.task, True))
         if helps:
             self.help()
+        return job
 
-    def end_wait(self, job: Job) -> None:
-        """Have a job go on, also if another one runs in its place."""
-        if job.run.apart:
-            return
+    def end_wait(self, job: Job) -> bool:
+        """Have a job go on, also if another one runs in its place; returns whether it must end."""
         with self._telling:
             with self.lock:
                 job.waits -= 1
+                woken = False
+                if job.thread == threading.get_ident():
+                    woken, job.wake, job.woken = job.woken, None, False
                 if job.waits or job.run.task not in self._given_up:
-                    return
+                    return woken
                 self._given_up.discard(job.run.task)
             self._tell(Waits(job.run.task, False))
+        return woken

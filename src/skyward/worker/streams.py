@@ -21,7 +21,8 @@ class InputStream:
 
     def __init__(self, task: int, index: int, channel: Channel, hurry: Callable[[], None]) -> None:
         self._task, self._index, self._channel, self._hurry = task, index, channel, hurry
-        self._items: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[tuple[bool, Any] | None] = queue.SimpleQueue()
+        """None only has the one who waits look again."""
         self._owed = 0
         self._done = False
 
@@ -33,11 +34,6 @@ class InputStream:
         """End the stream: the client's iterator has ended, or has raised the given exception."""
         self._items.put((False, problem))
 
-    @property
-    def empty(self) -> bool:
-        """Whether the next item has to be waited for."""
-        return self._items.empty() and not self._done
-
     def __iter__(self) -> InputStream:
         return self
 
@@ -47,9 +43,7 @@ class InputStream:
         if self._owed <= WINDOW // 2:
             self._channel.send(Credit(self._task, self._index, WINDOW - self._owed))
             self._owed = WINDOW
-        if self._items.empty():
-            self._hurry()
-        more, pieces = self._items.get()
+        more, pieces = self._take()
         if more:
             self._owed -= 1
             return encoding.decode(*pieces)
@@ -57,6 +51,14 @@ class InputStream:
         if pieces is None:
             raise StopIteration
         raise encoding.decode(*pieces).rebuild()
+
+    def _take(self) -> tuple[bool, Any]:
+        """Wait for the next item, or for the end."""
+        while True:
+            if self._items.empty():
+                self._hurry()
+            if (found := self._items.get()) is not None:
+                return found
 
 
 class OutputStream:
