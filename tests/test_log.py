@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,9 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
-from skyward import functions, numbers
+from skyward import functions, listeners, numbers
 from skyward.compute.listening import Listening
-from skyward.events import NumbersLogged, as_dict
+from skyward.events import Event, NumbersLogged, as_dict
 from skyward.numbers import Curve, Curves
 from skyward.wire import messages
 from skyward.wire.frames import META_LIMIT
@@ -51,10 +54,15 @@ def count(times: int, name: str) -> None:
 def told(pool: sky.Compute) -> Any:
     """What is logged in the pool, as it comes."""
     found: list[NumbersLogged] = []
-    stream = pool._open_pool.teller.numbers
-    stream.add(found.append)  # type: ignore[arg-type]
+
+    def take(event: Event) -> None:
+        if isinstance(event, NumbersLogged):
+            found.append(event)
+
+    events = pool._open_pool.events
+    events.add(take)
     yield found
-    stream.remove(found.append)  # type: ignore[arg-type]
+    events.remove(take)
 
 
 def curves(pool: sky.Compute, name: str) -> dict[Any, list[tuple[int, float]]]:
@@ -327,6 +335,147 @@ def test_outside_of_a_pool_a_run_has_the_numbers_at_once(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))  # type: ignore[arg-type]
     train.local(2, "by hand")
     assert [each["by hand"] for each in run.logged] == [0.0, 0.5]
+
+
+@pytest.mark.usefixtures("outside")
+def test_outside_of_a_pool_a_run_that_fails_is_reported_once_and_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setattr(listeners, "_failed", set())
+    for _ in range(2):
+        sky.log(bad=1)
+    sky.log(good=1)
+    assert [each["good"] for each in run.logged] == [1.0]
+    assert capsys.readouterr().err == (
+        "skyward: Weights & Biases failed at sky.log: RuntimeError('no such metric'); it gets the "
+        "next numbers, and further failures are not reported\n"
+    )
+
+
+class Store:
+    """What Skyward uses of MLflow; batches are written when `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.active = ""
+        self.go = threading.Event()
+        self.written: list[tuple[str, str]] = []
+        fluent = SimpleNamespace(_get_latest_active_run=self._run)
+        entities = SimpleNamespace(Metric=lambda *values: values)
+        for name, module in {
+            "mlflow": SimpleNamespace(MlflowClient=lambda: self),
+            "mlflow.entities": entities,
+            "mlflow.tracking.fluent": fluent,
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+
+    def _run(self) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.active)) if self.active else None
+
+    def log_batch(self, run: str, metrics: list[tuple[Any, ...]]) -> None:
+        assert self.go.wait(PATIENCE)
+        self.written += [(run, metric[0]) for metric in metrics]
+
+
+def test_the_client_does_not_wait_and_numbers_go_to_the_run_of_their_time(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(monkeypatch)
+    for store.active in ("first", "second"):
+        sky.log(mine=1)
+        sky.log(other=1)
+    store.active = ""
+    sky.log(late=1)
+    assert not store.written
+    store.go.set()
+    pool._open_pool.teller.tracking.drain()
+    assert store.written == [
+        (run, name) for run in ("first", "second") for name in ("mine", "other")
+    ]
+
+
+def test_a_tracker_that_hangs_is_waited_for_once_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(listeners, "PATIENCE", 0.01)
+    store, notes = Store(monkeypatch), []  # type: ignore[var-annotated]
+    store.active = "run"
+    tracking = listeners.Tracking(notes.append)
+    event = NumbersLogged(1.0, "p", 3, {"loss": 1}, None, None, 0, "", None)
+    tracking.take([event])
+    tracking.drain()
+    assert notes == [
+        "MLflow hangs: it has taken nothing for 0.01 s, and nobody waits for it until it goes on"
+    ]
+    monkeypatch.setattr(listeners, "PATIENCE", PATIENCE)
+    tracking.take([event])
+    # Without a wait: nothing else lets the store go on.
+    tracking.drain()
+    assert not store.written
+    store.go.set()
+    eventually(lambda: len(store.written) == 2)
+    tracking.take([event])
+    tracking.close()
+    assert len(store.written) == 3
+    assert len(notes) == 1
+
+
+def test_output_alone_does_not_wait_for_trackers(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained: list[None] = []
+    tracking = pool._open_pool.teller.tracking
+    monkeypatch.setattr(tracking, "drain", lambda: drained.append(None))
+    sky.function(print)("hello") >> pool
+    assert not drained
+    train(1, "waited") >> pool
+    assert drained
+
+
+def test_async_for_waits_for_trackers_beside_the_event_loop(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @sky.function
+    def learn() -> Iterator[int]:
+        sky.log(streamed=1)
+        yield 1
+
+    waits, go = threading.Event(), threading.Event()
+
+    def drain() -> None:
+        waits.set()
+        assert go.wait(PATIENCE)
+
+    monkeypatch.setattr(pool._open_pool.teller.tracking, "drain", drain)
+
+    async def taken(flow: Any) -> list[int]:
+        waits.clear()
+        go.clear()
+        found = []
+
+        async def take() -> None:
+            async for item in flow:
+                found.append(item)
+
+        for _ in range(2):
+            # One who is cancelled meanwhile loses nothing.
+            taking = asyncio.create_task(take())
+            await asyncio.to_thread(waits.wait, PATIENCE)
+            waits.clear()
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
+        go.set()
+        await take()
+        return found
+
+    async def main() -> list[list[int]]:
+        mapped = pool.map(train, [1], ["mapped"])
+        calls = sky.gather(train(2, "gathered"), stream=True, ordered=False)
+        return [await taken(each) for each in (learn() >> pool, mapped, calls >> pool)]
+
+    assert asyncio.run(main()) == [[1], [1], [2]]
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

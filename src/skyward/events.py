@@ -273,42 +273,33 @@ Sink = Callable[[Event], None]
 class EventStream:
     """The events of one pool; any thread may emit them, and add or remove sinks."""
 
-    __slots__ = ("_drains", "_lock", "_sinks", "listened", "pool")
+    __slots__ = ("_lock", "_sinks", "listened", "pool")
 
     def __init__(self, pool: str = "") -> None:
         self.pool = pool
         self.listened = False
         """Whether anybody listens; if not, nobody needs to make an event."""
         self._sinks: tuple[Sink, ...] = ()
-        self._drains: dict[Sink, Callable[[], None]] = {}
         self._lock = threading.Lock()
 
-    def add(self, sink: Sink, drain: Callable[[], None] | None = None) -> None:
-        """Have a sink get every event from now on; `drain` waits until it is done with them."""
+    def add(self, sink: Sink) -> None:
+        """Have a sink get every event from now on."""
         with self._lock:
             self._sinks = (*self._sinks, sink)
-            if drain is not None:
-                self._drains[sink] = drain
             self.listened = True
 
     def remove(self, sink: Sink) -> None:
         """Give a sink no more events."""
         with self._lock:
             self._sinks = tuple(each for each in self._sinks if each != sink)
-            self._drains.pop(sink, None)
             self.listened = bool(self._sinks)
-
-    def drain(self) -> None:
-        """Wait until sinks that are slow are done with the events so far."""
-        with self._lock:
-            drains = list(self._drains.values())
-        for drain in drains:
-            drain()
 
     def emit(self, kind: type[Event], *values: Any) -> None:
         """Make an event of this kind with the values of its fields, if anybody listens."""
-        sinks = self._sinks
-        if sinks:
-            event = kind(time.time(), self.pool, *values)
-            for sink in sinks:
-                sink(event)
+        if self._sinks:
+            self.pass_on(kind(time.time(), self.pool, *values))
+
+    def pass_on(self, event: Event) -> None:
+        """Give an event to those who listen."""
+        for sink in self._sinks:
+            sink(event)

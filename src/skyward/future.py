@@ -126,6 +126,13 @@ class ArrivalSignal:
                 await told
 
 
+async def apart(action: Callable[[], None]) -> None:
+    """Let other coroutines run while another thread does something that waits."""
+    import asyncio
+
+    await asyncio.to_thread(action)
+
+
 async def _awake(waiting: asyncio.Future[T]) -> T:
     """Wait, and wake the event loop again and again.
 

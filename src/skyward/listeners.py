@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
 from skyward.errors import ConfigurationError
@@ -33,7 +33,7 @@ class EventListener:
     def __init__(
         self,
         name: str,
-        callback: Callable[[Event], object],
+        callback: Callable[..., object],
         note: Callable[[str], None],
         ended: Callable[[], None] = lambda: None,
         idle: Callable[[], None] = lambda: None,
@@ -45,21 +45,24 @@ class EventListener:
         """
         self._name, self._callback, self._note, self._ended = name, callback, note, ended
         self._idle, self._advice = idle, advice
-        self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Any, ...] | threading.Event | None]
+        self._waiting = queue.SimpleQueue()
         self._dropped = 0
         self._taken = 0
-        self._told_failure = self._told_dropped = False
+        self._hangs_after = -1
+        """How many were taken when `drain` gave up; while no more are, nobody waits."""
+        self._told_failure = self._told_dropped = self._told_hangs = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="skyward-events", daemon=True)
         self._thread.start()
 
-    def take(self, event: Event) -> None:
-        """Have the callback get an event; it is dropped if too many wait."""
+    def take(self, event: Event, *about: Any) -> None:
+        """Have the callback get an event, and what belongs to it; dropped if too many wait."""
         if self._waiting.qsize() >= WAITING_MOST:
             with self._lock:
                 self._dropped += 1
         else:
-            self._waiting.put(event)
+            self._waiting.put((event, *about))
 
     def close(self) -> None:
         """End when the events that wait are taken; a callback that hangs is not waited for."""
@@ -67,10 +70,21 @@ class EventListener:
         self._while_moving(self._thread.join)
 
     def drain(self) -> None:
-        """Wait until the events so far are taken; a callback that hangs is not waited for."""
+        """Wait until the events so far are taken; a callback that hangs is not waited for again."""
+        if self._taken == self._hangs_after:
+            return
         done = threading.Event()
         self._waiting.put(done)
         self._while_moving(done.wait, done.is_set)
+        own = threading.current_thread() is self._thread
+        if not (done.is_set() or own) and self._thread.is_alive():
+            self._hangs_after = self._taken
+            if not self._told_hangs:
+                self._told_hangs = True
+                self._note(
+                    f"{self._name} hangs: it has taken nothing for {PATIENCE:g} s, and nobody "
+                    "waits for it until it goes on"
+                )
 
     def _while_moving(
         self, wait: Callable[[float], object], is_over: Callable[[], bool] = lambda: False
@@ -92,17 +106,16 @@ class EventListener:
                     self._attempt(self._idle, "the end")
                     event.set()
                     continue
-                self._give(event)
+                self._give(*event)
                 if self._waiting.empty():
-                    self._attempt(self._idle, type(event).__name__)
+                    self._attempt(self._idle, type(event[0]).__name__)
                 if self._dropped and self._waiting.qsize() < WAITING_MOST // 2:
-                    self._tell_dropped(event)
+                    self._tell_dropped(event[0])
         finally:
             self._ended()
 
-    def _give(self, event: Event) -> None:
-        self._taken += 1
-        self._attempt(lambda: self._callback(event), type(event).__name__)
+    def _give(self, event: Event, *about: Any) -> None:
+        self._attempt(lambda: self._callback(event, *about), type(event).__name__)
 
     def _attempt(self, action: Callable[[], object], at: str) -> None:
         try:
@@ -114,6 +127,7 @@ class EventListener:
                     f"{self._name} failed at {at}: {problem!r}; it gets the next "
                     "events, and further failures are not reported"
                 )
+        self._taken += 1
 
     def _tell_dropped(self, last: Event) -> None:
         with self._lock:
@@ -154,8 +168,13 @@ def _write(file: IO[str], event: Event) -> None:
 
 class _Tracker(Protocol):
     called: str
+    run_ends: bool
+    """Whether numbers that come after the end of their run are lost."""
 
-    def write(self, event: NumbersLogged) -> None: ...
+    def run(self) -> Any:
+        """The run that numbers of this moment belong to; None if there is none."""
+
+    def write(self, event: NumbersLogged, run: Any) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -171,15 +190,16 @@ class _WandB:
     """The run of Weights & Biases that the program has begun, if there is one."""
 
     called = "Weights & Biases"
+    run_ends = True
     STEP = "sky/step"
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str]] = set()
 
-    def write(self, event: NumbersLogged) -> None:
-        run = getattr(sys.modules.get("wandb"), "run", None)
-        if run is None:
-            return
+    def run(self) -> Any:
+        return getattr(sys.modules.get("wandb"), "run", None)
+
+    def write(self, event: NumbersLogged, run: Any) -> None:
         values = _named(event)
         for name in values:
             if (run.id, name) not in self._known:
@@ -199,6 +219,7 @@ class _MLflow:
     """The active run of MLflow, if there is one; what comes at once is written at once."""
 
     called = "MLflow"
+    run_ends = False
     MOST = 1000
     """MLflow takes no more metrics at a time."""
 
@@ -206,18 +227,19 @@ class _MLflow:
         self._waiting: list[Any] = []
         self._run = ""
 
-    def write(self, event: NumbersLogged) -> None:
+    def run(self) -> Any:
         fluent = sys.modules.get("mlflow.tracking.fluent")
         # `active_run` knows runs of the same thread alone.
         find = getattr(fluent, "_get_latest_active_run", getattr(fluent, "active_run", None))
         run = None if find is None else find()
-        if run is None:
-            return
+        return None if run is None else run.info.run_id
+
+    def write(self, event: NumbersLogged, run: str) -> None:
         from mlflow.entities import Metric
 
-        if run.info.run_id != self._run or len(self._waiting) >= self.MOST - len(event.values):
+        if run != self._run or len(self._waiting) >= self.MOST - len(event.values):
             self.flush()
-        self._run, now = run.info.run_id, int(event.time * 1000)
+        self._run, now = run, int(event.time * 1000)
         self._waiting += [Metric(*each, now, event.step) for each in _named(event).items()]
 
     def flush(self) -> None:
@@ -237,6 +259,7 @@ class _TensorBoard:
     """A folder that TensorBoard reads."""
 
     called = "TensorBoard"
+    run_ends = False
 
     def __init__(self, folder: str) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Point
@@ -246,11 +269,14 @@ class _TensorBoard:
         self._point, self._summary = Point, Summary
         self._file = EventFileWriter(folder)
 
-    def write(self, event: NumbersLogged) -> None:
+    def run(self) -> Any:
+        return self._file
+
+    def write(self, event: NumbersLogged, run: Any) -> None:
         value = self._summary.Value
         values = [value(tag=name, simple_value=each) for name, each in _named(event).items()]
         summary = self._summary(value=values)
-        self._file.add_event(self._point(wall_time=event.time, step=event.step, summary=summary))
+        run.add_event(self._point(wall_time=event.time, step=event.step, summary=summary))
 
     def flush(self) -> None:
         self._file.flush()
@@ -265,47 +291,64 @@ class Tracking:
     W&B and MLflow are set up when the program has begun a run, TensorBoard when there is a folder.
     """
 
-    def __init__(self, tensorboard: str | None, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         self._note, self._lock = note, threading.Lock()
+        self._trackers: dict[str, _Tracker] = {}
         self._listeners: dict[str, EventListener] = {}
-        self._folder = tensorboard
-        if tensorboard is not None:
+        """For each tracker that has had a run."""
+
+    def write_to(self, folder: str) -> None:
+        """Have TensorBoard's files in a folder get the numbers."""
+        try:
+            tracker = self._trackers["tensorboard"] = _TensorBoard(folder)
+            self._listener("tensorboard", tracker)
+        except ImportError:
+            raise ConfigurationError(
+                f"Options(tensorboard={folder!r}): the package tensorboard is not "
+                "installed here; run pip install tensorboard, or leave the option out"
+            ) from None
+        except OSError as problem:
+            raise ConfigurationError(
+                f"Options(tensorboard={folder!r}): the folder cannot be written: "
+                f"{problem.strerror}; give a folder that can"
+            ) from None
+
+    def take(self, events: Sequence[NumbersLogged], *, here: bool = False) -> None:
+        """Pass numbers on to the runs of this moment; those of the client are logged `here`."""
+        for module, kind in _RUNS.items():
+            if module in sys.modules and module not in self._trackers:
+                self._trackers.setdefault(module, kind())
+        for module, tracker in self._trackers.copy().items():
             try:
-                self._begin("tensorboard", _TensorBoard(tensorboard))
-            except ImportError:
-                raise ConfigurationError(
-                    f"Options(tensorboard={tensorboard!r}): the package tensorboard is not "
-                    "installed here; run pip install tensorboard, or leave the option out"
-                ) from None
-            except OSError as problem:
-                raise ConfigurationError(
-                    f"Options(tensorboard={tensorboard!r}): the folder cannot be written: "
-                    f"{problem.strerror}; give a folder that can"
-                ) from None
+                run = tracker.run()
+            except Exception as problem:
+                _report(tracker, problem, self._note)
+                continue
+            if run is None:
+                continue
+            listener = self._listener(module, tracker)
+            for event in events:
+                listener.take(event, run)
+            if here and tracker.run_ends:
+                # The program may end the run right after.
+                listener.drain()
 
-    def take(self, event: Event) -> None:
-        """Pass numbers on, if anybody wants them."""
-        for module, tracker in _RUNS.items():
-            if module in sys.modules and module not in self._listeners:
-                with self._lock:
-                    if module not in self._listeners:
-                        self._begin(module, tracker())
-        for listener in self._listeners.copy().values():
-            listener.take(event)
-
-    def _begin(self, module: str, tracker: _Tracker) -> None:
-        def write(event: Event) -> None:
+    def _listener(self, module: str, tracker: _Tracker) -> EventListener:
+        def write(event: Event, run: Any = None) -> None:
             if isinstance(event, NumbersLogged):
-                tracker.write(event)
+                tracker.write(event, run)
 
-        self._listeners[module] = EventListener(
-            tracker.called,
-            write,
-            self._note,
-            ended=tracker.close,
-            idle=tracker.flush,
-            advice="log every tenth step, for example",
-        )
+        with self._lock:
+            if module not in self._listeners:
+                self._listeners[module] = EventListener(
+                    tracker.called,
+                    write,
+                    self._note,
+                    ended=tracker.close,
+                    idle=tracker.flush,
+                    advice="log every tenth step, for example",
+                )
+            return self._listeners[module]
 
     def drain(self) -> None:
         """Wait until the trackers have what was logged so far."""
@@ -319,14 +362,31 @@ class Tracking:
 
 
 _RUNS: dict[str, Callable[[], _Tracker]] = {"wandb": _WandB, "mlflow": _MLflow}
-_here: dict[str, _Tracker] = {}
+_outside: dict[str, _Tracker] = {}
+_failed: set[str] = set()
+"""The trackers whose failure was reported."""
 
 
-def tracked_here(values: dict[str, float], step: int) -> None:
-    """Pass on what is logged outside of a pool, at once."""
+def track_outside(values: dict[str, float], step: int) -> None:
+    """Pass on what is logged outside of a pool, at once; a tracker that fails is reported once."""
     event = NumbersLogged(time.time(), "", step, values, None, None, 0, "", None)
-    for module, tracker in _RUNS.items():
-        if module in sys.modules:
-            found = _here.setdefault(module, tracker())
-            found.write(event)
-            found.flush()
+    for module, kind in _RUNS.items():
+        if module not in sys.modules:
+            continue
+        tracker = _outside.get(module) or _outside.setdefault(module, kind())
+        try:
+            run = tracker.run()
+            if run is not None:
+                tracker.write(event, run)
+                tracker.flush()
+        except Exception as problem:
+            _report(tracker, problem, lambda text: print(f"skyward: {text}", file=sys.stderr))
+
+
+def _report(tracker: _Tracker, problem: Exception, note: Callable[[str], None]) -> None:
+    if tracker.called not in _failed:
+        _failed.add(tracker.called)
+        note(
+            f"{tracker.called} failed at sky.log: {problem!r}; it gets the next numbers, and "
+            "further failures are not reported"
+        )

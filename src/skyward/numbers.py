@@ -52,8 +52,8 @@ def log(
 
     It works in a task, on the client inside a `with sky.Compute()` block, and outside of any pool,
     where only the tracker gets the numbers. Without `step`, each name counts its own steps. An
-    array or a tensor of one element is taken with its `item()`, which waits for a device. In a
-    task, the call itself waits for nothing; on the client, it waits for the tracker.
+    array or a tensor of one element is taken with its `item()`, which waits for a device. Else the
+    call waits for nothing in a task, and on the client for Weights & Biases alone.
 
     >>> sky.log(loss=0.3, accuracy=0.91, step=7)
     >>> sky.log({"train/loss": 0.3})
@@ -82,9 +82,9 @@ def log(
         take(numbers, step)
     elif sys.modules.keys() & {"wandb", "mlflow"}:
         # Imported here: a worker never needs it.
-        from skyward.listeners import tracked_here
+        from skyward.listeners import track_outside
 
-        tracked_here(numbers, _outside.add(None, numbers, step))
+        track_outside(numbers, _outside.add(None, numbers, step))
 
 
 def _number(name: Any, value: Any) -> float:

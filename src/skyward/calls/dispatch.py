@@ -36,6 +36,7 @@ from skyward.errors import (
 from skyward.events import (
     EventStream,
 )
+from skyward.listeners import Tracking
 from skyward.wire.messages import (
     Recall,
 )
@@ -59,7 +60,7 @@ class Dispatcher:
     ) -> None:
         """`nested` makes the calls that tasks ask for."""
         self.counts = Counts()
-        self.teller = CallTeller(events)
+        self.teller = CallTeller(events, Tracking(console.note))
         self.lanes = Lanes()
         self.packer = packer
         self.closed = False

@@ -7,13 +7,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, overload
 
 from skyward.calls.answers import Failed
 from skyward.calls.task import Task
 from skyward.errors import ConfigurationError
 from skyward.functions import Pending, checked
-from skyward.future import ArrivalSignal
+from skyward.future import ArrivalSignal, apart
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Crowd:
         return self._failed
 
 
-class Flow(Iterator[Any]):
+class Flow(Iterator[T]):
     """Iterates over the results of calls, with some calls submitted ahead of the consumer.
 
     Both `for` and `async for` take them. When the flow is dropped, it cancels the calls whose
@@ -108,7 +108,13 @@ class Flow(Iterator[Any]):
                 task.when_done(functools.partial(_arrive, self._ready, self._arrived))
             self._runner.submit(task)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
+        task = self._pop()
+        self._runner.flush_output(task)
+        return self._value(task)
+
+    def _pop(self) -> Task:
+        """Wait for the next task that is done, and take it; StopIteration if there is none."""
         if not self._open:
             raise StopIteration
         if self._ordered:
@@ -118,9 +124,21 @@ class Flow(Iterator[Any]):
             task = self._ready.get()
         self._open.discard(task)
         self.fill()
-        self._runner.flush_output(task)
+        return task
+
+    def _put_back(self, task: Task) -> None:
+        """Have `_pop` find a task again."""
+        self._open.add(task)
+        if self._ordered:
+            self._tasks.appendleft(task)
+        else:
+            self._ready.put(task)
+        self._arrived.tell()
+
+    def _value(self, task: Task) -> T:
         try:
-            return task.wait().get()
+            value: T = task.wait().get()
+            return value
         except StopIteration as problem:
             self.close()
             raise not_the_end(problem) from problem
@@ -131,13 +149,20 @@ class Flow(Iterator[Any]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> T:
         if self._open:
             await self._arrived.until(self._has_next)
         try:
-            return next(self)
+            task = self._pop()
         except StopIteration:
             raise StopAsyncIteration from None
+        try:
+            if task.wrote or task.logged:
+                await apart(functools.partial(self._runner.flush_output, task))
+        except BaseException:
+            self._put_back(task)
+            raise
+        return self._value(task)
 
     def _has_next(self) -> bool:
         if not self._open:
@@ -165,7 +190,7 @@ def _arrive(ready: queue.SimpleQueue[Task], arrived: ArrivalSignal, task: Task) 
     arrived.tell()
 
 
-class Results(Flow, Generic[T]):
+class Results(Flow[T]):
     """The results of `compute.map`: one by one, or as a list.
 
     Results that were taken one by one are not kept. `results[0]` waits for all of them and keeps
@@ -198,16 +223,19 @@ class Results(Flow, Generic[T]):
             raise self._gone()
         return self
 
-    def __next__(self) -> T:
+    def _pop(self) -> Task:
         if self._kept is not None:
             raise TypeError("the results are a list by now; write next(iter(results))")
         try:
-            result: T = super().__next__()
+            return super()._pop()
         except StopIteration:
             self._all_taken = True
             raise
+
+    def _value(self, task: Task) -> T:
+        value = super()._value(task)
         self._taken += 1
-        return result
+        return value
 
     def __len__(self) -> int:
         if self._count is None:

@@ -308,7 +308,8 @@ class Receiver:
         """Wait until everything the task printed has been shown, and trackers have its numbers."""
         if task.wrote:
             self._console.drain()
-            self._teller.numbers.drain()
+        if task.logged:
+            self._teller.tracking.drain()
 
 
 def _size(payload: Payload) -> int:

@@ -12,7 +12,7 @@ from skyward.calls.answers import Answer
 from skyward.calls.staying import ArrivedTensors
 from skyward.closing import Closing
 from skyward.errors import SkywardError
-from skyward.future import ArrivalSignal
+from skyward.future import ArrivalSignal, apart
 from skyward.objects import encoding, payloads
 from skyward.objects.exceptions import PortableException
 from skyward.objects.payloads import Pieces
@@ -122,7 +122,10 @@ class RemoteIterator(Closing, Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        item = self.next_item()
+        return self._value(self.next_item())
+
+    @staticmethod
+    def _value(item: StreamItem | Answer | None) -> Any:
         if isinstance(item, tuple):
             pieces, stayed = item
             return encoding.decode(*pieces, stayed)
@@ -134,10 +137,20 @@ class RemoteIterator(Closing, Iterator[Any]):
         return self
 
     async def __anext__(self) -> Any:
-        if not self._done:
-            await self._items.arrive()
+        if self._done:
+            raise StopAsyncIteration
+        await self._items.arrive()
+        item = self._pop()
+        if not isinstance(item, tuple):
+            try:
+                await apart(self._flush_output)
+            except BaseException:
+                # The end comes again: it may be an exception.
+                self._done = False
+                self._items.end(item)
+                raise
         try:
-            return next(self)
+            return self._value(item)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -145,6 +158,12 @@ class RemoteIterator(Closing, Iterator[Any]):
         """The next item as it came, or the end of the stream: its exception, or None."""
         if self._done:
             return None
+        item = self._pop()
+        if not isinstance(item, tuple):
+            self._flush_output()
+        return item
+
+    def _pop(self) -> StreamItem | Answer | None:
         item = self._items.get()
         if isinstance(item, tuple):
             self._owed -= 1
@@ -152,7 +171,6 @@ class RemoteIterator(Closing, Iterator[Any]):
                 self._grant(WINDOW - self._owed)
         else:
             self._done = True
-            self._flush_output()
         return item
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ class Task:
         "id",
         "inputs",
         "load",
+        "logged",
         "name",
         "nested",
         "on",
@@ -132,7 +133,8 @@ class Task:
         """How many seconds the function itself ran, once it is known."""
         self.given = 0.0
         """When an executor was given the task, if anybody listens to events."""
-        self.wrote = False
+        self.wrote = self.logged = False
+        """Whether anything was printed, and whether numbers were logged."""
         self.answer: Answer | None = None
         self._on_done: Callable[[Task], None] | None = None
         self._finished = threading.Lock()

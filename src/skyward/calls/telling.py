@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from skyward.calls.answers import Failed
 from skyward.calls.lane import Lane
@@ -20,6 +21,7 @@ from skyward.events import (
     OutputWritten,
     Transferred,
 )
+from skyward.listeners import Tracking
 from skyward.numbers import Curves, Place
 from skyward.wire.messages import Logged, Written
 
@@ -27,11 +29,10 @@ from skyward.wire.messages import Logged, Written
 class CallTeller:
     """Makes events of what becomes of calls, if anybody listens."""
 
-    def __init__(self, events: EventStream) -> None:
+    def __init__(self, events: EventStream, tracking: Tracking) -> None:
         self.events = events
         """For those who hurry: they look whether anybody listens before they tell something."""
-        self.numbers = EventStream(events.pool)
-        """What is logged, for those who want nothing else, such as trackers."""
+        self.tracking = tracking
         self.curves = Curves()
         """What was logged, for a page that is opened later."""
 
@@ -77,6 +78,7 @@ class CallTeller:
     def logged(self, message: Logged, lane: Lane) -> None:
         """Take the numbers that tasks of a worker have logged."""
         known: dict[int, tuple[str, int | None]] = {}
+        place, taken = (lane.node, lane.worker), []
         for number, step, values in message.rows:
             if number not in known:
                 task = lane.tasks.get(number)
@@ -86,23 +88,21 @@ class CallTeller:
                 rank = together.index(task) if together else None
                 known[number] = name, rank
                 if task is not None:
-                    task.wrote = True
-            place = lane.node, lane.worker
-            self._take(place, values, step, *place, number, *known[number])
+                    task.logged = True
+            taken.append(self._take(place, values, step, *place, number, *known[number]))
+        self.tracking.take(taken)
 
     def logged_here(self, values: dict[str, float], step: int | None) -> None:
         """Take numbers that the client has logged."""
-        self._take(None, values, step, None, None, 0, "", None)
-        # A program may end its run right after.
-        self.numbers.drain()
+        self.tracking.take([self._take(None, values, step, None, None, 0, "", None)], here=True)
 
     def _take(
-        self, place: Place, values: dict[str, float], step: int | None, *about: int | str | None
-    ) -> None:
+        self, place: Place, values: dict[str, float], step: int | None, *about: Any
+    ) -> NumbersLogged:
         step = self.curves.add(place, values, step)
-        for stream in (self.events, self.numbers):
-            if stream.listened:
-                stream.emit(NumbersLogged, step, values, *about)
+        event = NumbersLogged(time.time(), self.events.pool, step, values, *about)
+        self.events.pass_on(event)
+        return event
 
     def output(self, written: Written, node: int, worker: int, name: str) -> None:
         """Make an event of each line of a task; the states of a progress bar are none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from skyward.errors import ConfigurationError
 from skyward.events import Event
-from skyward.listeners import EventListener, Tracking, json_log
+from skyward.listeners import EventListener, json_log
 from skyward.pool import Pool
 
 VARIABLE = "SKYWARD_LOG"
@@ -40,13 +40,12 @@ class Listening:
         self._pool = pool
         self._listeners: list[EventListener] = []
         try:
-            self._tracking = Tracking(pool.spec.options.tensorboard, note)
+            if (folder := pool.spec.options.tensorboard) is not None:
+                pool.teller.tracking.write_to(folder)
         except ConfigurationError as problem:
             if not attached:
                 raise
             note(f"{pool.spec.name}: {problem}")
-            self._tracking = Tracking(None, note)
-        pool.teller.numbers.add(self._tracking.take, self._tracking.drain)
         log = pool.spec.options.log or os.environ.get(VARIABLE)
         if log:
             self._listeners.append(json_log(log, note))
@@ -61,5 +60,4 @@ class Listening:
             self._pool.events.remove(listener.take)
             listener.close()
         self._listeners.clear()
-        self._pool.teller.numbers.remove(self._tracking.take)
-        self._tracking.close()
+        self._pool.teller.tracking.close()

@@ -250,7 +250,7 @@ class Running(ABC):
     def _flow(
         self, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
     ) -> Iterator[Any]:
-        flow = Flow(self._pool_for_calls(), pendings, ordered, ahead)
+        flow: Flow[Any] = Flow(self._pool_for_calls(), pendings, ordered, ahead)
         flow.fill()
         return flow
 
