@@ -119,28 +119,6 @@ def test_a_place_that_is_given_up_goes_to_one_task_or_to_any_number_of_nested_on
     assert (load.capacity, load.common, load.window, load.waiting) == (1, 1, 1, set())
 
 
-def test_an_executor_that_will_be_replaced_takes_only_what_its_own_tasks_need() -> None:
-    scheduler: Scheduler[Any] = Scheduler()
-    load: Load[Any] = Load(0, 0, 0)
-    scheduler.add(load)
-    scheduler.begin(load, work(1))
-    scheduler.remove(load)
-    load.nested_only = True
-    scheduler.queue(work(2))
-    scheduler.queue(nested := work(3, nested=True))
-    assert scheduler.next_for(load) is None
-    scheduler.lend(load, 1)
-    assert scheduler.pick(work(4, nested=True)) is load
-    assert scheduler.pick(work(5)) is None
-    assert scheduler.next_for(load) is nested
-    scheduler.begin(load, nested)
-    assert scheduler.next_for(load) is None
-    progress = work(6, apart="progress")
-    assert scheduler.pick(progress) is None
-    progress.pinned = load
-    assert scheduler.pick(progress) is load
-
-
 def test_a_recursion_ends(pool: sky.Compute) -> None:
     assert fibonacci(9) >> pool == 34
 

@@ -226,8 +226,7 @@ class Scheduler(Generic[W]):
             loads = self._at_node.get(task.on, [])
         else:
             loads = [load for each in self._loads.values() for load in each]
-        # An object that is still there answers, also if its executor will be replaced.
-        there = [load for load in loads if load.open or (task.pinned and load.nested_only)]
+        there = [load for load in loads if load.open]
         return min(there, key=lambda load: len(load.tasks), default=None)
 
     def _awaited(self, aim: object) -> bool:
