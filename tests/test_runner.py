@@ -1,4 +1,4 @@
-"""`tests/run.py`: what it says of tests that fail."""
+"""`tests/run.py`: what it says of tests that fail, and of a torch that it cannot have."""
 
 from __future__ import annotations
 
@@ -58,3 +58,32 @@ def test_a_test_that_failed_is_named_and_not_run_again(
     assert "== failed\ntests/providers/test_pods.py::TestIt::test_fails_once\n" in said
     assert "no such pod" in said
     assert "== 1 failed, 1 passed in" in said
+
+
+@pytest.mark.parametrize(
+    ("said", "good"),
+    [
+        ("ERROR: No matching distribution found for torch", True),
+        ("ERROR: Could not install packages due to an OSError: No space left on device", False),
+        ("", False),
+    ],
+)
+def test_the_newest_torch_is_skipped_only_where_there_is_none(
+    run: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    said: str,
+    good: bool,
+) -> None:
+    """With a pip that fails so."""
+    python = tmp_path / "newest" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(run, "NEWEST", tmp_path / "newest")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--newest"])
+    assert run.main() == (0 if good else 1)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("skipped: pip offers no torch: " if good else "failed: pip cannot")
+    assert told.endswith(said or "pip said nothing")

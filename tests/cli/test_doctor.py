@@ -79,7 +79,7 @@ def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
     found = {each["check"]: each for each in document["checks"]}
     for name in ("python", "skyward", "local", "torch", "memory", "limits", "state folder"):
         assert found[name]["state"] == "ok", found[name]
-    assert found["device"]["found"].endswith("; tried with torch 2.11 to 2.15")
+    assert found["device"]["found"].endswith("; tried with torch 2.11, 2.13 and 2.15")
     for name in ("aws", "kubernetes", "ray", "ssh"):
         assert found[name]["state"] == "not set up", found[name]
         assert found[name]["advice"]
@@ -94,9 +94,13 @@ def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
 def test_a_torch_that_nobody_has_tried_is_told(version: str) -> None:
     (found,) = health._untried_torch(version)
     assert (found.check, found.state) == ("device", "problem")
-    assert found.found.endswith(f"with torch {version}: torch 2.11 to 2.15")
+    assert found.found == (
+        "the torch device has been tried with torch 2.11, 2.13 and 2.15, "
+        f"and torch {version} is outside of these versions"
+    )
     assert "torch>=2.11,<2.16" in found.advice
     assert not list(health._untried_torch("2.11.0"))
+    assert not list(health._untried_torch("2.14.0"))
     assert not list(health._untried_torch("2.15.2+cu132"))
 
 
@@ -197,6 +201,7 @@ def test_packages_of_others_with_our_name_or_our_command_are_told(
     folder = nothing_set_up / f"{package}-0.12.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.12\n")
+    (nothing_set_up / "interrupted-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(nothing_set_up)
 
     (problem,) = [each for each in health._versions() if each.state == "problem"]

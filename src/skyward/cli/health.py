@@ -88,7 +88,7 @@ def _versions() -> list[Finding]:
 
 def _namesakes() -> Iterator[Finding]:
     """Packages of others whose files or command have the same name as ours."""
-    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    installed = {(each.name or "").lower(): each.version for each in metadata.distributions()}
     if version := installed.get("skyward"):
         yield Finding(
             "skyward",
@@ -193,12 +193,13 @@ def _blind_torch(gpus: int) -> Iterator[Finding]:
 
 
 def _untried_torch(version: str) -> Iterator[Finding]:
-    if not torch_build.is_tried(version):
-        first, last = torch_build.FIRST, torch_build.LAST
+    if not torch_build.is_in_range(version):
+        first, last = torch_build.TRIED[0], torch_build.TRIED[-1]
         yield Finding(
             "device",
             "problem",
-            f"nobody has tried the torch device with torch {version}: {torch_build.tried()}",
+            f"the torch device has been tried with {torch_build.tried()}, and torch {version} is "
+            "outside of these versions",
             f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}' if the torch "
             "device does not do what torch does elsewhere",
         )

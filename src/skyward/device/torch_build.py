@@ -15,20 +15,31 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-FIRST, LAST = (2, 11), (2, 15)
-"""The versions of torch that the device's tests have passed on: `make test-all` runs them on the
-newest. The device refuses none: its cores are compiled for the torch that is there."""
+TRIED = ((2, 11), (2, 13), (2, 15))
+"""The versions of torch that the device was tried with: 2.11 by hand on a machine with a GPU; 2.13
+by `make test`, whose torch is pinned; 2.15 by `make test-all`, as the newest that pip offered. The
+device refuses none: its cores are compiled for the torch that is there."""
 
 
 def tried() -> str:
     """Those versions, for people."""
-    return f"torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+    *others, last = (f"{major}.{minor}" for major, minor in TRIED)
+    return f"torch {', '.join(others)} and {last}"
 
 
 def is_tried(version: str) -> bool:
     """Whether a version of torch is among them; patch releases are those of their version."""
+    return _minor(version) in TRIED
+
+
+def is_in_range(version: str) -> bool:
+    """Whether a version of torch is among them, or between two of them."""
+    return TRIED[0] <= _minor(version) <= TRIED[-1]
+
+
+def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
-    return FIRST <= (int(major), int(minor)) <= LAST
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True)
