@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -50,9 +51,19 @@ def test_attention_is_differentiated_by_functions(device: torch.device) -> None:
     def loss(t: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(t, t, t).square().sum()
 
-    x = _random(3, *SHAPE)
-    for transform in (torch.func.vmap(torch.func.grad(loss)), torch.func.grad(loss)):
-        torch.testing.assert_close(transform(x.to(device)).cpu(), transform(x))
+    for x in (_random(3, *SHAPE), _random(2, 3, 5, 8)):
+        for transform in (torch.func.vmap(torch.func.grad(loss)), torch.func.grad(loss)):
+            torch.testing.assert_close(transform(x.to(device)).cpu(), transform(x))
+
+
+def test_attention_without_a_batch_is_traced(device: torch.device) -> None:
+    x = _random(3, 5, 8)
+
+    def attend(t: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(t, t, t)
+
+    traced = make_fx(attend)(x.to(device))
+    torch.testing.assert_close(traced(x.to(device)).cpu(), attend(x))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

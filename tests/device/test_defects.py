@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,6 +77,24 @@ def test_the_output_of_a_failed_operation_is_never_read_as_data(device: torch.de
     with pytest.raises(IndexError, match="aten::index_select"):
         later.cpu()
     assert table.sum().item() == 45.0
+
+
+def test_an_error_that_is_noticed_at_once_does_not_say_that_it_was_late() -> None:
+    """In another process: the variable is read once."""
+    script = """
+        import skyward as sky, torch
+        with sky.Compute(options=sky.Options(console=False)) as compute:
+            table = torch.arange(3.0, device=compute.device("cpu"))
+            for index in (1, 99):
+                table.index_select(0, torch.tensor([index]).to(table.device))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SKYWARD_DEVICE_SYNC": "1"},
+    )
+    assert re.search(r"\n\(aten::index_select, operation \d+\)\n", done.stderr), done.stderr
 
 
 def test_synchronize_raises_the_first_error_once(device: torch.device) -> None:
@@ -229,6 +249,8 @@ def test_a_nested_tensor_is_refused_where_it_would_be_made(
         lambda: torch.nested.as_nested_tensor(parts, device=device),
         lambda: torch.nested.as_nested_tensor(torch.ones(2, 3, device=device)),
         lambda: torch.nested.nested_tensor(parts).to(device),
+        lambda: torch.empty_like(torch.nested.nested_tensor(parts), device=device, **options),
+        lambda: torch.zeros_like(torch.nested.nested_tensor(parts), device=device, **options),
     ):
         with pytest.raises(NotImplementedError, match="dense tensors only"):
             make()

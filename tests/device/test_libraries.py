@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 import subprocess
 import sys
 import types
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward.device import operators
 from skyward.device.core import DeviceError, core
 from skyward.device.libraries import torch as patches_of_torch
 from skyward.device.libraries.choice import Choice
@@ -348,6 +351,8 @@ def test_other_errors_of_backward_stay_what_they_are(device: torch.device) -> No
 
 
 FOREIGN = """
+import sys
+
 import torch
 
 library = torch.library.Library("foreign", "DEF")
@@ -355,6 +360,12 @@ library.define("scaled(Tensor x, float by) -> Tensor")
 library.define("above(Tensor x, float least) -> Tensor")
 library.define("increase_(Tensor(a!) x, int by) -> ()")
 library.define("halves(Tensor x) -> (Tensor, Tensor[])")
+library.define("counted(Tensor x) -> (Tensor, int)")
+library.define("first(Tensor(a) x) -> Tensor(a)")
+library.define("on(Tensor x, Device device) -> Tensor")
+library.define("numbers(Tensor x, int?[] by) -> Tensor")
+is_client = "skyward.device.worker" not in " ".join(sys.orig_argv)
+library.define("newer(Tensor x) -> Tensor" if is_client else "newer(Tensor x, int a=1) -> Tensor")
 
 
 @torch.library.impl(library, "scaled", "CPU")
@@ -400,9 +411,62 @@ def halves(x):
     return x.sum(), [half.clone() for half in x.chunk(2)]
 
 
+@torch.library.impl(library, "counted", "CPU")
+def counted(x):
+    return x.clone(), int(x.sum())
+
+
+@torch.library.register_fake("foreign::counted", lib=library)
+def _(x):
+    return torch.empty_like(x), 0
+
+
+@torch.library.impl(library, "first", "CPU")
+def first(x):
+    return x[:1]
+
+
+@torch.library.impl(library, "on", "CPU")
+def on(x, device):
+    assert x.device == device
+    return x + 1
+
+
 @torch.library.custom_op("foreign::reversed", mutates_args=(), device_types="cpu")
 def reversed(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.numpy()[::-1].copy())
+"""
+
+COMPILED = """
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+at::Tensor doubled(const at::Tensor& x) { return x * 2; }
+
+std::tuple<at::Tensor, int64_t> positive(const at::Tensor& x) {
+  auto kept = x.index({x > 0});
+  return {kept, kept.numel()};
+}
+
+TORCH_LIBRARY(of_cpp, m) {
+  m.def("doubled(Tensor x) -> Tensor");
+  m.def("positive(Tensor x) -> (Tensor, int)");
+}
+TORCH_LIBRARY_IMPL(of_cpp, CPU, m) {
+  m.impl("doubled", &doubled);
+  m.impl("positive", &positive);
+}
+"""
+
+APART = """
+import torch
+
+torch.library.define("apart::twice", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("apart::twice", "cpu")
+def twice(x):
+    return 2 * x
 """
 
 
@@ -413,9 +477,13 @@ def with_library(
     """A device of a node that has a library which registers operators, as the client has."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "foreign_operators.py").write_text(FOREIGN)
+    (folder / "apart").mkdir()
+    (folder / "apart" / "__init__.py").touch()
+    (folder / "apart" / "operators.py").write_text(APART)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         library = importlib.import_module("foreign_operators").library
+        importlib.import_module("apart.operators")
         with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
             yield compute.device("cpu")
         library._destroy()
@@ -435,7 +503,7 @@ def test_an_operator_of_another_library_runs_on_the_node(with_library: torch.dev
 def test_what_an_operator_returns_is_asked_every_time_unless_its_library_says_it(
     with_library: torch.device,
 ) -> None:
-    operators, x = torch.ops.foreign, torch.zeros(3, device=with_library)
+    foreign, x = torch.ops.foreign, torch.zeros(3, device=with_library)
 
     def asked(call: Callable[[], Any]) -> int:
         call()
@@ -444,13 +512,90 @@ def test_what_an_operator_returns_is_asked_every_time_unless_its_library_says_it
             call()
         return sky.device_stats(with_library).asked - before
 
-    assert asked(lambda: operators.scaled(x, 2.0)) == 0
-    assert asked(lambda: operators.increase_(x, 1)) == 0
-    assert asked(lambda: operators.above(x, 4.5)) == 4
-    assert operators.above(x, 4.5).tolist() == [5.0, 5.0, 5.0]
+    assert asked(lambda: foreign.scaled(x, 2.0)) == 0
+    factors = itertools.count(2.5)
+    assert asked(lambda: foreign.scaled(x, next(factors))) == 0
+    assert asked(lambda: foreign.increase_(x, 1)) == 0
+    assert asked(lambda: foreign.above(x, 4.5)) == 4
+    assert foreign.above(x, 4.5).tolist() == [5.0, 5.0, 5.0]
     x[1] = 0.0
-    assert operators.above(x, 4.5).tolist() == [5.0, 5.0]
-    assert operators.above(x, 9.5).tolist() == []
+    assert foreign.above(x, 4.5).tolist() == [5.0, 5.0]
+    assert foreign.above(x, 9.5).tolist() == []
+
+
+def test_a_package_of_the_operators_name_does_not_hide_the_module_that_registers_it(
+    with_library: torch.device,
+) -> None:
+    assert torch.ops.apart.twice(torch.ones(2, device=with_library)).tolist() == [2.0, 2.0]
+
+
+def test_a_number_that_an_operator_returns_is_that_of_the_call(with_library: torch.device) -> None:
+    made = [torch.full((4,), float(k)).to(with_library) for k in range(3)]
+    assert [torch.ops.foreign.counted(x)[1] for x in made] == [0, 4, 8]
+
+
+def test_an_operator_that_has_a_device_for_an_argument_runs_on_the_node(
+    with_library: torch.device,
+) -> None:
+    x = torch.zeros(2, device=with_library)
+    for device in (with_library, "cpu"):
+        assert torch.ops.foreign.on(x, torch.device(device)).tolist() == [1.0, 1.0]
+
+
+def test_an_operator_of_another_version_on_the_node_is_an_error_of_that_call(
+    with_library: torch.device,
+) -> None:
+    x = torch.zeros(2, device=with_library)
+    with pytest.raises(NotImplementedError) as refused:
+        torch.ops.foreign.newer(x)
+    assert str(refused.value) == (
+        "foreign::newer is (Tensor, int) -> (Tensor) on the node and (Tensor) -> (Tensor) in the "
+        "client; install the version of its library that the client has"
+    )
+    with pytest.raises(NotImplementedError, match="numbers has an argument that cannot travel"):
+        torch.ops.foreign.numbers(x, [1])
+    assert x.tolist() == [0.0, 0.0]
+
+
+def test_a_view_by_another_library_is_refused(with_library: torch.device) -> None:
+    with pytest.raises(NotImplementedError, match=r"foreign::first returns a view.* clone the"):
+        torch.ops.foreign.first(torch.zeros(2, device=with_library))
+
+
+def test_the_package_that_has_a_compiled_library_in_it_is_found() -> None:
+    assert list(operators._package_around(__file__)) == [__package__]
+
+
+@only_in_all
+def test_an_operator_that_is_registered_in_cpp_runs_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: Sharing
+) -> None:
+    """Compiles it, and starts a pool whose node finds it: half a minute."""
+    from torch.utils import cpp_extension
+
+    package = tmp_path / "compiled_operators"
+    package.mkdir()
+    (package / "operators.cpp").write_text(COMPILED)
+    options = [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *(f"-I{folder}" for folder in cpp_extension.include_paths()),
+        f"-L{Path(torch.__file__).with_name('lib')}",
+        *("-std=c++20", "-shared", "-fPIC", "-ltorch_cpu", "-lc10"),
+    ]
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "operators.cpp", "-o", "operators.so", *options]
+    subprocess.run(command, check=True, cwd=package)
+    (package / "__init__.py").write_text(
+        "import pathlib, torch\n"
+        'torch.ops.load_library(pathlib.Path(__file__).with_name("operators.so"))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("compiled_operators")
+    with sharing(sky.Compute(options=sky.Options(console=False))) as compute:
+        x = torch.arange(4.0).to(compute.device("cpu"))
+        assert torch.ops.of_cpp.doubled(x).tolist() == [0.0, 2.0, 4.0, 6.0]
+        kept, count = torch.ops.of_cpp.positive(x)
+        assert (kept.tolist(), count) == ([1.0, 2.0, 3.0], 3)
 
 
 def test_a_compiled_graph_has_operators_of_another_library(with_library: torch.device) -> None:
@@ -465,22 +610,61 @@ def test_a_compiled_graph_has_operators_of_another_library(with_library: torch.d
         assert compiled(torch.arange(3.0).to(with_library)).tolist() == [2.0, 5.0, 8.0]
 
 
+@pytest.mark.parametrize(
+    ("installed", "advice"),
+    [
+        (True, 'install it there, for example with sky.Image(pip=["Of-another-name"])'),
+        (False, "send it along with sky.Image(includes=[...])"),
+    ],
+)
 def test_a_library_that_the_node_does_not_have_is_named(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: bool,
+    advice: str,
 ) -> None:
     """The node of `device` has the folders that were on the path when its pool began."""
     (tmp_path / "only_here.py").write_text(
         'import torch\nlibrary = torch.library.Library("elsewhere", "DEF")\n'
         'library.define("op(Tensor x) -> Tensor")\n'
     )
+    if installed:
+        folder = tmp_path / "of_another_name-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: Of-another-name\n")
+        (folder / "top_level.txt").write_text("only_here\n")
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("only_here")
+    monkeypatch.delitem(sys.modules, "only_here", raising=False)
+    library = importlib.import_module("only_here").library
     with pytest.raises(NotImplementedError) as refused:
         torch.ops.elsewhere.op(torch.ones(2, device=device))
-    said = str(refused.value)
-    assert said.startswith("elsewhere::op is not known to the worker: the node has no 'only_here'")
-    assert 'install it there, for example with sky.Image(pip=["only_here"])' in said
+    assert str(refused.value) == (
+        "elsewhere::op is not known to the worker: the node has no 'only_here', which registers "
+        f"it; {advice}"
+    )
     assert torch.ones(2, device=device).sum().item() == 2.0
+    library._destroy()
+
+
+def test_an_operator_that_is_defined_again_is_looked_at_again(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a notebook's cell that is run again: with fewer arguments, and from elsewhere."""
+    monkeypatch.syspath_prepend(tmp_path)
+    x = torch.ones(2, device=device)
+    for module, schema, arguments in (
+        ("defines_first", "op(Tensor x, Tensor y, int z) -> Tensor", (x, x, 1)),
+        ("defines_second", "op(Tensor x) -> Tensor", (x,)),
+    ):
+        (tmp_path / f"{module}.py").write_text(
+            'import torch\nlibrary = torch.library.Library("defined_again", "DEF")\n'
+            f'library.define("{schema}")\n'
+        )
+        library = importlib.import_module(module).library
+        with pytest.raises(NotImplementedError, match=f"the node has no '{module}'"):
+            torch.ops.defined_again.op(*arguments)
+        library._destroy()
 
 
 def test_an_operator_that_the_program_itself_registers_says_where_to_put_it(

@@ -1,17 +1,17 @@
 """Operators of other libraries: which modules register one, and their import on a node.
 
-An operator travels by its name. The client says which modules register it, the likeliest first;
-the worker imports them until it knows the operator.
+An operator travels by its name. The client says which modules register it, the likeliest first,
+and each module's distribution; the worker imports them until it knows the operator.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,29 @@ def is_foreign(name: str) -> bool:
 # On the client.
 
 
-@functools.cache
+_found: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""The modules of operators, by all that PyTorch has noted of each: one may be defined again."""
+
+
 def modules_of(name: str) -> tuple[str, ...]:
-    """The modules that register an operator, the likeliest first."""
+    """The modules that register an operator, the likeliest first.
+
+    After the module comes its distribution, if it has one.
+    """
+    import torch
+
     space, _, bare = name.partition("::")
-    found = [*_decorated(name), *_registering(name)]
+    made, noted = tuple(_decorated(name)), torch._C._dispatch_dump(name)
+    if known := _found.get((name, *made, noted)):
+        return known
+    found = [*made, *_registering(noted)]
+    if not found:
+        found = sorted(_mentioning(space, bare), key=lambda each: _top(each) != space)
     if space in sys.modules:
         found.append(space)
-    if not found:
-        found = list(_mentioning(space, bare))
-    return tuple(dict.fromkeys(map(_importable, found)))
+    modules = tuple(map(_with_distribution, dict.fromkeys(map(_importable, found))))
+    _found[(name, *made, noted)] = modules
+    return modules
 
 
 def _tell_modules(name: bytes, text: Any, size: int) -> int:
@@ -70,13 +83,10 @@ def _decorated(name: str) -> Iterator[str]:
         yield made._init_fn.__module__
 
 
-def _registering(name: str) -> Iterator[str]:
-    """The modules whose files PyTorch has noted for the operator and its kernels."""
-    import torch
-
-    noted = _REGISTERED.findall(torch._C._dispatch_dump(name))
+def _registering(noted: str) -> Iterator[str]:
+    """The modules whose files PyTorch has noted for an operator and its kernels."""
     files = {file: module for module, file in _files() if file.endswith(".py")}
-    for file in noted:
+    for file in _REGISTERED.findall(noted):
         module = files.get(file, "torch.library")
         if not module.startswith(_BY_TORCH):
             yield module
@@ -91,7 +101,7 @@ def _mentioning(space: str, bare: str) -> Iterator[str]:
 
     whole = f"{space}::{bare}".encode()
     for module, file in _files():
-        if module.partition(".")[0] in ("torch", "skyward", "__mp_main__"):
+        if _top(module) in ("torch", "skyward", "__mp_main__"):
             continue
         if file.endswith(".py"):
             if whole in _content(file):
@@ -134,8 +144,10 @@ def _package_around(file: str) -> Iterator[str]:
 
 
 def _path(module: Any) -> list[str]:
+    # torch.classes answers to any name, with something that is no path.
     path = getattr(module, "__path__", ())
-    return [str(Path(folder).resolve()) for folder in path if isinstance(folder, str)]
+    folders = path if isinstance(path, Iterable) else ()
+    return [str(Path(folder).resolve()) for folder in folders if isinstance(folder, str)]
 
 
 def _importable(module: str) -> str:
@@ -146,16 +158,40 @@ def _importable(module: str) -> str:
     return str(spec.name)
 
 
+def _with_distribution(module: str) -> str:
+    """A module and the distribution to install for it, if there is one."""
+    top = _top(module)
+    try:
+        return f"{module} {metadata.distribution(top).name}"
+    except metadata.PackageNotFoundError:
+        # Its name may be another. To look into all of them takes half a second, and a module of
+        # the user's own is not installed beside any.
+        file = Path(getattr(sys.modules.get(top), "__file__", None) or "")
+        folder = file.parents[1] if file.name == "__init__.py" else file.parent
+        if next(folder.glob("*.dist-info"), None) is None:
+            return module
+        owners = metadata.packages_distributions().get(top)
+        return f"{module} {owners[0]}" if owners else module
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
 # On the worker.
 
 
 def bring(name: str, overload: str, modules: Sequence[str]) -> str:
-    """Import modules until an operator is there; returns why it is not."""
+    """Import modules until an operator is there; returns why it is not.
+
+    Modules are as `modules_of` names them.
+    """
     problems = []
-    for module in modules:
+    for each in modules:
         if _is_there(name, overload):
             return ""
-        problems.append(_import(module))
+        module, _, distribution = each.partition(" ")
+        problems.append(_import(module, distribution))
     if _is_there(name, overload):
         return ""
     return "; ".join(problems) or (
@@ -164,22 +200,24 @@ def bring(name: str, overload: str, modules: Sequence[str]) -> str:
     )
 
 
-def _import(module: str) -> str:
+def _import(module: str, distribution: str) -> str:
     """Import a module; returns what to do if it does not register the operator."""
     if module == PROGRAM:
         return (
             "the client's program itself registers it, which a node cannot import; put it into a "
             'module of its own, and send that along with sky.Image(includes=["..."])'
         )
-    top = module.partition(".")[0]
+    top = _top(module)
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as problem:
         if problem.name == top:
-            return (
-                f"the node has no {top!r}, which registers it; install it there, for example with "
-                f'sky.Image(pip=["{top}"]), or send your own module along with sky.Image(includes=)'
+            advice = (
+                f'install it there, for example with sky.Image(pip=["{distribution}"])'
+                if distribution
+                else "send it along with sky.Image(includes=[...])"
             )
+            return f"the node has no {top!r}, which registers it; {advice}"
         return f"{module} registers it, and cannot be imported on the node: {problem}"
     except (Exception, SystemExit) as problem:
         kind = type(problem).__name__

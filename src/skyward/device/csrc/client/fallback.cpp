@@ -77,7 +77,7 @@ Template* define(Session& session, std::unique_ptr<Template> made, const Key& ke
   if (is_reused) w.u32(made->id);
   w.text(op.name->name);
   w.text(op.name->overload_name);
-  w.text(made->modules);
+  w.text(made->origin);
   w.u32(static_cast<uint32_t>(key.payload.size()));
   w.u32(static_cast<uint32_t>(op.arguments));
   write_arguments(w, key, op, args);
@@ -174,13 +174,27 @@ bool may_remember(const Session& session, const OpInfo& info, const Key& key) {
 // Where the worker finds an operation of another library. What it returns is asked every time, unless the library says
 // what that is without looking at data.
 void learn_foreign(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !info.is_view, info.name->name,
+      " returns a view of an argument, and views by operators of other libraries are not known "
+      "to a sky device; clone the result in the operator, and take the alias out of its schema");
   std::vector<char> text(4 << 10);
   if (modules_of) {
     auto failed = modules_of(info.name->name.c_str(), text.data(), text.size());
     SKY_CHECK(!failed, info.name->name, ": ", text.data());
-    t.modules = text.data();
+    t.origin = signature_of(*info.schema) + "\n" + text.data();
   }
-  if (!info.returns.empty() && !is_shaped_by_arguments(op, info, args)) t.asks_always = true;
+  if (t.asks_always || (t.known = guess_foreign(op, info, args, t))) return;
+  t.asks_always = std::any_of(info.returns.begin(), info.returns.end(), [](int each) { return each < 0; });
+}
+
+// An operation of another library that could not be run may be found by the next call: by then the library may have
+// been installed, or imported here from elsewhere.
+std::string ask(Session& session, const Writer& w, const OpInfo& info, const Template& t) try {
+  return session.ask(w.bytes().data(), w.size());
+} catch (const c10::NotImplementedError&) {
+  if (info.is_foreign && !t.told) session.forget_template(t);
+  throw;
 }
 
 at::Tensor new_tensor(Session& session, const Layout& layout, std::string& slots) {
@@ -275,7 +289,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         // Without the lock: PyTorch's code may want Python's, whose holder may be freeing a tensor of ours.
         lock.unlock();
         if (C10_UNLIKELY(info.is_foreign)) learn_foreign(op, info, args, *made);
-        made->known = infer(session, op, info, args, *made);
+        else made->known = infer(session, op, info, args, *made);
         lock.lock();
         session.begin();
         tell_settings(session, key, info);
@@ -299,7 +313,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       w.u32(static_cast<uint32_t>(4 + key.payload.size()));
       w.u32(t->id);
       w.raw(key.payload.data(), key.payload.size());
-      auto answer = session.ask(w.bytes().data(), w.size());
+      auto answer = ask(session, w, info, *t);
       read_answer(answer, info, *t);
       compare_guess(session, *t);
       // What warned may warn again, and is asked again, so that the warning has its own line.

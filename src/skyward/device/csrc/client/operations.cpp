@@ -45,10 +45,17 @@ Product product_of(const std::string& name) {
   return Product::kNone;
 }
 
+bool is_tensors(const c10::Type& type) {
+  auto list = type.cast<c10::ListType>();
+  return (list ? *list->getElementType() : type).kind() == c10::TypeKind::TensorType;
+}
+
 std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   auto info = std::make_unique<OpInfo>();
   const auto& schema = op.schema();
   info->own_name = op.operator_name();
+  const auto& name = info->name->name;
+  bool is_pytorchs = name.rfind("aten::", 0) == 0;
   info->arguments = schema.arguments().size();
   for (auto& a : schema.arguments()) {
     auto type = a.type();
@@ -56,7 +63,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
     info->number.push_back(type->kind() == c10::TypeKind::NumberType);
     info->written.push_back(a.alias_info() && a.alias_info()->isWrite());
     if (info->written.back() && a.kwarg_only()) info->outs.push_back(info->written.size() - 1);
-    if (a.name() == "device" && schema.arguments()[0].type()->kind() == c10::TypeKind::TensorType)
+    if (is_pytorchs && a.name() == "device" && schema.arguments()[0].type()->kind() == c10::TypeKind::TensorType)
       info->device = static_cast<int>(info->number.size() - 1);
     auto list = type->cast<c10::ListType>();
     info->list.push_back(list ? list_of(*list->getElementType()) : kInts);
@@ -72,7 +79,6 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
       }
     info->returns.push_back(found);
   }
-  const auto& name = info->name->name;
   info->asks_always = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   static const std::set<std::string> indexing{"aten::index", "aten::index_put", "aten::index_put_",
                                               "aten::_index_put_impl_", "aten::_unsafe_index"};
@@ -107,9 +113,22 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
     info->only_writes = true;
   }
   info->names_graphs = name.rfind("skyward::", 0) == 0;
-  info->is_foreign = !info->names_graphs && name.rfind("aten::", 0) != 0;
-  if (info->is_foreign) info->scalars_shape = true;
+  info->is_foreign = !info->names_graphs && !is_pytorchs;
+  if (!info->is_foreign) return info;
+  info->schema = schema;
+  info->scalars_shape = true;
+  for (auto& r : schema.returns()) {
+    // What a fake kernel says of a number is not what the data says.
+    if (!is_tensors(*r.type())) info->asks_always = true;
+    if (r.alias_info() && !r.alias_info()->isWrite()) info->is_view = true;
+  }
   return info;
+}
+
+// Whether an operation is the one that was studied. A library of the user's may take its operations back, and define
+// others of the same name, or at the same address.
+bool is_of(const OpInfo& info, const c10::OperatorHandle& op) {
+  return C10_LIKELY(!info.is_foreign) || (info.own_name == op.operator_name() && *info.schema == op.schema());
 }
 
 }  // namespace
@@ -117,12 +136,14 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
 const OpInfo& info_of(const c10::OperatorHandle& op) {
   static std::mutex mutex;
   static std::unordered_map<const void*, std::unique_ptr<OpInfo>> known;
+  static std::vector<std::unique_ptr<OpInfo>> former;  // templates name them by their addresses
   thread_local std::unordered_map<const void*, const OpInfo*> mine;
   const void* id = &op.operator_name();
   auto& found = mine[id];
-  if (!found) {
+  if (C10_UNLIKELY(!found || !is_of(*found, op))) {
     std::lock_guard lock(mutex);
     auto& shared = known[id];
+    if (shared && !is_of(*shared, op)) former.push_back(std::move(shared));
     if (!shared) shared = study(op);
     found = shared.get();
   }

@@ -11,6 +11,7 @@ enum class Product : uint8_t { kNone, kMatmul, kConvolution, kRecurrent };
 struct OpInfo {
   c10::OperatorName own_name{"", ""};  // a copy: a library of the user's may take its operations back
   const c10::OperatorName* name = &own_name;
+  std::optional<c10::FunctionSchema> schema;  // of another library's, which may define it anew
   size_t arguments = 0;
   std::vector<bool> number;    // arguments of type Scalar
   std::vector<bool> written;   // arguments it writes to
@@ -24,6 +25,7 @@ struct OpInfo {
   bool only_writes = false;    // it makes no tensors and resizes none
   bool names_graphs = false;   // it is about graphs of this process, by their numbers
   bool is_foreign = false;     // it is of another library than PyTorch
+  bool is_view = false;        // it is that, and returns an argument's memory without writing to it
   Product product = Product::kNone;
   const c10::KernelFunction* shape = nullptr;  // what works out the shapes of its results
 };

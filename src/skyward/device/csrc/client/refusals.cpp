@@ -3,6 +3,7 @@
 #include <ATen/ops/_nested_tensor_size_native.h>
 #include <ATen/ops/_nested_tensor_storage_offsets_native.h>
 #include <ATen/ops/_nested_tensor_strides_native.h>
+#include <ATen/ops/empty_like_ops.h>
 #include <torch/library.h>
 
 #include "session.h"
@@ -10,12 +11,14 @@
 namespace sky {
 namespace {
 
-void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+[[noreturn]] void refuse(const std::string& name) {
   C10_THROW_ERROR(NotImplementedError,
-                  op.schema().name() +
+                  name +
                       ": a sky device holds dense tensors only, not sparse, nested or quantized "
                       "ones; call .to_dense() (or .to_padded_tensor(), .dequantize()) on the CPU before .to(device)");
 }
+
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) { refuse(op.schema().name()); }
 
 torch::CppFunction refusal() { return torch::CppFunction::makeFromBoxedFunction<&refuse>(); }
 
@@ -42,7 +45,18 @@ void refuse_our_device(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
                      stack);
 }
 
+// PyTorch makes one like a nested tensor of the host on any device. Others are as quick as before.
+at::Tensor refuse_nested_like(c10::DispatchKeySet keys, const at::Tensor& self, std::optional<at::ScalarType> dtype,
+                              std::optional<at::Layout> layout, std::optional<at::Device> device,
+                              std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  if (C10_UNLIKELY(self.is_nested() && device && device->type() == kSky)) refuse("aten::empty_like");
+  return at::_ops::empty_like::redispatch(
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect), self, dtype, layout,
+      device, pinned, format);
+}
+
 TORCH_LIBRARY_IMPL(aten, BackendSelect, m) {
+  m.impl("empty_like", &refuse_nested_like);
   m.impl("_nested_tensor_from_tensor_list", torch::CppFunction::makeFromBoxedFunction<&refuse_our_device>());
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

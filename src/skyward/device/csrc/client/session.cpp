@@ -208,6 +208,16 @@ void Session::forget_templates() {
   });
 }
 
+// Not while its number may be in a recording.
+void Session::forget_template(const Template& t) {
+  if (recording_) return;
+  for (auto& [hash, each] : templates)
+    if (each->next == &t) each->next = nullptr;
+  if (last == &t) last = nullptr;
+  forgotten.push_back(t.id);
+  std::erase_if(templates, [&](auto& entry) { return entry.second.get() == &t; });
+}
+
 void Session::broken(const char* what) {
   close(std::string("sky:") + std::to_string(index) + " is gone: " + what);
   check_open();
@@ -286,6 +296,9 @@ void Session::complain(Complaint complaint) {
         "session or by a rule of its own. It has forgotten all such answers, and asks the worker from now on: make the "
         "tensor again, with what was computed from it";
   }
+  // It was noticed at once.
+  if (auto advice = complaint.text.find(kNoticedLate); synchronous() && advice != std::string::npos)
+    complaint.text.erase(advice, kNoticedLate.size());
   raise(complaint);
 }
 

@@ -67,14 +67,14 @@ struct Template {
   bool recalled = false;  // it is known from an earlier session
   bool told = false;      // it is known from the worker of this one
   bool asks_always = false;
-  std::string modules;  // that register the operation in the worker, a line each; none if it is PyTorch's
+  std::string origin;  // of another library's: its signature, and the modules that register it, a line each
   uint32_t new_tensors = 0;
   std::vector<OutInfo> outs;
   std::vector<Resized> resized;
   Template* next = nullptr;  // what came after it last time
   uint64_t used = 0;         // the number of the last operation that was of it
   uint64_t kind = 0;         // of its arguments, where a rule is not sure of them
-  std::vector<OutInfo> guess;
+  std::optional<std::vector<OutInfo>> guess;
 };
 
 struct Stats {
@@ -137,6 +137,7 @@ class Session {
   void put(const void* data, size_t size);
   void flush();
   uint32_t new_template();  // its number; forgets those that were used longest ago when there are very many
+  void forget_template(const Template& t);
   std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
 
   // With the lock held: the content of a slot is about to change. Counted from the first copy between devices on.

@@ -412,7 +412,7 @@ bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, 
   return true;
 }
 
-bool is_shaped_by_arguments(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args) {
+bool guess_foreign(const c10::OperatorHandle& op, const OpInfo& info, const IValue* args, Template& t) {
   if (!op.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
   torch::jit::Stack stack(args, args + info.arguments);
   for (auto& v : stack) {
@@ -423,10 +423,13 @@ bool is_shaped_by_arguments(const c10::OperatorHandle& op, const OpInfo& info, c
   Silence silence;
   try {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    return true;
   } catch (const std::exception&) {
     return false;  // it wants the data, or the worker says what is wrong with the arguments
   }
+  for (size_t i = 0; i < info.returns.size(); i++)
+    if (info.returns[i] < 0) t.outs.push_back(promise(stack[i], t.new_tensors));
+  t.kind = kind_of(info, args);
+  return true;
 }
 
 void hold_guess(const Session& session, Template& t) {
@@ -439,10 +442,10 @@ void hold_guess(const Session& session, Template& t) {
 }
 
 void compare_guess(Session& session, Template& t) {
-  if (t.guess.empty()) return;
+  if (!t.guess) return;
   auto& count = session.confirmations[t.kind];
-  count = count >= 0 && are_equal(t.guess, t.outs) ? count + 1 : -1;
-  t.guess.clear();
+  count = count >= 0 && t.resized.empty() && are_equal(*t.guess, t.outs) ? count + 1 : -1;
+  t.guess.reset();
 }
 
 }  // namespace sky

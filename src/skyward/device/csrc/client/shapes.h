@@ -18,8 +18,9 @@ bool only_writes(const c10::OperatorName& name);
 // Fills in what the template's operation returns; false: the worker must be asked.
 bool infer(Session& session, const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args, Template& t);
 
-// Whether an operation of another library works out its results' shapes from tensors without data.
-bool is_shaped_by_arguments(const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args);
+// The same for an operation of another library that works out its results' shapes from tensors without data. It is a
+// guess until the worker has confirmed it.
+bool guess_foreign(const c10::OperatorHandle& op, const OpInfo& info, const c10::IValue* args, Template& t);
 
 // With the session's lock held. What a rule has worked out that is not sure stays a guess until the worker has
 // confirmed it for such arguments: before it is defined, and after the worker's answer.

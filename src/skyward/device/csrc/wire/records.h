@@ -50,6 +50,9 @@ enum Record : uint32_t {
 };
 constexpr uint32_t kFree = 0x80000000u;
 
+// At the end of an error that is told at a later call than its own.
+constexpr std::string_view kNoticedLate = "; it was noticed late: SKYWARD_DEVICE_SYNC=1 finds its line";
+
 // What is fetched comes in the reply up to this size, and above it the way of uploads.
 constexpr uint64_t kInlineFetch = 64 << 10;
 

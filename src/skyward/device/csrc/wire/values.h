@@ -1,6 +1,7 @@
 // Values of arguments and results as PyTorch has them, to and from what travels.
 #pragma once
 
+#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
 #include <optional>
@@ -9,6 +10,20 @@
 #include "records.h"
 
 namespace sky {
+
+// What client and worker must agree on about an operation of another library: the types of its arguments and results,
+// and which of them it writes to. Names and defaults are the client's alone.
+inline std::string signature_of(const c10::FunctionSchema& schema) {
+  auto listed = [](const std::vector<c10::Argument>& all) {
+    std::string text;
+    for (auto& each : all) {
+      text += (text.empty() ? "" : ", ") + each.type()->str();
+      if (each.alias_info() && each.alias_info()->isWrite()) text += "!";
+    }
+    return "(" + text + ")";
+  };
+  return listed(schema.arguments()) + " -> " + listed(schema.returns());
+}
 
 // The kind and value of what stands for itself: no tensor, list, device or generator.
 inline std::optional<std::pair<Argument, Value>> plain(const c10::IValue& v) {

@@ -21,8 +21,7 @@ struct Failure {
   // first: programs look at how a message begins.
   std::string told() const {
     if (!operation) return text + "\n(" + where + ")";
-    return text + "\n(" + where + ", operation " + std::to_string(operation) +
-           "; it was noticed late: SKYWARD_DEVICE_SYNC=1 finds its line)";
+    return text + "\n(" + where + ", operation " + std::to_string(operation) + std::string(kNoticedLate) + ")";
   }
 };
 using Reason = std::shared_ptr<const Failure>;

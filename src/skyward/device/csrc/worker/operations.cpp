@@ -308,7 +308,7 @@ void Session::ask(Reader& r) {
   Reader args(r.at(), t.payload);
   if (r.left() != t.payload) throw Malformed("a payload of another length");
   if (!t.op) {
-    reply(kNotImplemented, t.name + " is not known to the worker" + t.why_not);
+    reply(kNotImplemented, t.name + t.why_not);
     return;
   }
   auto earlier = first_error_;

@@ -72,6 +72,9 @@ extern "C" int sky_worker_probe(const char* data, size_t size, const char* sent,
   } catch (const sky::Malformed& e) {
     snprintf(text, capacity, "%s", e.what());
     return 1;
+  } catch (const c10::Error& e) {
+    snprintf(text, capacity, "%s", e.what_without_backtrace());
+    return 1;
   } catch (const std::exception& e) {
     snprintf(text, capacity, "%s", e.what());
     return 2;

@@ -68,7 +68,7 @@ struct OutSpec {
 struct Template {
   std::string name;
   std::optional<c10::OperatorHandle> op;  // none: this worker does not know it
-  std::string why_not;                    // why it does not
+  std::string why_not;                    // why it does not, after the name
   std::vector<Spec> args;
   size_t payload = 0;  // bytes of the arguments
   bool known = false;  // outputs are known, from an earlier kAsk or promised by the client

@@ -13,6 +13,7 @@ namespace {
 
 // Importing torch takes long: not before an operator is named that is Python's.
 void find_operator(Template& t, const std::string& name, const std::string& overload, const std::string& modules) {
+  t.why_not = " is not known to the worker";
   auto& later = later_import();
   auto find = [&] { t.op = c10::Dispatcher::singleton().findSchema({name, overload}); };
   find();
@@ -22,12 +23,12 @@ void find_operator(Template& t, const std::string& name, const std::string& over
   }
   if (t.op || !import_operator) return;
   if (name.rfind("aten::", 0) == 0) {
-    t.why_not = ": its PyTorch may be of another version than the client's";
+    t.why_not += ": its PyTorch may be of another version than the client's";
     return;
   }
   std::vector<char> message(4 << 10);
   auto wanted = name + "\n" + overload + "\n" + modules;
-  if (import_operator(wanted.c_str(), message.data(), message.size())) t.why_not = std::string(": ") + message.data();
+  if (import_operator(wanted.c_str(), message.data(), message.size())) t.why_not += std::string(": ") + message.data();
   find();
 }
 
@@ -79,13 +80,10 @@ Spec Session::read_spec(Reader& r, bool is_item) {
   return s;
 }
 
-// The arguments of an operation; elements that do not fit their list are as malformed as bytes that end early.
-std::vector<Spec> Session::read_specs(Reader& r, uint32_t count) try {
+std::vector<Spec> Session::read_specs(Reader& r, uint32_t count) {
   std::vector<Spec> specs;
   for (uint32_t i = 0; i < count; i++) specs.push_back(read_spec(r, false));
   return specs;
-} catch (const c10::Error& e) {
-  throw Malformed(e.what_without_backtrace());
 }
 
 // What the client has worked out itself; checked against every result, as what we told it is.
@@ -114,17 +112,34 @@ void Session::redefine(Reader& r) {
 }
 
 Template Session::read_template(Reader& r) {
-  auto name = r.text(), overload = r.text(), modules = r.text();
+  auto name = r.text(), overload = r.text(), origin = r.text();
+  auto signature = origin.substr(0, origin.find('\n'));
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
   t.is_graph = name == "skyward::run";
-  find_operator(t, name, overload, modules);
+  find_operator(t, name, overload, origin.substr(std::min(origin.size(), signature.size() + 1)));
   t.payload = r.u32();
   auto n = r.u32();
   if (!t.op) return t;
   const auto& schema = t.op->schema();
+  // Of another library, the node may have another version: an error of the calls that use it, and of no other.
+  auto own_signature = signature.empty() ? "" : signature_of(schema);
+  if (signature != own_signature) {
+    t.why_not = " is " + own_signature + " on the node and " + signature +
+                " in the client; install the version of its library that the client has";
+    t.op = std::nullopt;
+    return t;
+  }
   if (n != schema.arguments().size()) throw Malformed("arguments that do not fit " + name);
-  t.args = read_specs(r, n);
+  try {
+    t.args = read_specs(r, n);
+  } catch (const c10::Error& e) {
+    // Elements that do not fit their list are as malformed as bytes that end early.
+    if (signature.empty()) throw Malformed(e.what_without_backtrace());
+    t.why_not = std::string(" has an argument that cannot travel: ") + e.what_without_backtrace();
+    t.op = std::nullopt;
+    return t;
+  }
   for (uint32_t i = 0; i < n; i++) {
     auto* alias = schema.arguments()[i].alias_info();
     t.args[i].written = alias && alias->isWrite();
