@@ -137,7 +137,10 @@ class ContainerMachine:
     ) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
         with self._service.connected() as docker:
             try:
-                process = docker.api.exec_create(self.id, list(command), stdin=True)["Id"]
+                # Podman drops what a process writes before Podman has attached to it: on a busy
+                # machine, all of a short command's output. What we send arrives after that.
+                started = ["sh", "-c", 'read -r _ && exec "$@"', "sh", *command]
+                process = docker.api.exec_create(self.id, started, stdin=True)["Id"]
                 raw = docker.api.exec_start(process, socket=True)
             except Exception as problem:
                 raise PoolStartError(
@@ -147,6 +150,8 @@ class ContainerMachine:
             # The docker package returns a wrapper, whose close leaves the socket open.
             stream = getattr(raw, "_sock", raw)
             try:
+                with contextlib.suppress(OSError):
+                    stream.sendall(b"\n")
                 yield stream, lambda: int(docker.api.exec_inspect(process)["ExitCode"])
             finally:
                 raw.close()
