@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import multiprocessing
 import os
 import signal
@@ -18,8 +19,13 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import context, functions
+from skyward.calls.answers import Failed
+from skyward.calls.lanes import Lanes
+from skyward.calls.nesting import NestedCall, NestedCalls
 from skyward.calls.scheduler import Load, Scheduler
 from skyward.objects import encoding
+from skyward.wire.messages import Define, Payload, Start
 from skyward.worker.jobs import Job
 from skyward.worker.nesting import NestedFuture, NestedPool
 from skyward.worker.places import JobPlaces
@@ -87,11 +93,16 @@ def test_more_tasks_wait_than_there_are_workers(pool: sky.Compute) -> None:
     assert sky.gather(*[sum_through_others(4) for _ in range(8)]) >> pool == [10] * 8
 
 
-def work(number: int, *, nested: bool = False, apart: str = "") -> Any:
+class Lane(SimpleNamespace):
+    """An executor, as far as a test needs one."""
+
+    __hash__ = object.__hash__
+
+
+def work(number: int, *, depth: int = 0, apart: str = "") -> Any:
     """A task, as the scheduler sees it."""
-    return SimpleNamespace(
-        id=number, on=None, worker=None, pinned=None, waiting=True, nested=nested, apart=apart
-    )
+    facts: dict[str, Any] = {"on": None, "worker": None, "pinned": None, "done": False}
+    return SimpleNamespace(id=number, waiting=True, depth=depth, apart=apart, **facts)
 
 
 def test_a_place_that_is_given_up_goes_to_one_task_or_to_any_number_of_nested_ones() -> None:
@@ -103,10 +114,10 @@ def test_a_place_that_is_given_up_goes_to_one_task_or_to_any_number_of_nested_on
         scheduler.begin(load, work(number))
         scheduler.lend(load, number)
     assert scheduler.pick(work(3)) is None, "every task that waits would let another one begin"
-    assert scheduler.pick(work(4, nested=True)) is load
+    assert scheduler.pick(work(4, depth=1)) is load
     scheduler.queue(work(3))
     assert scheduler.next_for(load) is None
-    scheduler.queue(nested := work(5, nested=True))
+    scheduler.queue(nested := work(5, depth=1))
     assert scheduler.next_for(load) is nested
     scheduler.begin(load, nested)
     assert [task.id for task in load.started()] == [1, 2, 5]
@@ -117,6 +128,36 @@ def test_a_place_that_is_given_up_goes_to_one_task_or_to_any_number_of_nested_on
         assert load.capacity > load.slots or number == 1
         scheduler.end(load, number)
     assert (load.capacity, load.common, load.window, load.waiting) == (1, 1, 1, set())
+
+
+def test_of_nested_tasks_the_deepest_come_first_and_then_the_oldest() -> None:
+    scheduler: Scheduler[Any] = Scheduler()
+    load: Load[Any] = Load(0, 0, 0)
+    scheduler.add(load)
+    for number, depth in enumerate([0, 1, 1, 2, 2, 1]):
+        scheduler.queue(work(number, depth=depth))
+    assert [task.id for task in scheduler.queued()][:-1] == [3, 4, 1, 2, 5]
+    taken = []
+    while (task := scheduler.next_for(load)) is not None:
+        taken.append(task.id)
+    assert taken == [3, 4, 1, 2, 5, 0]
+
+
+def test_a_task_sent_into_a_place_that_is_taken_back_is_called_back() -> None:
+    lanes = Lanes()
+    lane: Any = Lane(load=(load := Load(0, 0, 0)), tasks=load.tasks)
+    lanes.add(lane, usable=True)
+    with lanes.lock:
+        lanes.assign(work(1))
+        lanes.lend(lane, 1)
+        lanes.queue_nested(work(2, depth=1))
+        assert lanes.assign_next(lane) is not None
+    assert not lanes.take_stuck()
+    lanes.go_on(lane, 1)
+    assert lanes.take_stuck() == [lane]
+    lanes.recalled(lane, [2])
+    assert not lanes.take_stuck(), "it is asked once"
+    assert (list(load.tasks), load.capacity, lanes.backlog) == ([1], 1, 1)
 
 
 def test_a_recursion_ends(pool: sky.Compute) -> None:
@@ -451,6 +492,85 @@ def test_a_task_that_computes_between_two_results_can_be_cancelled(
     assert threads.stats().workers_died == died
 
 
+def test_cancelling_a_task_that_cannot_be_interrupted_lets_the_others_of_its_process_go_on(
+    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @sky.function
+    def opens(begun: Path, pipe: Path) -> None:
+        begun.touch()
+        pipe.read_text()  # waits in C until another opens it
+
+    @sky.function
+    def cancels(begun: Path, pipe: Path) -> int:
+        future = opens(begun, pipe) > sky
+        while not begun.exists():
+            with contextlib.suppress(TimeoutError):
+                future.result(0.01)
+        future.cancel()
+        found = plus_one(1) >> sky
+        pipe.write_text("")
+        return found
+
+    monkeypatch.setattr("skyward.calls.cancelling.CANCEL_GRACE", 0.05)
+    os.mkfifo(tmp_path / "pipe")
+    died = pool.stats().workers_died
+    busy = pool.submit(waits_for_a_file(tmp_path / "busy", tmp_path / "go"), on=1)
+    wait_for(tmp_path / "busy")
+    assert pool.run(cancels(tmp_path / "begun", tmp_path / "pipe"), on=0) == 2
+    (tmp_path / "go").touch()
+    assert busy.result(60) == "found"
+    assert pool.stats().workers_died == died
+
+
+def test_a_task_that_opens_more_generators_than_there_are_workers_fails(
+    pool: sky.Compute, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    @sky.function
+    def opens(count: int) -> int:
+        return len([counts_up(1000) >> sky for _ in range(count)])
+
+    monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
+    with pytest.raises(sky.DeadlockError, match="counts_up would wait for ever for a worker"):
+        opens(4) >> pool
+    eventually(lambda: not pool._open_pool.running())
+
+
+def test_broadcasts_of_tasks_do_not_keep_failures_from_them() -> None:
+    gate, told = threading.Event(), threading.Event()
+
+    def broadcast(*_: Any) -> list[Any]:
+        gate.wait()
+        return []
+
+    nobody: Any = None
+    nested = NestedCalls(nobody, broadcast)
+    lane: Any = Lane(
+        lost=False,
+        tasks={},
+        preparation=SimpleNamespace(replaced=False),
+        channel=SimpleNamespace(send=lambda message, body: told.set()),
+        connection=SimpleNamespace(when_free=lambda send: send()),
+    )
+    nothing = (memoryview(b""), [], [])
+    nested.define(lane, Define(b"code", Payload(0), False), nothing)
+    for number in range(1, 67):
+        nested.start(lane, Start(-number, 0, "all", b"code", Payload(0), [], True), nothing)
+    failed: Any = SimpleNamespace(answer=Failed.because(KeyError("x")))
+    nested._done(NestedCall(lane, -100, 1), failed)
+    assert told.wait(60)
+    gate.set()
+
+
+def test_a_task_uses_its_own_pool_while_another_of_its_process_has_entered_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, own = SimpleNamespace(), SimpleNamespace()
+    monkeypatch.setattr(functions, "active", [entered])
+    assert contextvars.Context().run(functions.call_target, sky) is entered
+    monkeypatch.setattr(context, "own_pool", lambda: own)
+    assert contextvars.Context().run(functions.call_target, sky) is own
+
+
 def test_a_timeout_ends_a_task_that_waits(pool: sky.Compute, tmp_path: Path) -> None:
     future = waits_for_a_task(tmp_path / "begun", tmp_path / "never").with_timeout(2.0) > pool
     wait_for(tmp_path / "begun")
@@ -552,6 +672,13 @@ def test_a_future_is_an_argument(pool: sky.Compute, tmp_path: Path) -> None:
     assert not both.running()
     (tmp_path / "go").touch()
     assert both.result(60) == len("found") + 2
+
+
+def test_a_callback_passes_its_future_on(pool: sky.Compute) -> None:
+    found: concurrent.futures.Future[int] = concurrent.futures.Future()
+    future = plus_one(1) > pool
+    future.add_done_callback(lambda done: found.set_result(add(done, 1) >> pool))
+    assert found.result(60) == 3
 
 
 def test_futures_are_found_in_lists_and_at_every_operator(pool: sky.Compute) -> None:

@@ -78,10 +78,12 @@ def call_target(where: Where) -> CallTarget:
         return where
     if where.__name__ != "skyward":
         raise TypeError(f"the module {where.__name__!r} cannot run functions; did you mean sky?")
-    found = active_compute()
+    found = current.get()
     if found is None and context.own_pool is not None:
-        # In a task.
+        # In a task. A Compute that another task of this process has entered is not this one's.
         found = context.own_pool()
+    if found is None:
+        found = active_compute()
     if found is None:
         raise PoolClosedError(
             "no Compute is active here: `>> sky` works inside a `with sky.Compute()` block, and in "

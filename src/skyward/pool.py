@@ -291,7 +291,7 @@ class Pool:
             device = functools.partial(self._fleet.devices.for_result, function.stays)
             staying = Staying(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
-        awaits = [each for each in handles if isinstance(each, Future)] if handles else []
+        awaits = [each for each in handles if isinstance(each, Future)] if handles else ()
         options = self.spec.options
         number = next(self._ids)
         return Task(

@@ -11,23 +11,54 @@ import pytest
 from skyward.calls.cancelling import Canceller
 
 
+def a_task(number: int, name: str, **facts: Any) -> Any:
+    return SimpleNamespace(id=number, name=name, cancellable=True, cancelled=False, **facts)
+
+
+def a_lane(tasks: list[Any], done: list[str]) -> Any:
+    return SimpleNamespace(
+        tasks={task.id: task for task in tasks},
+        load=SimpleNamespace(started=lambda: tasks),
+        lost=False,
+        where="node 0",
+        stop=lambda _: done.append("stopped"),
+        kill=lambda reason: done.append(reason),
+        connection=SimpleNamespace(connected_for=lambda _: True),
+    )
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_executor_that_is_to_be_killed_gets_no_other_task(ends: bool) -> None:
     timers: list[Callable[[], None]] = []
     loop: Any = SimpleNamespace(later=lambda _, action: timers.append(action))
     done: list[str] = []
-    lane: Any = SimpleNamespace(
-        tasks={7: "the task"},
-        lost=False,
-        stop=lambda _: done.append("stopped"),
-        kill=lambda reason: done.append(reason),
-        connection=SimpleNamespace(connected_for=lambda _: True),
-    )
-    task: Any = SimpleNamespace(id=7, name="train")
-    Canceller(loop, lambda _: done.append("drained")).stop(lane, task)
+    task = a_task(7, "train")
+    lane = a_lane([task], done)
+    Canceller(loop, lambda _: done.append("drained"), done.append).stop(lane, task)
     if ends:
         lane.tasks.clear()
     (timer,) = timers
     timer()
     killed = ["drained", "train was cancelled and did not end within 1.0 s"]
     assert done == ["stopped", *([] if ends else killed)]
+
+
+def test_an_executor_with_tasks_of_others_is_not_killed() -> None:
+    timers: list[Callable[[], None]] = []
+    loop: Any = SimpleNamespace(later=lambda _, action: timers.append(action))
+    done: list[str] = []
+    task, parent = a_task(7, "naps"), a_task(6, "parent")
+    lane = a_lane([parent, task], done)
+    Canceller(loop, lambda _: done.append("drained"), done.append).stop(lane, task)
+    timers.pop()()
+    assert done == [
+        "stopped",
+        "naps was cancelled and does not end; its process on node 0 stays, since parent runs "
+        "there, too",
+        "stopped",
+    ]
+    timers.pop()()
+    assert len(done) == 3, "it is told once"
+    parent.cancelled = True
+    timers.pop()()
+    assert done[3:] == ["drained", "naps was cancelled and did not end within 1.0 s"]

@@ -68,7 +68,7 @@ class Dispatcher:
         self._prospects = prospects
         self._loop = loop
         self._finisher = Finisher(packer, self.counts, self.teller)
-        self._canceller = Canceller(loop, self.lanes.drain)
+        self._canceller = Canceller(loop, self.lanes.drain, console.note)
         self.held = HeldWorkers(self.lanes, console, self.cancel)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)

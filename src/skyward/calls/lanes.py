@@ -122,8 +122,9 @@ class Lanes:
         now = time.monotonic()
         stuck = []
         for load, lane in list(self._by_load.items()):
-            if load.overfull and not load.recalling and now - load.last_result > RECALL_SECONDS:
-                load.recalling = True
+            behind = (load.overfull or load.crowded) and not load.recalling
+            if behind and now - load.last_result > RECALL_SECONDS:
+                load.recalling, load.crowded = True, False
                 stuck.append(lane)
         return stuck
 
@@ -153,7 +154,7 @@ class Lanes:
                 return task.on not in nodes if task.on is not None else not free
 
             waiting = [task for task in queued if waits(task)]
-            streams = [task for load in full for task in load.started()]
+            streams = [task for load in full for task in load.started() if task.stream is not None]
             return waiting, streams, not any(load.tasks for load in free)
 
     # Tasks.
@@ -189,10 +190,9 @@ class Lanes:
         So the tasks that wait for others are as few as the tasks are deep. Aimed tasks keep their
         order: those of two broadcasts must come in the same order everywhere.
         """
-        task.waiting = task.nested = True
+        task.waiting = True
         load = self._scheduler.room_for(task)
-        aimed = task.worker is not None or task.on is not None or task.pinned is not None
-        self._scheduler.queue(task, first=not aimed)
+        self._scheduler.queue(task)
         if load is not None:
             self._refillable[self._by_load[load]] = None
 
@@ -266,7 +266,8 @@ class Lanes:
 
 def _held_up(load: Load[Task]) -> bool:
     """Whether streams that are not read have every slot of an executor."""
-    tasks = load.tasks.values()
-    return len(tasks) >= load.capacity and all(
+    slotless = load.waiting | load.apart
+    tasks = [task for task in load.tasks.values() if task.id not in slotless]
+    return len(load.tasks) >= load.capacity and all(
         task.stream is not None and task.stream.held_up for task in tasks
     )

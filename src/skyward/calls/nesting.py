@@ -28,6 +28,7 @@ from skyward.worker import failures
 from skyward.worker.outbox import Sendable
 
 _staff = Staff("skyward-nested", 64)
+"""Opens and reports failures, which takes time but never waits."""
 
 
 class NestedRunner(Protocol):
@@ -60,6 +61,8 @@ class NestedCall:
 
     lane: Lane
     number: int
+    depth: int
+    """How many tasks have started one another to ask for it."""
     tasks: list[Task] = field(default_factory=list)
     dropped: bool = False
     """Whether nobody wants the answer any more."""
@@ -101,7 +104,9 @@ class NestedCalls:
     def start(self, lane: Lane, start: Start, pieces: Pieces) -> None:
         """Begin a call."""
         asker = self._asker(lane)
-        call = asker.calls[start.number] = NestedCall(lane, start.number)
+        asking = lane.tasks.get(start.task)
+        depth = 1 if asking is None else asking.depth + 1
+        call = asker.calls[start.number] = NestedCall(lane, start.number, depth)
         try:
             values, asker.values = asker.values, {}
             handles = [
@@ -119,9 +124,11 @@ class NestedCalls:
             if start.everywhere:
                 if lane.preparation.replaced:
                     raise group_is_over(start.name)
-                _staff.run(functools.partial(self._run_everywhere, call, pending))
+                # Not the staff: broadcasts may wait for others, as long as they like.
+                _run_aside(functools.partial(self._run_everywhere, call, pending))
                 return
             task = self._runner.prepare(pending, keep=True)
+            task.depth = depth
             call.tasks.append(task)
             task.when_done(functools.partial(self._done, call))
             self._runner.submit_nested(task)
@@ -177,9 +184,7 @@ class NestedCalls:
             self._return(call, encoded_of(*answer.pieces, ()), task.ran)
         elif isinstance(answer, Streaming):
             iterator = answer.get()
-            threading.Thread(
-                target=self._stream, args=(call, iterator), name="skyward-nested", daemon=True
-            ).start()
+            _run_aside(functools.partial(self._stream, call, iterator))
         elif isinstance(answer, Failed):
             _staff.run(functools.partial(self._fail_with, call, answer))
 
@@ -263,13 +268,18 @@ class _Everywhere:
         """Submit tasks together."""
         self._call.tasks += tasks
         for task in tasks:
-            task.nested = True
+            task.depth = self._call.depth
         if self._call.dropped:
             raise PoolClosedError("the task that asked for this broadcast is gone")
         self._runner.submit_all(tasks)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
+
+
+def _run_aside(action: Callable[[], None]) -> None:
+    """Run what may take any time on a thread of its own."""
+    threading.Thread(target=action, name="skyward-nested", daemon=True).start()
 
 
 def _packed(value: Any) -> Sendable:

@@ -17,6 +17,10 @@ from skyward.calls.task import Task
 from skyward.errors import PoolClosedError, TaskCancelledError
 from skyward.future import Future
 from skyward.objects.exceptions import add_note
+from skyward.staff import Staff
+
+_staff = Staff("skyward-arguments", 16)
+"""Encodes and sends results that are arguments: large ones must not keep other results."""
 
 
 class ResultThread:
@@ -65,11 +69,16 @@ class ResultThread:
     # Tasks with futures as arguments.
 
     def submit_later(self, tasks: Sequence[Task], submit: Callable[[], None]) -> None:
-        """Submit tasks once the futures among their arguments are done."""
-        self._begin()
+        """Submit tasks once the futures among their arguments are done.
+
+        At once if they are: a callback on this thread may wait for the result.
+        """
+        futures = {id(future): future for task in tasks for future in task.awaits}
+        if all(future.done() for future in futures.values()):
+            self._submit(tasks, submit)
+            return
         with self._lock:
             self._awaiting.update(tasks)
-        futures = {id(future): future for task in tasks for future in task.awaits}
         left = [len(futures)]
 
         def one_done(_: Any) -> None:
@@ -77,7 +86,7 @@ class ResultThread:
                 left[0] -= 1
                 last = not left[0]
             if last:
-                self._actions.put(functools.partial(self._submit, tasks, submit))
+                _staff.run(functools.partial(self._submit, tasks, submit))
 
         for future in futures.values():
             future.add_done_callback(one_done)
@@ -89,7 +98,7 @@ class ResultThread:
         try:
             for task in wanted:
                 task.handles += [self._packer.handle(_done(each, task)) for each in task.awaits]
-                task.awaits = []
+                task.awaits = ()
             if wanted:
                 submit()
         except BaseException as problem:

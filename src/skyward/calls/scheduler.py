@@ -5,6 +5,7 @@ The scheduler is a plain data structure. The time per task does not depend on th
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ class Work(Protocol):
     """Whether the task is queued; False after it was cancelled in the queue."""
     order: int
     """The task's number in the queue; the scheduler sets it."""
-    nested: bool
-    """Whether another task has started this one, and may wait for it."""
+    depth: int
+    """How many tasks have started one another to start this one, and may wait for it."""
     apart: str
     """The object with a place of its own that the task belongs to; empty if there is none."""
 
@@ -77,6 +78,8 @@ class Load(Generic[W]):
     If any task could have any place that is given up, all waiting tasks would begin as soon as
     each of them waits for another for a moment.
     """
+    crowded: bool = False
+    """Whether a task has gone on whose place another one has got, which may not have begun."""
     waiting: set[int] = field(default_factory=set)
     """The tasks that wait for others, and have given their places up."""
     apart: set[int] = field(default_factory=set)
@@ -103,6 +106,7 @@ class Load(Generic[W]):
     def lend(self, task_id: int) -> None:
         """Note that a task waits for others: its place is free."""
         self.waiting.add(task_id)
+        self.crowded = False
         self._set_capacity(self.capacity)
         self.stop_sending_ahead()
 
@@ -115,6 +119,7 @@ class Load(Generic[W]):
         """Note that a task goes on; the one that has its place stays, until one of them ends."""
         self.waiting.discard(task_id)
         self._set_capacity(min(self.capacity, len(self.tasks)))
+        self.crowded = self.capacity > self.slots + len(self.apart) + len(self.waiting)
 
     def end(self, task_id: int) -> W | None:
         """Remove a task."""
@@ -167,7 +172,8 @@ class Scheduler(Generic[W]):
         self._ready: deque[Load[W]] = deque()
         self._lent: deque[Load[W]] = deque()
         """Executors with room for nested tasks alone."""
-        self._nested: deque[W] = deque()
+        self._nested: list[tuple[int, int, W]] = []
+        """A heap: the deepest tasks first, so that few tasks wait, and of those the oldest."""
         self._loads: dict[tuple[int, int], list[Load[W]]] = {}
         self._at_node: dict[int, list[Load[W]]] = {}
         self._queue: deque[W] = deque()
@@ -209,7 +215,7 @@ class Scheduler(Generic[W]):
             load.listed = False
             if load.open and len(load.tasks) < load.common:
                 return load
-        while self._lent and task.nested:
+        while self._lent and task.depth:
             load = self._lent.popleft()
             load.lent_listed = False
             if load.takes_nested and len(load.tasks) < load.capacity:
@@ -251,10 +257,10 @@ class Scheduler(Generic[W]):
         """Keep a task until an executor has room; `first` puts it before all others."""
         task.order = next(self._first) if first else next(self._order)
         aim: object = task.pinned or (task.worker if task.worker is not None else task.on)
-        if aim is None:
-            queue = self._nested if task.nested else self._queue
-        else:
-            queue = self._aimed.setdefault(aim, deque())
+        if aim is None and task.depth:
+            heapq.heappush(self._nested, (-task.depth, task.order, task))
+            return
+        queue = self._queue if aim is None else self._aimed.setdefault(aim, deque())
         if first:
             queue.appendleft(task)
         else:
@@ -282,8 +288,12 @@ class Scheduler(Generic[W]):
         """The longest waiting task that this executor may take, if it has room."""
         if len(load.tasks) >= load.window or not (load.open or load.takes_nested):
             return None
+        while self._nested:
+            task = heapq.heappop(self._nested)[2]
+            if task.waiting:
+                return task
         # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
-        queues = [self._nested] if self._nested else []
+        queues = []
         if load.open:
             if len(load.tasks) < load.common + load.window - load.capacity:
                 queues.append(self._queue)
@@ -306,7 +316,7 @@ class Scheduler(Generic[W]):
     def queued(self) -> list[W]:
         """Every waiting task."""
         everything = [
-            *self._nested,
+            *(task for _, _, task in sorted(self._nested)),
             *self._queue,
             *(t for queue in self._aimed.values() for t in queue),
         ]

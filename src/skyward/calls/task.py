@@ -33,6 +33,7 @@ class Task:
         "code",
         "counted",
         "debugged",
+        "depth",
         "done",
         "due",
         "given",
@@ -42,7 +43,6 @@ class Task:
         "load",
         "logged",
         "name",
-        "nested",
         "on",
         "order",
         "overdue",
@@ -81,7 +81,7 @@ class Task:
         trace: CallTrace | None = None,
         cell: Context | None = None,
         debugged: int = NEVER,
-        awaits: list[Future[Any]] | None = None,
+        awaits: Sequence[Future[Any]] = (),
         apart: str = "",
     ) -> None:
         self.id = task_id
@@ -101,10 +101,10 @@ class Task:
         """The call's spans; None if the program makes no traces."""
         self.debugged = debugged
         """When the task opens a debugger."""
-        self.awaits = awaits or []
+        self.awaits = awaits
         """The futures among the arguments, until they are done."""
-        self.nested = False
-        """Whether another task has started this one, and may wait for it."""
+        self.depth = 0
+        """How many tasks have started one another to start this one, and may wait for it."""
         self.apart = apart
         """The object with a place of its own that the task belongs to; empty if there is none."""
         self.cell = cell

@@ -224,7 +224,7 @@ class Ranks:
         answers = [task.answer for task in self.tasks]
         first = first_failed(answers)
         # The task that has asked for a broadcast is in the former group.
-        if first is None or self._retries < 1 or self.tasks[first].nested:
+        if first is None or self._retries < 1 or self.tasks[first].depth:
             return None
         answer = answers[first]
         assert isinstance(answer, Failed)
@@ -288,7 +288,7 @@ class Ranks:
                 f"{task.name} cannot run in the group of the other ranks: a worker of that group "
                 "was lost, or the number of nodes changed, before it began"
             )
-            if task.nested:
+            if task.depth:
                 problem = group_is_over(task.name)
             self._pool.cancel(task, problem)
         return None

@@ -289,7 +289,7 @@ class Preparer:
         former = {lane.load for lane in self._lanes() if lane.preparation.replaced}
         left = [task for task in tasks if not task.done]
         split = any(task.on_executor and task.load in former for task in left)
-        return [task for task in left if former and not task.on_executor and (split or task.nested)]
+        return [task for task in left if former and not task.on_executor and (split or task.depth)]
 
     def _lanes(self) -> list[Lane]:
         with self._roster.lock:
