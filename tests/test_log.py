@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 
 import skyward as sky
 from skyward import functions, listeners, numbers
+from skyward.calls.telling import CallTeller
 from skyward.compute.listening import Listening
-from skyward.events import Event, NumbersLogged, as_dict
+from skyward.events import Event, EventStream, NumbersLogged, as_dict
 from skyward.numbers import Curve, Curves
 from skyward.wire import messages
 from skyward.wire.frames import META_LIMIT
@@ -103,6 +104,23 @@ def test_a_broadcast_has_a_curve_for_each_rank(
     train(3, "everywhere") @ pool
     assert set(curves(pool, "everywhere")) == {0, 1}
     assert {(event.node, event.rank) for event in told} == {(0, 0), (1, 1)}
+
+
+def test_numbers_that_arrive_when_the_broadcast_ends_are_taken() -> None:
+    class Ending(SimpleNamespace):
+        """A task whose broadcast is over as soon as somebody has looked."""
+
+        @property
+        def together(self) -> Any:
+            found, self.left = self.left, ()
+            return found
+
+    task = Ending(name="trains", left=[])
+    task.left.append(task)
+    lane: Any = SimpleNamespace(node=0, worker=0, tasks={7: task})
+    teller = CallTeller(EventStream("pool"))
+    teller.logged(Logged([(7, 0, {"loss": 1.0})]), lane)
+    assert task.wrote
 
 
 def test_without_a_step_each_name_counts(pool: sky.Compute, told: list[NumbersLogged]) -> None:

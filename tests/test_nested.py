@@ -160,6 +160,28 @@ def test_a_task_sent_into_a_place_that_is_taken_back_is_called_back() -> None:
     assert (list(load.tasks), load.capacity, lanes.backlog) == ([1], 1, 1)
 
 
+def test_an_executor_that_will_be_replaced_takes_only_what_its_own_tasks_need() -> None:
+    scheduler: Scheduler[Any] = Scheduler()
+    load: Load[Any] = Load(0, 0, 0)
+    scheduler.add(load)
+    scheduler.begin(load, work(1))
+    scheduler.remove(load)
+    load.nested_only = True
+    scheduler.queue(work(2))
+    scheduler.queue(nested := work(3, depth=1))
+    assert scheduler.next_for(load) is None
+    scheduler.lend(load, 1)
+    assert scheduler.pick(work(4, depth=1)) is load
+    assert scheduler.pick(work(5)) is None
+    assert scheduler.next_for(load) is nested
+    scheduler.begin(load, nested)
+    assert scheduler.next_for(load) is None
+    progress = work(6, apart="progress")
+    assert scheduler.pick(progress) is None
+    progress.pinned = load
+    assert scheduler.pick(progress) is load
+
+
 def test_a_recursion_ends(pool: sky.Compute) -> None:
     assert fibonacci(9) >> pool == 34
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.calls.answers import Streaming
+from skyward.calls.answers import Failed, Streaming
 from skyward.compute.named import items, outcomes
 from skyward.compute.named.items import AGAIN_SECONDS, ItemStreams
 from skyward.compute.named.runner import NamedRun
+from skyward.errors import WorkerDiedError
 from skyward.worker.kept_jobs import JobView
 
 CALL = JobView("slow", "running", ["count"], 0.0, 0.0, "")
@@ -141,3 +142,16 @@ def test_a_stream_whose_result_cannot_be_written_is_not_told(tmp_path: Path) -> 
     run._unwritten = None
     run._answered(0, outcomes.Settled(0, 0, task.wait()))
     assert told == ["full"]
+
+
+def test_a_broadcast_that_is_cancelled_before_it_runs_again_has_a_result(tmp_path: Path) -> None:
+    run = NamedRun(None, "again", tmp_path, str)  # type: ignore[arg-type]
+    died = Failed.because(WorkerDiedError("x"))
+    run._ranks = SimpleNamespace(why_again=lambda: died.problem)  # type: ignore[assignment]
+    run._tasks = [SimpleNamespace()]  # type: ignore[list-item]
+    run.cancelled = True
+    run._answered(0, outcomes.Settled(0, 0, died))
+    assert not (tmp_path / "result").exists(), "all ranks run again"
+    (answer,) = run._run([(0, 0)], run._tasks)
+    assert isinstance(answer, Failed)
+    assert (tmp_path / "result").exists()

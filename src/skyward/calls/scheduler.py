@@ -232,7 +232,9 @@ class Scheduler(Generic[W]):
             loads = self._at_node.get(task.on, [])
         else:
             loads = [load for each in self._loads.values() for load in each]
-        there = [load for load in loads if load.open]
+        # An object that is still there answers, also if its executor will be replaced.
+        stays = task.pinned is not None and task.pinned.nested_only and not task.pinned.paused
+        there = [load for load in loads if load.open or stays]
         return min(there, key=lambda load: len(load.tasks), default=None)
 
     def _awaited(self, aim: object) -> bool:
