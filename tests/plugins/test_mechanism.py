@@ -557,12 +557,11 @@ def test_a_group_that_is_over_does_not_end_again() -> None:
         note=nothing,
     )
     ran: Any = [SimpleNamespace(load=lane.load)]
-    preparer.leave(ran, at_next_broadcast=True)
-    assert preparer._ends_next
     lane.preparation.replace()
-    preparer._ends_next = False
-    preparer.leave(ran, at_next_broadcast=True)
+    assert not preparer.leave(ran, at_next_broadcast=True)
     assert not preparer.begin_broadcast(), "a new group forms already"
+    lane.preparation = Preparation(begun=True, replaced=False)
+    assert preparer.leave(ran, at_next_broadcast=True)
 
 
 def test_an_unknown_plugin_names_those_there_are() -> None:

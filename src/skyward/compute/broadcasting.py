@@ -192,8 +192,10 @@ class Ranks:
         if self._grouped and (interrupted or not self._in_step()):
             # A worker keeps the frames of a task that failed, for a debugger, until its next task.
             debugged = not interrupted and any(t.debugged >= KEEPING_FRAMES for t in self.tasks)
-            self._pool.group.leave(self.tasks, at_next_broadcast=debugged)
-            if not debugged and self.why_again() is None:
+            ends = self._pool.group.leave(self.tasks, at_next_broadcast=debugged)
+            # A worker that has died has ended the group already.
+            died = any(isinstance(_problem(task), DEATHS) for task in self.tasks)
+            if (ends or died) and not debugged and self.why_again() is None:
                 self._tell_regrouped()
 
     def _tell_regrouped(self) -> None:
@@ -335,11 +337,10 @@ class Ranks:
 
         That is so if all ranks have returned, or raised the same exception by themselves.
         """
-        answers = [
-            task.answer if task.stream is None else task.stream.problem for task in self.tasks
-        ]
+        answers = list(map(_end_of, self.tasks))
         failed = [answer for answer in answers if isinstance(answer, Failed)]
         if any(isinstance(answer.problem, PoolClosedError) for answer in failed):
+            # It is of no use any more.
             return True
         told = [answer.raised.failure for answer in failed if answer.raised is not None]
         if len(told) < len(failed) or any(failure.cancelled for failure in told):
@@ -356,6 +357,17 @@ def _hear(heard: queue.SimpleQueue[int], rank: int, task: Task) -> None:
     heard.put(rank)
     if task.stream is not None:
         task.stream.when_ended(functools.partial(heard.put, rank))
+
+
+def _end_of(task: Task) -> Answer | None:
+    """What a task has answered, or the exception that has ended its stream."""
+    return task.answer if task.stream is None else task.stream.problem
+
+
+def _problem(task: Task) -> BaseException | None:
+    """The exception of the client's that a task has ended with."""
+    end = _end_of(task)
+    return end.problem if isinstance(end, Failed) else None
 
 
 def _has_ended(task: Task) -> bool:

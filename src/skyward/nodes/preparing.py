@@ -264,14 +264,16 @@ class Preparer:
         if ends:
             self._loop.later(HELD_SECONDS, self._tell_held)
 
-    def leave(self, tasks: Sequence[Task], *, at_next_broadcast: bool) -> None:
-        """End the group that tasks of a broadcast have run in, unless it is over."""
+    def leave(self, tasks: Sequence[Task], *, at_next_broadcast: bool) -> bool:
+        """End the group that tasks of a broadcast have run in; False if it is over."""
         loads = {task.load for task in tasks}
-        if any(lane.load in loads and not lane.preparation.replaced for lane in self._lanes()):
-            if at_next_broadcast:
-                self._ends_next = True
-            else:
-                self.regroup()
+        if all(lane.load not in loads or lane.preparation.replaced for lane in self._lanes()):
+            return False
+        if at_next_broadcast:
+            self._ends_next = True
+        else:
+            self.regroup()
+        return True
 
     def begin_broadcast(self) -> bool:
         """Form a new group if that was put off until the next broadcast; returns whether it was."""
