@@ -147,7 +147,7 @@ def test_nothing_is_sent_to_an_executor_that_is_gone() -> None:
 
 def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None:
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
-    console: Any = None
+    console: Any = SimpleNamespace(note=print)
     packer = Packer(encrypted=True, relayed=False)
     nested: Any = SimpleNamespace(lose=lambda lane: None)
     prospects = Prospects(grouped=False)
