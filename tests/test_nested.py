@@ -143,6 +143,23 @@ def test_of_nested_tasks_the_deepest_come_first_and_then_the_oldest() -> None:
     assert taken == [3, 4, 1, 2, 5, 0]
 
 
+def test_tasks_of_objects_with_their_own_places_count_as_begun_and_take_turns() -> None:
+    scheduler: Scheduler[Any] = Scheduler()
+    loads: list[Load[Any]] = [Load(node, 0, 0) for node in range(3)]
+    for load in loads:
+        scheduler.add(load)
+    objects = [work(number, apart=f"object {number}") for number in range(3)]
+    picked = [scheduler.pick(task) for task in objects]
+    assert [load.node for load in picked if load is not None] == [0, 1, 2]
+    first = loads[0]
+    for task in (work(4), work(5), work(6, apart="progress")):
+        scheduler.begin(first, task)
+    assert [task.id for task in first.started()] == [4, 6]
+    assert [task.id for task in first.unstarted()] == [5], "it was sent ahead"
+    scheduler.end(first, 6)
+    assert first.overfull
+
+
 def test_a_task_sent_into_a_place_that_is_taken_back_is_called_back() -> None:
     lanes = Lanes()
     lane: Any = Lane(load=(load := Load(0, 0, 0)), tasks=load.tasks)
@@ -369,6 +386,21 @@ def test_an_object_with_its_own_place_needs_no_helper_for_other_tasks() -> None:
     assert not places.add(job(3)), "nor is its place given up"
     assert places.begin_next(waits=False) is None
     gate.set()
+
+
+def test_the_thread_of_an_object_ends_with_the_object(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    _, places = nested_pool()
+    ran = threading.Event()
+    places._run = lambda job: ran.set()
+    monkeypatch.setattr("skyward.instances.has", lambda key: True)
+    places.add_apart(job(1, "progress"))
+    assert ran.wait(60)
+    assert places._apart
+    monkeypatch.setattr("skyward.instances.has", lambda key: False)
+    places.objects_freed()
+    eventually(lambda: not places._apart)
 
 
 def test_a_thread_that_waits_for_a_place_hears_of_it(eventually: Eventually) -> None:
@@ -772,13 +804,41 @@ def test_a_future_of_another_pool_is_an_argument(pool: sky.Compute, threads: sky
     assert add((plus_one(1) > threads).as_argument(), 1) >> pool == 3
 
 
-def test_a_future_is_an_argument_in_a_task(pool: sky.Compute) -> None:
+def test_a_future_of_a_task_does_not_leave_it(pool: sky.Compute) -> None:
+    @sky.function
+    def returns_it() -> Any:
+        return plus_one(1) > sky
+
+    @sky.function
+    def uses_it_by_name() -> Any:
+        future = plus_one(1) > sky
+
+        @sky.function
+        def uses() -> Any:
+            return future
+
+        return uses() >> sky
+
+    for call in (returns_it(), uses_it_by_name()):
+        with pytest.raises(sky.SerializationError, match=r"use its result\(\), or pass it"):
+            call >> pool
+
+
+def test_a_future_is_an_argument_in_a_task(pool: sky.Compute, tmp_path: Path) -> None:
     @sky.function
     def chains(count: int) -> int:
         future = plus_one(0) > sky
         for _ in range(count):
             future = add(future.as_argument(), 1) > sky
         return future.result()
+
+    @sky.function
+    def waits_for_an_argument(begun: Path, path: Path) -> tuple[bool, bool]:
+        argument: Any = waits_for_a_file(begun, path) > sky
+        future = plus_one(argument) > sky
+        running = argument.running(), future.running()
+        path.touch()
+        return running
 
     @sky.function
     def chains_a_failure() -> str:
@@ -791,6 +851,8 @@ def test_a_future_is_an_argument_in_a_task(pool: sky.Compute) -> None:
 
     assert chains(10) >> pool == 11
     assert chains_a_failure() >> pool == "'first'"
+    running = waits_for_an_argument(tmp_path / "begun", tmp_path / "go") >> pool
+    assert running == (True, False)
 
 
 # Objects with places of their own.

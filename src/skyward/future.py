@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import uuid
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -49,10 +48,13 @@ class Future(concurrent.futures.Future[T]):
         """This future, which type checkers take for its result: for arguments of other calls."""
         return cast(T, self)
 
-    @functools.cached_property
+    @property
     def key(self) -> bytes:
         """What stands for the result in the arguments of a call."""
-        return uuid.uuid4().bytes
+        key: bytes = self.__dict__.get("_key") or self.__dict__.setdefault(
+            "_key", uuid.uuid4().bytes
+        )
+        return key
 
     @property
     def encoded(self) -> Encoded:

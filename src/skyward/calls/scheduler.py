@@ -51,7 +51,11 @@ class Load(Generic[W]):
     capacity: int = 1
     """How many tasks the executor runs at once, including those that wait for other tasks."""
     tasks: dict[int, W] = field(default_factory=dict)
-    """The executor's tasks in the order of sending; the first `capacity` tasks have started."""
+    """The executor's tasks in the order of sending.
+
+    The first ones have started: as many as `capacity` says, with those of objects that have places
+    of their own, which never wait for the others.
+    """
     window: int = 0
     """How many tasks the executor may have, including tasks sent ahead; first its capacity."""
     open: bool = True
@@ -125,7 +129,7 @@ class Load(Generic[W]):
         """Remove a task."""
         if self.capacity == self.slots:
             return self.tasks.pop(task_id, None)
-        had_place = task_id in itertools.islice(self.tasks, self.capacity)
+        had_place = any(task.id == task_id for task in self.started())
         self.waiting.discard(task_id)
         self.apart.discard(task_id)
         self._set_capacity(self.capacity - had_place)
@@ -158,11 +162,15 @@ class Load(Generic[W]):
 
     def started(self) -> list[W]:
         """Tasks that may have begun to run."""
-        return list(itertools.islice(self.tasks.values(), self.capacity))
+        if not self.apart:
+            return list(itertools.islice(self.tasks.values(), self.capacity))
+        unstarted = {task.id for task in self.unstarted()}
+        return [task for task in self.tasks.values() if task.id not in unstarted]
 
     def unstarted(self) -> list[W]:
         """Tasks that were sent ahead and wait behind others."""
-        return list(itertools.islice(self.tasks.values(), self.capacity, None))
+        tasks = (task for task in self.tasks.values() if task.id not in self.apart)
+        return list(itertools.islice(tasks, self.capacity - len(self.apart), None))
 
 
 class Scheduler(Generic[W]):
@@ -180,6 +188,7 @@ class Scheduler(Generic[W]):
         self._aimed: dict[object, deque[W]] = {}
         self._order = itertools.count()
         self._first = itertools.count(-1, -1)
+        self._turn = itertools.count()
 
     def add(self, load: Load[W]) -> None:
         """Use an executor from now on."""
@@ -223,7 +232,10 @@ class Scheduler(Generic[W]):
         return None
 
     def _beside(self, task: W) -> Load[W] | None:
-        """An executor for a task that needs none of its slots: the one with the fewest tasks."""
+        """An executor for a task that needs none of its slots: the one with the fewest tasks.
+
+        Of several, each in its turn.
+        """
         if task.pinned is not None:
             loads = [task.pinned]
         elif task.worker is not None:
@@ -234,7 +246,8 @@ class Scheduler(Generic[W]):
             loads = [load for each in self._loads.values() for load in each]
         # An object that is still there answers, also if its executor will be replaced.
         stays = task.pinned is not None and task.pinned.nested_only and not task.pinned.paused
-        there = [load for load in loads if load.open or stays]
+        there = deque(load for load in loads if load.open or stays)
+        there.rotate(-next(self._turn))
         return min(there, key=lambda load: len(load.tasks), default=None)
 
     def _awaited(self, aim: object) -> bool:

@@ -244,6 +244,7 @@ class Executor:
                 os._exit(0)
         before = self._client
         instances.free_all()
+        self._places.objects_freed()
         self._await_client()
         # Only now: for the client, this is the sign that another one may come.
         before.channel.close()

@@ -147,7 +147,10 @@ class NestedPool:
         start.timeout, start.retries = function.timeout or 0.0, function.retries
         start.fail_fast = function.fail_fast
         # Not the future, which would refer to itself then.
-        future._bind(lambda: self._drop(number), lambda: number in self._calls)
+        future._bind(
+            lambda: self._drop(number),
+            lambda: number in self._calls and start.payload is not _NOTHING,
+        )
         self._calls[number] = future
         if awaited:
             # Now, since the caller may change them before the last future is done.
@@ -317,7 +320,13 @@ class NestedFuture(Future[Any]):
     @property
     def key(self) -> bytes:
         """What stands for the result in the arguments of the call that is being encoded."""
-        return _keys.get().setdefault(id(self), uuid.uuid4().bytes)
+        keys = _keys.get(None)
+        if keys is None:
+            raise SerializationError(
+                "the future of a call that a task has started cannot leave the task, nor can a "
+                "function use it by its name; use its result(), or pass it as an argument"
+            )
+        return keys.setdefault(id(self), uuid.uuid4().bytes)
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Have a function called when the future is done, on a thread of its own."""

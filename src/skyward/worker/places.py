@@ -49,7 +49,7 @@ class JobPlaces:
         self._telling = threading.Lock()
         """So that the client hears of waits in their order."""
         self._helpers = Staff("skyward-task", 2 * WAITING_MAX)
-        self._apart: dict[str, queue.SimpleQueue[Job]] = {}
+        self._apart: dict[str, queue.SimpleQueue[Job | None]] = {}
         """For each object with a place of its own, the jobs of its thread."""
 
     def find(self, task: int) -> Job | None:
@@ -89,18 +89,24 @@ class JobPlaces:
         while True:
             job = jobs.get()
             with self.lock:
-                task = job.run.task
-                wanted = self.waiting_apart.pop(task, None) is not None
-                if wanted:
-                    job.thread = threading.get_ident()
-                    self.running[task] = job
+                wanted = None if job is None else self.waiting_apart.pop(job.run.task, None)
+                if wanted is not None:
+                    wanted.thread = threading.get_ident()
+                    self.running[wanted.run.task] = wanted
                     self._running_apart += 1
-            if wanted:
-                self._run(job)
+            if wanted is not None:
+                self._run(wanted)
+            del job, wanted
             with self.lock:
                 if jobs.empty() and not instances.has(key):
                     del self._apart[key]
                     return
+
+    def objects_freed(self) -> None:
+        """End the threads of objects that are gone."""
+        with self.lock:
+            for jobs in self._apart.values():
+                jobs.put(None)
 
     def begin_next(self, *, waits: bool = True) -> Job | None:
         """The job that has waited longest; None if others began all jobs.
