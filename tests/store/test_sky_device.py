@@ -260,7 +260,7 @@ def test_a_busy_node_loads_when_it_is_free_and_says_that_it_waits(
         (tmp_path / "flag").touch()
         assert loading.result(30)["x"].tolist() == [1.0] * 3
     held.result(30)
-    assert "load_model waits for a free worker on node 0 of compute-" in caplog.text
+    assert f"load_model waits for a free worker on node 0 of {compute.name}" in caplog.text
     assert "hold" in caplog.text
 
 
@@ -377,7 +377,7 @@ def unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sky.ModelStore:
 
 
 def test_a_folder_that_the_node_does_not_see_is_read_here(
-    unseen, device, moved, caplog: pytest.LogCaptureFixture
+    unseen, compute, device, moved, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.randn(1 << 20)
     unseen.save_model({"x": x}, "m")
@@ -388,7 +388,7 @@ def test_a_folder_that_the_node_does_not_see_is_read_here(
     with caplog.at_level(logging.WARNING, "skyward.store"):
         loaded = unseen.load_model("m", device=device)
 
-    assert "node 0 of compute-" in caplog.text
+    assert f"node 0 of {compute.name}" in caplog.text
     assert "does not see the store /proc/self/cwd/store" in caplog.text
     assert loaded["x"].device == device
     assert torch.equal(loaded["x"].cpu(), x)
@@ -423,7 +423,9 @@ def test_another_store_at_the_same_path_is_not_mistaken_for_it(
     assert "its 'm' version 1 is another one" in caplog.text
 
 
-def test_a_remote_place_that_the_node_cannot_open_is_an_error(device, tmp_path: Path) -> None:
+def test_a_remote_place_that_the_node_cannot_open_is_an_error(
+    compute, device, tmp_path: Path
+) -> None:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
     local = fsspec.get_filesystem_class("file")
 
@@ -438,7 +440,7 @@ def test_a_remote_place_that_the_node_cannot_open_is_an_error(device, tmp_path: 
     store = sky.ModelStore(f"onlyhere://{tmp_path}/store")
     store.save_model({"x": torch.ones(3)}, "m")
 
-    told = r"node 0 of compute-\d+ cannot use onlyhere://.*Protocol not known.*sky\.Image\("
+    told = rf"node 0 of {compute.name} cannot use onlyhere://.*Protocol not known.*sky\.Image\("
     with pytest.raises(sky.StoreError, match=told):
         store.load_model("m", device=device)
     with pytest.raises(sky.StoreError, match=told):
