@@ -114,7 +114,7 @@ class Load(Generic[W]):
         self._set_capacity(self.capacity)
         self.stop_sending_ahead()
 
-    def beside(self, task_id: int) -> None:
+    def begin_apart(self, task_id: int) -> None:
         """Note that a task takes none of the slots."""
         self.apart.add(task_id)
         self._set_capacity(self.capacity + 1)
@@ -205,7 +205,7 @@ class Scheduler(Generic[W]):
     def pick(self, task: W) -> Load[W] | None:
         """An executor that has a free slot for this task; None if there is none."""
         if task.apart:
-            return self._beside(task)
+            return self._pick_apart(task)
         # No task overtakes one that waits for the same worker or node: broadcasts must keep one
         # order everywhere.
         if task.pinned is not None:
@@ -231,7 +231,7 @@ class Scheduler(Generic[W]):
                 return load
         return None
 
-    def _beside(self, task: W) -> Load[W] | None:
+    def _pick_apart(self, task: W) -> Load[W] | None:
         """An executor for a task that needs none of its slots: the one with the fewest tasks.
 
         Of several, each in its turn.
@@ -265,7 +265,7 @@ class Scheduler(Generic[W]):
         """Note that the task is about to be sent to that executor."""
         load.tasks[task.id] = task
         if task.apart:
-            load.beside(task.id)
+            load.begin_apart(task.id)
         self._list(load)
 
     def queue(self, task: W, *, first: bool = False) -> None:

@@ -259,7 +259,10 @@ class Run(Message):
 
 
 class Cancel(Message):
-    """Stop a task: the executor drops it before its start, and interrupts it later."""
+    """Stop a task: the executor drops it before its start, and interrupts it later.
+
+    Said again of a task that does not end: others may have its place.
+    """
 
     KIND = 19
     task: int
