@@ -682,7 +682,7 @@ def test_a_forked_child_leaves_the_parents_pool_alone(compute):
         ({"kind": "a:b:c"}, r"device\('a:b:c'\): there is no such device; give 'cuda', 'cuda:1'"),
         ({"kind": ""}, r"device\(''\): there is no such device"),
         ({"kind": 3}, r"device\(3\): there is no such device"),
-        ({"kind": "cpu:0", "index": 1}, r"device\('cpu:0', index=1\): the index is there twice"),
+        ({"kind": "cpu:0", "index": 1}, r"device\('cpu:0', 1\): the index is there twice"),
     ],
 )
 def test_an_impossible_device_is_a_runtime_error_as_from_torch(wanted, told):

@@ -111,6 +111,17 @@ def test_a_call_that_is_a_statement_and_never_ran_warns_once_for_its_line():
     assert [each.lineno - first.lineno for each in (both, other, *last)] in ([1, 1, 2], [1, 1])
 
 
+def test_a_call_used_as_its_result_says_that_it_has_not_run():
+    with pytest.raises(
+        AttributeError, match=r"add has not run, so it has no 'eval'; .* >> compute"
+    ):
+        add(1).eval()
+    with pytest.raises(TypeError, match="a call of add has not run, so it has no items"):
+        list(add(1))
+    with pytest.raises(TypeError, match="'UnusedCall' and 'int'"):
+        add(1) + 1
+
+
 def test_a_call_that_somebody_may_still_use_does_not_warn(compute):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, ge
 from skyward import handles, instances
 from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
-from skyward.functions import Function, Pending, Unused, Where, call_target
+from skyward.functions import Function, Pending, UnusedCall, Where, call_target
 from skyward.future import Future
 from skyward.groups import InstanceGroup
 
@@ -293,7 +293,7 @@ class InstanceFunction(SeatFunction):
         self.__doc__ = plain.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        return Unused(self, (self._residence.key, self._method, *args), kwargs)
+        return UnusedCall(self, (self._residence.key, self._method, *args), kwargs)
 
     def local(self, *args: Any, **kwargs: Any) -> Any:
         """A method of an object on a node cannot run here."""

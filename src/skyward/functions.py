@@ -20,6 +20,7 @@ from typing import (
     Any,
     Generic,
     Literal,
+    NoReturn,
     ParamSpec,
     Protocol,
     Self,
@@ -156,7 +157,7 @@ class Function(Generic[P, T]):
         self._lock = threading.Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        return Unused(self, args, kwargs)
+        return UnusedCall(self, args, kwargs)
 
     def local(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run here, now.
@@ -327,7 +328,7 @@ class Pending(Generic[T]):
 
         >>> train(x).with_timeout(600) >> compute
         """
-        return Unused(self.function.with_timeout(seconds), self.use().args, self.kwargs)
+        return UnusedCall(self.function.with_timeout(seconds), self.use().args, self.kwargs)
 
     def __rshift__(self, where: Where) -> T:
         """Run on one node, wait."""
@@ -350,6 +351,20 @@ class Pending(Generic[T]):
             return Group((self, *other.pendings))
         return Group((self, checked(other)))
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in Pending.__slots__:
+            raise AttributeError(name)
+        raise AttributeError(
+            f"a call of {self.function.name} has not run, so it has no {name!r}; run it first, "
+            f"with {self.function.name}(...) >> compute"
+        )
+
+    def __getitem__(self, item: object) -> NoReturn:
+        raise TypeError(
+            f"a call of {self.function.name} has not run, so it has no items; run it first, with "
+            f"{self.function.name}(...) >> compute"
+        )
+
     def __bool__(self) -> bool:
         raise TypeError(
             f"a call of {self.function.name} has not run, so it is neither true nor false; note "
@@ -368,7 +383,7 @@ class Pending(Generic[T]):
         return html.block(html.line(html.mark("idle", "pending"), html.code(call), hint))
 
 
-class Unused(Pending[T]):
+class UnusedCall(Pending[T]):
     """A described call that nobody has done anything with; one that is a statement warns.
 
     It becomes a plain `Pending` with its use: no code of ours runs when that one is dropped, which

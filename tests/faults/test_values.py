@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import re
 import threading
 import traceback
 import types
@@ -256,6 +257,26 @@ def test_the_chain_of_causes_arrives(pool: sky.Compute) -> None:
     assert second.code == 2
     assert isinstance(second.__cause__, KeyError)
     assert second.__cause__.args == ("first",)
+
+
+def test_a_cause_says_where_it_was_raised(pool: sky.Compute) -> None:
+    @sky.function
+    def reads(settings: dict[str, int]) -> None:
+        try:
+            settings["learning rate"]
+        except KeyError as problem:
+            raise RuntimeError("the settings are incomplete") from problem
+
+    with pytest.raises(RuntimeError) as caught:
+        reads({}) >> pool
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    (note,) = cause.__notes__
+    assert re.fullmatch(
+        r'remote traceback:\n  File ".*test_values\.py", line \d+, in reads\n'
+        r'    settings\["learning rate"\]',
+        note,
+    )
 
 
 def test_an_implicit_context_arrives_and_from_none_hides_it(pool: sky.Compute) -> None:

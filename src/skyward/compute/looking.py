@@ -23,7 +23,7 @@ _KIND = re.compile(r"[a-z]+(:[0-9]+)?")
 class Looking(Keeping):
     """The methods of a `Compute` that show its pool as it is, and resize it."""
 
-    def device(self, kind: str = "auto", *, node: int = 0, index: int = 0) -> torch.device:
+    def device(self, kind: str = "auto", index: int = 0, *, node: int = 0) -> torch.device:
         """A torch device on a node: put tensors on it and go on in plain PyTorch.
 
         `kind` is what the node has: "cuda", "cuda:1", "cpu", "mps", or "auto" for the best of it.
@@ -37,8 +37,8 @@ class Looking(Keeping):
             )
         if index and ":" in kind:
             raise NoDeviceError(
-                f"device({kind!r}, index={index!r}): the index is there twice; write "
-                f"device({kind!r}), or device({kind.partition(':')[0]!r}, index={index!r})"
+                f"device({kind!r}, {index!r}): the index is there twice; write "
+                f"device({kind!r}), or device({kind.partition(':')[0]!r}, {index!r})"
             )
         if index:
             kind = f"{kind}:{index}"

@@ -95,6 +95,9 @@ def portable(
                 # would double the work.
                 if id(other) not in made:
                     made[id(other)] = portable(_travelling(other), depth + 1, made)
+                    if found := frames(other):
+                        shown = (f'  File "{a}", line {b}, in {c}\n    {d}' for a, b, c, d in found)
+                        made[id(other)].notes.append("\n".join(["remote traceback:", *shown]))
                 chain[link] = made[id(other)]
     return PortableException.of(problem, chain)
 
