@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import re
+import sys
 import threading
 import traceback
 import types
