@@ -203,6 +203,7 @@ LONG = {
     "model_store",
     "profile_training",
     "skytorch_cluster",
+    "skytorch_mnist",
 }
 """Examples of what other tests cover, and which take long: `make test-all` runs them."""
 

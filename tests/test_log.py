@@ -490,6 +490,8 @@ def test_async_for_waits_for_trackers_beside_the_event_loop(
         return found
 
     async def main() -> list[list[int]]:
+        # Opening the stream waits for trackers, too, if it has logged by then.
+        go.set()
         mapped = pool.map(train, [1], ["mapped"])
         calls = sky.gather(train(2, "gathered"), stream=True, ordered=False)
         return [await taken(each) for each in (learn() >> pool, mapped, calls >> pool)]
