@@ -136,6 +136,10 @@ class TestNames:
         assert former.NAMES[name] in str(caught.value)
         assert "coming-from" in str(caught.value)
 
+    def test_an_import_says_so_too(self) -> None:
+        with pytest.raises(ImportError, match=r"has no attribute 'App'; .*coming-from"):
+            from skyward import App  # noqa: F401
+
     @pytest.mark.parametrize("name", sorted(former.PLUGINS))
     def test_so_does_a_name_of_plugins(self, name: str) -> None:
         with pytest.raises(AttributeError, match=f"skyward.plugins has no attribute '{name}'; .*"):

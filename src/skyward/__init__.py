@@ -225,7 +225,14 @@ def __getattr__(name: str) -> Any:
     home = "notebook.magics" if name in _EXTENSION else _HOME_OF.get(name)
     if home is None:
         former = importlib.import_module("skyward.former")
-        raise former.missing("module 'skyward'", name, former.NAMES)
+        problem: AttributeError = former.missing("module 'skyward'", name, former.NAMES)
+        if name in former.NAMES:
+            opname = importlib.import_module("opcode").opname
+            caller = sys._getframe(1)
+            if opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+                # Of an AttributeError, `from skyward import App` would show nothing.
+                raise ImportError(str(problem), name=name)
+        raise problem
     value = getattr(importlib.import_module(f"skyward.{home}"), name)
     globals()[name] = value
     return value
