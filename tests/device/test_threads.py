@@ -106,9 +106,14 @@ def test_each_thread_has_its_own_current_device(
     def made_on() -> torch.device:
         return torch.ones(1, device="sky").device
 
-    with torch.sky.device(other_device):
+    def made_on_a_new_thread() -> torch.device:
         with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(made_on).result() == torch.device("sky:0")
+            return thread.submit(made_on).result()
+
+    first = made_on_a_new_thread()
+    assert first != other_device
+    with torch.sky.device(other_device):
+        assert made_on_a_new_thread() == first
         assert made_on() == other_device
 
 
