@@ -11,7 +11,7 @@ import pytest
 from skyward.objects import memory
 from skyward.objects.encoding import encode
 from skyward.objects.payloads import Pieces
-from skyward.wire.messages import KNOWN, Buffer, Define, Message, Missing, Payload, Run
+from skyward.wire.messages import KNOWN, Buffer, Define, Evicted, Message, Missing, Payload, Run
 from skyward.worker.arrivals import Arrival
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
@@ -43,9 +43,11 @@ class Setup:
         payload = Payload(len(pickle), [known(each) for each in digests], inline=len(pickle))
         self.pending.define(self.channel, Define(key, payload, False), bytearray(pickle))
 
-    def receive(self, task: int, *digests: bytes, handles: tuple[bytes, ...] = ()) -> None:
+    def receive(
+        self, task: int, *digests: bytes, handles: tuple[bytes, ...] = (), again: bool = False
+    ) -> None:
         payload = Payload(2, [known(each) for each in digests], inline=2)
-        run = Run(task, "f", CODE, payload, list(handles), [])
+        run = Run(task, "f", CODE, payload, list(handles), [], pending=again)
         self.pending.add(self.channel, run, bytearray(b"ok"))
 
     def expect(self, number: int = 0) -> list[Arrival]:
@@ -97,6 +99,18 @@ def test_a_task_waits_for_the_buffers_of_its_handles(setup: Setup) -> None:
     assert setup.definitions.resolve(b"data") == 1
 
 
+def test_a_task_that_comes_again_after_it_was_given_back_holds_nobody_up(setup: Setup) -> None:
+    """Another executor runs it by then, and the client would not send what it lacks."""
+    setup.receive(1, DIGEST)
+    assert setup.missing() == [Missing(1, [DIGEST], [], False)]
+    assert setup.pending.clear() == [1]
+    assert Evicted([DIGEST]) in setup.sent
+    setup.receive(1, DIGEST, again=True)
+    setup.receive(2)
+    assert setup.admitted == [2]
+    assert not setup.pending
+
+
 def test_a_missing_buffer_is_sent_again_before_the_next_task_begins(setup: Setup) -> None:
     """Otherwise two broadcasts could begin in another order on another worker."""
     coming = setup.expect(1)
@@ -107,7 +121,7 @@ def test_a_missing_buffer_is_sent_again_before_the_next_task_begins(setup: Setup
     assert setup.admitted == []
     assert setup.missing() == [Missing(1, [DIGEST], [], False)]
     setup.arrive(setup.expect())
-    setup.receive(1, DIGEST)
+    setup.receive(1, DIGEST, again=True)
     assert setup.admitted == [1, 2]
 
 

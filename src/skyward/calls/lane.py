@@ -167,11 +167,12 @@ class Lane:
             for named in (task.code, *task.handles)
         )
 
-    def send(self, task: Task, *, again: bool = False) -> bool:
+    def send(self, task: Task, *, again: bool = False, pending: bool = False) -> bool:
         """Send a task and the objects that the executor lacks, unless the task was cancelled.
 
         The executor is told to get large buffers from other executors if it can; with `again`,
-        those that did not come from another executor.
+        those that did not come from another executor. With `pending`, the executor has the task,
+        which lacks something; if the executor has given the task back meanwhile, it ignores this.
         """
         with self.connection.lock:
             if self.connection.closed:
@@ -179,11 +180,11 @@ class Lane:
             # In this order: `cancel` first marks the task as done, then checks whether it is sent.
             self._sending = task
             try:
-                return not task.done and self._send(task, again)
+                return not task.done and self._send(task, again, pending)
             finally:
                 self._sending = None
 
-    def _send(self, task: Task, again: bool) -> bool:
+    def _send(self, task: Task, again: bool, pending: bool) -> bool:
         holdings = self.holdings
         holdings.define(task.code, again=again)
         for named in task.handles:
@@ -197,7 +198,7 @@ class Lane:
             raise
         names = [str(index) for index in range(len(task.inputs))] if task.inputs else []
         task.sent = holdings.count_task()
-        self.channel.send(_run(task, payload, names), body, descriptors)
+        self.channel.send(_run(task, payload, names, pending), body, descriptors)
         return True
 
     def send_small(self, tasks: list[Task]) -> list[Task]:
@@ -222,7 +223,7 @@ class Lane:
             self.holdings.lacks(task, digests, keys)
             # If the executor is gone, the loss of the lane retries or fails the task.
             with contextlib.suppress(OSError):
-                self.send(task, again=True)
+                self.send(task, again=True, pending=bool(digests or keys))
 
     def feed(self, task: Task) -> None:
         """Send the items of a task's streamed arguments, as the executor asks for them."""
@@ -299,10 +300,11 @@ class Lane:
             self.stop_feeding(task_id)
 
 
-def _run(task: Task, payload: Payload, inputs: list[str]) -> Run:
+def _run(task: Task, payload: Payload, inputs: list[str], pending: bool = False) -> Run:
     """The message that gives an executor a task."""
     keys = [named.key for named in task.handles] if task.handles else []
     stays = task.staying is not None
     trace = {} if task.trace is None else task.trace.carrier
     code, mode = task.code.key, task.debugged
-    return Run(task.id, task.name, code, payload, keys, inputs, stays, trace, mode, task.apart)
+    name, apart = task.name, task.apart
+    return Run(task.id, name, code, payload, keys, inputs, stays, trace, mode, apart, pending)

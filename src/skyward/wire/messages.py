@@ -256,6 +256,8 @@ class Run(Message):
     debugged: DebugMode = NEVER
     apart: str = ""
     """The object with a place of its own that the task belongs to; empty if there is none."""
+    pending: bool = False
+    """Whether it is sent again, to an executor that has reported it as `Missing`."""
 
 
 class Cancel(Message):

@@ -106,6 +106,14 @@ class Inbox:
             self.arrivals.drop(evicted)
             channel.send(Evicted(evicted))
 
+    def report_lost(self, channel: Channel, given_up: list[Payload]) -> None:
+        """Tell the client which buffers of payloads are neither here nor on their way."""
+        refs = [ref for payload in given_up for ref in payload.buffers if ref.where != SEGMENT]
+        lost = [digest for digest, _ in self.arrivals.unknown([(r.digest, r.length) for r in refs])]
+        if lost:
+            self.arrivals.drop(lost)
+            channel.send(Evicted(lost))
+
     def forget(self, channel: Channel, segments: list[int], digests: list[bytes]) -> None:
         """Drop segments and blobs that the client will not refer to again."""
         with self._lock:

@@ -48,7 +48,7 @@ class PendingTasks:
         """Take a task that has arrived, for the first time or again."""
         with self._lock:
             self._channel = channel
-            if not self._tasks and self._is_complete(run):
+            if not self._tasks and not run.pending and self._is_complete(run):
                 pieces, _ = self._inbox.find(channel, run.payload, body)
                 assert pieces is not None
                 self._admit(run, pieces)
@@ -58,6 +58,9 @@ class PendingTasks:
                     task.run, task.body, task.reported = run, body, False
                     break
             else:
+                if run.pending:
+                    # The client recalled it after it had begun to send it again.
+                    return
                 self._tasks.append(PendingTask(run, body))
             self._admit_complete()
 
@@ -87,9 +90,12 @@ class PendingTasks:
     def clear(self) -> list[int]:
         """Remove all tasks, because the client takes them back; returns their numbers."""
         with self._lock:
-            given = [task.run.task for task in self._tasks]
+            runs = [task.run for task in self._tasks]
             self._tasks.clear()
-        return given
+            if runs:
+                # Nobody will report what they lack, and peers would wait for it.
+                self._inbox.report_lost(self._channel, [run.payload for run in runs])
+        return [run.task for run in runs]
 
     def _admit_complete(self) -> None:
         while self._tasks:
