@@ -918,6 +918,9 @@ def test_calls_of_an_object_with_its_own_place_run_one_by_one(
     wait_for(tmp_path / "begun")
     second, third = progress.step.submit(), progress.step.submit()
     assert third.cancel()
+    # Until the executor has answered: it would be too late after the end of the others.
+    loads = pool._open_pool._dispatcher.lanes._by_load
+    eventually(lambda: sum(len(load.tasks) for load in loads) == 2)
     assert not second.done()
     (tmp_path / "go").touch()
     assert (first.result(60), second.result(60)) == ("done", 1)
