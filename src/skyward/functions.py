@@ -330,6 +330,22 @@ class Pending(Generic[T]):
         """
         return UnusedCall(self.function.with_timeout(seconds), self.use().args, self.kwargs)
 
+    def whole_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments; those that travel item by item in other calls are sent at once."""
+        streamed = self.function.streamed_parameters
+        if not streamed:
+            return self.args, self.kwargs
+        names = self.function.parameter_names
+
+        def whole(name: str, value: Any) -> Any:
+            return iter(list(value)) if name in streamed and value is not None else value
+
+        args = tuple(
+            whole(names[index] if index < len(names) else "", value)
+            for index, value in enumerate(self.args)
+        )
+        return args, {name: whole(name, value) for name, value in self.kwargs.items()}
+
     def __rshift__(self, where: Where) -> T:
         """Run on one node, wait."""
         return call_target(where).run(self)

@@ -507,7 +507,7 @@ def _check(pending: Any) -> None:
 
 def _encoded(pending: Pending[Any]) -> tuple[Encoded, dict[bytes, Future[Any]]]:
     """The arguments, and the futures among them by their keys."""
-    args, kwargs = _with_all_items(pending)
+    args, kwargs = pending.whole_arguments()
     function = pending.function
     call = encoding.Arguments(
         function.name, function.parameter_names, opened(args, _is_here), opened(kwargs, _is_here)
@@ -518,23 +518,6 @@ def _encoded(pending: Pending[Any]) -> tuple[Encoded, dict[bytes, Future[Any]]]:
         return encoded, {each.key: each for each in encoded.handles}
     finally:
         _keys.reset(token)
-
-
-def _with_all_items(pending: Pending[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments; those that travel item by item from the client are sent at once."""
-    streamed = pending.function.streamed_parameters
-    if not streamed:
-        return pending.args, pending.kwargs
-    names = pending.function.parameter_names
-
-    def whole(name: str, value: Any) -> Any:
-        return iter(list(value)) if name in streamed and value is not None else value
-
-    args = tuple(
-        whole(names[index] if index < len(names) else "", value)
-        for index, value in enumerate(pending.args)
-    )
-    return args, {name: whole(name, value) for name, value in pending.kwargs.items()}
 
 
 def _exception(failure: Failure, pieces: Pieces | None) -> BaseException:

@@ -77,7 +77,7 @@ def _write(
 ) -> None:
     function = pending.function
     code = function.code()
-    args, kwargs = _with_all_items(pending)
+    args, kwargs = pending.whole_arguments()
     call = encoding.Arguments(function.name, function.parameter_names, args, kwargs)
     # The bytes of tensors on devices travel, too: the devices are this client's.
     encoded = encoding.encode(call, own_modules=True)
@@ -100,20 +100,3 @@ def _write(
 
 def _append(file: IO[bytes], encoded: Encoded, facts: Any = None) -> None:
     stored.append(file, encoded.pieces, encoded.buffers, encoded.storages, facts)
-
-
-def _with_all_items(pending: Pending[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments; those that travel item by item in other calls are sent at once."""
-    streamed = pending.function.streamed_parameters
-    if not streamed:
-        return pending.args, pending.kwargs
-    names = pending.function.parameter_names
-
-    def whole(name: str, value: Any) -> Any:
-        return iter(list(value)) if name in streamed and value is not None else value
-
-    args = tuple(
-        whole(names[index] if index < len(names) else "", value)
-        for index, value in enumerate(pending.args)
-    )
-    return args, {name: whole(name, value) for name, value in pending.kwargs.items()}
