@@ -231,6 +231,21 @@ class TestScanning:
         assert names == {"code.py"}
 
 
+def test_nodes_that_share_a_folder_do_not_send_each_others_files_again(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_text("same")
+    items = list(Scanner(tmp_path / "here").scan().items)
+    trees = [Tree(tmp_path / "shared"), Tree(tmp_path / "shared")]
+    # Both miss the file before one of them has put it there.
+    assert [tree.compare(items) for tree in trees] == [[0], [0]]
+    for tree in trees:
+        tree.add(0, b"same", last=True)
+        tree.finish()
+
+    assert [tree.compare(items) for tree in trees] == [[], []]
+    assert [tree.finish()["written"] for tree in trees] == [0, 0]
+
+
 CONTENTS = st.sampled_from(["", "a", "b", "cc"])
 NAMES = st.sampled_from(["a", "b", "c", "c/d", "c/e", "c/f/g"])
 STATES = st.dictionaries(NAMES, CONTENTS, max_size=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from click.testing import CliRunner, Result
 
 import skyward as sky
 from skyward.cli.main import sky as command
+
+from ..conftest import PATIENCE
 
 pytest.importorskip("torch")
 
@@ -62,7 +65,7 @@ def start() -> Iterator[Start]:
 
     def begin(*args: str, script: str | None = None, **settings: Any) -> subprocess.Popen[bytes]:
         what = ["-m", "skyward"] if script is None else [str(Path(__file__).with_name(script))]
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "PYTHONFAULTHANDLER": "1"}
         environment |= settings.pop("env", {})
         streams = {
             "stdin": subprocess.DEVNULL,
@@ -77,5 +80,9 @@ def start() -> Iterator[Start]:
 
     yield begin
     for process in started:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            # For the report of a test that failed: where the process was.
+            process.send_signal(signal.SIGABRT)
+        _, errors = process.communicate(timeout=PATIENCE)
+        if errors:
+            print(errors.decode(errors="replace"))

@@ -21,6 +21,8 @@ from skyward.cli.commands import Command
 from skyward.cli.names import kept_pools
 
 LOOPBACK = "127.0.0.1"
+LOOK_SECONDS = 1.0
+"""How often the command looks whether it was interrupted."""
 
 
 @contextlib.contextmanager
@@ -116,7 +118,9 @@ def ui(
             opened(server.url) if shows else contextlib.nullcontext(),
             contextlib.suppress(KeyboardInterrupt),
         ):
-            ended.wait()
+            # With a limit: a signal that another thread gets does not end a wait without one.
+            while not ended.wait(LOOK_SECONDS):
+                pass
     finally:
         signal.signal(signal.SIGTERM, before)
         server.close()

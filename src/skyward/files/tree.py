@@ -85,7 +85,8 @@ class Tree:
         for number, item in enumerate(items):
             if item.kind != "file" or not item.size or item.content in there:
                 continue
-            if item.name not in self._placed and self._has(item):
+            # Nodes may share a folder: what another one has put here need not come again.
+            if item.name not in self._untouched and self._has(item):
                 there.add(item.content)
                 self._placed[item.name] = self._found(item)
                 self._untouched.add(item.name)
@@ -165,7 +166,7 @@ class Tree:
             return False
 
     def _has(self, item: FileItem) -> bool:
-        """Whether a file is here although it was not put here: the node had it before."""
+        """Whether a file is here although it was not put here by us."""
         return not blocked(self.root, item.name) and holds(self.root / item.name, item)
 
     def _found(self, item: FileItem) -> tuple[FileItem, Mark]:
