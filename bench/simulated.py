@@ -29,7 +29,7 @@ import msgspec
 
 from skyward.calls.loop import Loop
 from skyward.objects import encoding, payloads
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, FrameDecoder
@@ -84,6 +84,10 @@ class Simulation:
     def price(self, request: Request) -> float | None:
         """They cost nothing."""
         return 0.0
+
+    def allocate(self, pool: str) -> Allocation[Any]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> SimulatedMachine:
         """Make a machine, which is nothing yet."""

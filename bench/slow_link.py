@@ -24,7 +24,7 @@ from measure import Sample, interleave, p50
 from training import QUIET, mlp, stepper
 
 import skyward as sky
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 
 HERE = Path(__file__).parent
 ROUND_TRIP = 0.020
@@ -98,6 +98,10 @@ class Beyond:
     def price(self, request: Request) -> float | None:
         """This machine is paid for."""
         return 0.0
+
+    def allocate(self, pool: str) -> Allocation[Any]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> BeyondMachine:
         """Make a folder of this machine whose commands run in the namespace."""

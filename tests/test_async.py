@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.providers import Allocation
 
 from .waiting import wait_for
 
@@ -138,6 +139,9 @@ class Slow:
     def price(self, request): ...
     async def find(self, pool):
         return []
+
+    def allocate(self, pool):
+        return Allocation(self, pool)
 
     async def create(self, order):
         self.waiting = True

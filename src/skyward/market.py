@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
 
-Allocation = Literal["on-demand", "spot", "spot-if-available"]
+AllocationKind = Literal["on-demand", "spot", "spot-if-available"]
 """How a machine is bought: at a fixed price, or cheaper and until the provider takes it back."""
 
 
@@ -68,8 +68,8 @@ def money(dollars: float) -> str:
 
 
 def check_allocation(call: str, allocation: object) -> None:
-    """Refuse what is no `Allocation`, in the call of a function."""
-    if allocation not in get_args(Allocation):
+    """Refuse what is no `AllocationKind`, in the call of a function."""
+    if allocation not in get_args(AllocationKind):
         raise ConfigurationError(
             f"{call}(allocation={allocation!r}): choose 'on-demand', 'spot', or "
             "'spot-if-available', which takes an on-demand machine where there is no spot machine"

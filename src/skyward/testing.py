@@ -93,7 +93,7 @@ class ProviderSuite:
         kind = type(self)
         if kind._shared is None:
             runner, order = asyncio.Runner(), _order(machine_request)
-            kind._shared = runner, provider, order, runner.run(provider.create(order))
+            kind._shared = runner, provider, order, runner.run(_ordered(provider, order))
         runner, _, _, machine = kind._shared
         runner.run(scenario(machine))
 
@@ -271,7 +271,7 @@ class ProviderSuite:
 
         async def scenario() -> None:
             order = _order(machine_request)
-            machine = await provider.create(order)
+            machine = await _ordered(provider, order)
             said = bytearray()
             script = "echo on; sleep 600"
             task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
@@ -284,7 +284,7 @@ class ProviderSuite:
             with contextlib.suppress(UnreachableError, OSError):
                 assert task.result() != 0
             assert not await machine.alive()
-            assert list(await provider.find(order.pool)) == []
+            assert list(await provider.allocate(order.pool).find()) == []
             await machine.destroy()
             for _ in range(2):
                 await _swept(provider, order.pool)
@@ -315,18 +315,20 @@ class ProviderSuite:
         async def scenario() -> None:
             pool = _order(machine_request).pool
             orders = [Order(pool, node, machine_request) for node in range(self.machines)]
-            made = await asyncio.gather(*(provider.create(order) for order in orders))
+            allocation = provider.allocate(pool)
+            allocation.expect(order.node for order in orders)
+            made = await asyncio.gather(*(allocation.get(order) for order in orders))
             try:
                 assert [machine.node for machine in made] == list(range(self.machines))
                 assert len({machine.id for machine in made}) == self.machines
-                found = await provider.find(pool)
+                found = await provider.allocate(pool).find()
                 assert sorted(each.id for each in found) == sorted(each.id for each in made)
-                assert list(await provider.find(f"{pool}x")) == []
-                assert list(await provider.find(pool[:-1])) == []
+                assert list(await provider.allocate(f"{pool}x").find()) == []
+                assert list(await provider.allocate(pool[:-1]).find()) == []
             finally:
                 await asyncio.gather(*(machine.destroy() for machine in made))
                 await _swept(provider, pool)
-            assert list(await provider.find(pool)) == []
+            assert list(await provider.allocate(pool).find()) == []
 
         asyncio.run(scenario())
 
@@ -345,12 +347,12 @@ class ProviderSuite:
 
         async def scenario() -> None:
             again = _again(provider)
-            found = sorted(await again.find(pool), key=lambda machine: machine.node)
+            found = sorted(await again.allocate(pool).find(), key=lambda machine: machine.node)
             assert [machine.node for machine in found] == list(range(self.machines))
             assert await found[0].alive()
             assert await found[0].run(["true"]) == 0
             await asyncio.gather(*(machine.destroy() for machine in found))
-            assert list(await again.find(pool)) == []
+            assert list(await again.allocate(pool).find()) == []
             await _swept(again, pool)
 
         asyncio.run(scenario())
@@ -358,20 +360,21 @@ class ProviderSuite:
     def test_a_create_that_is_cancelled_leaves_nothing_unknown(
         self, provider: Provider, machine_request: Request
     ) -> None:
-        """Whenever `create` is cancelled, `find` returns the machine if there is one."""
+        """Whenever an order is cancelled, `find` returns the machine if there is one."""
 
         async def scenario() -> None:
             for seconds in (0.0, 0.05, 0.2):
                 order = _order(machine_request)
-                task = asyncio.create_task(provider.create(order))
+                allocation = provider.allocate(order.pool)
+                task = asyncio.create_task(allocation.get(order))
                 await asyncio.wait({task}, timeout=seconds)
                 task.cancel()
                 await asyncio.wait({task})
-                for machine in await provider.find(order.pool):
+                for machine in await allocation.find():
                     await machine.destroy()
                 if not task.cancelled():
                     await task.result().destroy()
-                assert list(await provider.find(order.pool)) == []
+                assert list(await provider.allocate(order.pool).find()) == []
                 await _swept(provider, order.pool)
 
         asyncio.run(scenario())
@@ -401,9 +404,15 @@ def _again(provider: Provider) -> Provider:
     return made
 
 
+async def _ordered(provider: Provider, order: Order) -> Machine:
+    """The machine of a pool with one node."""
+    machine: Machine = await provider.allocate(order.pool).get(order)
+    return machine
+
+
 @contextlib.asynccontextmanager
 async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
-    machine = await provider.create(order)
+    machine = await _ordered(provider, order)
     try:
         yield machine
     finally:
@@ -419,7 +428,9 @@ async def _swept(provider: Provider, pool: str) -> None:
 
 def _create_and_die(provider: Provider, orders: Sequence[Order]) -> None:
     async def create() -> None:
-        await asyncio.gather(*(provider.create(order) for order in orders))
+        allocation = provider.allocate(orders[0].pool)
+        allocation.expect(order.node for order in orders)
+        await asyncio.gather(*(allocation.get(order) for order in orders))
         os._exit(9)
 
     asyncio.run(create())

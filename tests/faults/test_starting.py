@@ -156,7 +156,7 @@ def test_the_time_in_a_providers_queue_does_not_count(monkeypatch: pytest.Monkey
     monkeypatch.setattr("skyward.nodes.membership.READY_SECONDS", 0.05)
     provider: Any = Queued()
     order = Order("pool", 3, plain_request())
-    host = Host(provider, order, NoJournal(), lambda _: None, lambda _: None)
+    host = Host(provider, provider.allocate("pool"), order, NoJournal(), print, print)
     parts: list[Any] = [None] * 6
     membership = Membership(Roster(), *parts, is_slow=False, stop_nodes=lambda *_: None)
     preparing = provider_loop.submit(host.prepare())

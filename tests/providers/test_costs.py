@@ -319,7 +319,7 @@ class TestJournal:
 
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
-        host = Host(shop, Order("p", 0, plain_request()), state, print, print)
+        host = Host(shop, shop.allocate("p"), Order("p", 0, plain_request()), state, print, print)
         provider_loop.submit(host.prepare()).result()
         assert state.pools()[0].machines[0].price == 0.5
         host.stop(0).result()
@@ -358,7 +358,15 @@ class TestJournal:
             clock.minutes = 6
 
         shop.stock.boot = boot
-        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        host = Host(
+            shop,
+            shop.allocate("p"),
+            Order("p", 0, plain_request()),
+            state,
+            print,
+            print,
+            ledger=ledger,
+        )
         provider_loop.submit(host.prepare()).result()
 
         (machine,) = state.pools()[0].machines
@@ -381,7 +389,15 @@ class TestJournal:
             raise sky.UnreachableError("it does not answer")
 
         shop.stock.boot = boot
-        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        host = Host(
+            shop,
+            shop.allocate("p"),
+            Order("p", 0, plain_request()),
+            state,
+            print,
+            print,
+            ledger=ledger,
+        )
         with pytest.raises(sky.UnreachableError):
             provider_loop.submit(host.prepare()).result()
         clock.minutes = 60
@@ -395,7 +411,15 @@ class TestJournal:
         self, shop: Shop, state: Journal, ledger: Ledger
     ) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
-        host = Host(shop, Order("p", 0, plain_request()), state, print, print, ledger=ledger)
+        host = Host(
+            shop,
+            shop.allocate("p"),
+            Order("p", 0, plain_request()),
+            state,
+            print,
+            print,
+            ledger=ledger,
+        )
         provider_loop.submit(host.prepare()).result()
         host.stop(0).result()
         shop.stock.orders[0].bought("m-9", an_offer())

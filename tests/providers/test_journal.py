@@ -89,7 +89,8 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
     journal: Journal,
 ) -> None:
     pool = opened(journal)
-    host = Host(Watched(), Order(pool, 3, WISH), journal, lambda _: None, lambda _: None)
+    provider, order = Watched(), Order(pool, 3, WISH)
+    host = Host(provider, provider.allocate(pool), order, journal, print, print)
 
     with pytest.raises(sky.PoolStartError, match="there is no machine"):
         provider_loop.submit(host.prepare()).result()
@@ -120,7 +121,8 @@ def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_f
     journal: Journal,
 ) -> None:
     pool = opened(journal)
-    host = Host(Uncertain(), Order(pool, 3, WISH), journal, lambda _: None, lambda _: None)
+    provider, order = Uncertain(), Order(pool, 3, WISH)
+    host = Host(provider, provider.allocate(pool), order, journal, print, print)
 
     with pytest.raises(sky.PoolStartError, match="nobody answers"):
         provider_loop.submit(host.prepare()).result()

@@ -30,7 +30,7 @@ from skyward.errors import (
     UnreachableError,
 )
 from skyward.former import explained
-from skyward.market import Allocation
+from skyward.market import AllocationKind
 from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.occupancy import check_jobs
@@ -85,7 +85,7 @@ class Compute(Looking):
         volumes: Sequence[Volume] = (),
         project: str | Project | None = None,
         name: str | None = None,
-        allocation: Allocation = "on-demand",
+        allocation: AllocationKind = "on-demand",
         region: str | None = None,
         max_hourly_cost: float | None = None,
         ttl: float | None = None,

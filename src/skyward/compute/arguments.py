@@ -19,7 +19,7 @@ from skyward.compute.volumes import equipped
 from skyward.compute.volumes import plan as volume_plan
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
-from skyward.market import Allocation, check_allocation, check_region
+from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool
@@ -74,7 +74,7 @@ def resolve(
     volumes: Sequence[Volume],
     project: str | Project | None,
     name: str | None,
-    allocation: Allocation,
+    allocation: AllocationKind,
     region: str | None,
     max_hourly_cost: float | None,
     ttl: float | None,
@@ -231,7 +231,7 @@ def _project(given: str | Project | None) -> tuple[SentFolder, ...]:
 def _bought(
     provider: Provider,
     *,
-    allocation: Allocation,
+    allocation: AllocationKind,
     region: str | None,
     max_hourly_cost: float | None,
     disk_gb: float | None,

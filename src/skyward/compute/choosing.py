@@ -11,7 +11,7 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.former import explained
-from skyward.market import Allocation, check_allocation, check_region
+from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import Provider, check_provider, sells
 
@@ -33,7 +33,7 @@ class Spec:
     vcpus: float | None = None
     memory_gb: float | None = None
     region: str | None = None
-    allocation: Allocation = "on-demand"
+    allocation: AllocationKind = "on-demand"
     max_hourly_cost: float | None = None
     disk_gb: float | None = None
 

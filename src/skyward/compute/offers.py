@@ -12,7 +12,7 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.console.plain import Quiet
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
-from skyward.market import Allocation, Offer, check_allocation, check_region
+from skyward.market import AllocationKind, Offer, check_allocation, check_region
 from skyward.providers import (
     Provider,
     Request,
@@ -24,7 +24,7 @@ from skyward.providers import (
 )
 from skyward.spec import Image
 
-_BOTH: tuple[Allocation, ...] = ("on-demand", "spot")
+_BOTH: tuple[AllocationKind, ...] = ("on-demand", "spot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def offers(
     vcpus: float | None = None,
     memory_gb: float | None = None,
     region: str | None = None,
-    allocation: Allocation | None = None,
+    allocation: AllocationKind | None = None,
     max_hourly_cost: float | None = None,
     providers: Iterable[Provider] | None = None,
 ) -> list[Offer]:
@@ -71,7 +71,7 @@ def search(
     vcpus: float | None = None,
     memory_gb: float | None = None,
     region: str | None = None,
-    allocation: Allocation | None = None,
+    allocation: AllocationKind | None = None,
     max_hourly_cost: float | None = None,
     providers: Iterable[Provider] | None = None,
 ) -> Search:

@@ -115,7 +115,7 @@ def _noted_as_stopped(record: KeptPool) -> KeptPool:
 
 async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:
     """Remove machines that are stopped, and whose numbers no node has any more."""
-    for machine in await provider.find(pool):
+    for machine in await provider.allocate(pool).find():
         if machine.node not in nodes:
             await preparation.take_down(machine, pool, REMOVE_SECONDS)
             Journal().gone(pool, machine.node)

@@ -169,7 +169,7 @@ async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
     deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
     deadline += _APPEARING_SECONDS
     while True:
-        found = [*await provider.find(pool.id)]
+        found = [*await provider.allocate(pool.id).find()]
         found += _kept_here(provider, pool, [machine.id for machine in found])
         if len(found) >= len(pool.machines) or time.time() > deadline:
             return found

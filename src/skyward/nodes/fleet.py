@@ -325,6 +325,7 @@ class Fleet:
         for node in self.nodes:
             node.stop()
             self._ending.forget(node)
+        self._startup.close()
 
     def resize(self, nodes: int | Nodes, *, force: bool) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well.
@@ -383,6 +384,7 @@ class Fleet:
         # A stopped pool that could not be started is stopped again, with all that it has.
         spare = bool(self._spec.id) and not self.stays and stops(self._spec.provider)
         self._ending.end(self.nodes, seconds, spare=spare)
+        self._startup.close()
         if spare:
             return
         self._keeper.forget()

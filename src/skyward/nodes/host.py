@@ -23,6 +23,7 @@ from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
 from skyward.nodes.routes import Routes
 from skyward.providers import (
+    Allocation,
     Machine,
     Order,
     Provider,
@@ -59,6 +60,7 @@ class Host:
     def __init__(
         self,
         provider: Provider,
+        allocation: Allocation[Any],
         order: Order,
         journal: Journal,
         phase: Callable[[str], None],
@@ -83,7 +85,7 @@ class Host:
         """The number of the agent's process on its machine."""
         self.may_return = not is_here(provider)
         """Whether a machine that is out of reach may come back."""
-        self._provider = provider
+        self._provider, self._allocation = provider, allocation
         self._order = dataclasses.replace(order, bought=self._bought)
         self._journal = journal
         self._phase, self._note = phase, note
@@ -239,7 +241,7 @@ class Host:
             self._settled.set()
             raise
         try:
-            machine = self._machine = await self._provider.create(order)
+            machine = self._machine = await self._allocation.get(order)
         except Exception as problem:
             if isinstance(problem, PoolStartError) and problem.leaves_machine:
                 raise  # The end of this node looks for the machine, and so does `sky down`.
@@ -472,8 +474,8 @@ class Host:
                 if self._child is not None:
                     await self._child.end(seconds)
                 machines = [self._machine] if self._machine is not None else []
-                # Whether a machine was made is not known when its `create` was cancelled.
-                for machine in machines or await self._provider.find(order.pool):
+                # Whether a machine was made is not known when its order was cancelled.
+                for machine in machines or await self._allocation.find():
                     if machine.node != order.node:
                         continue
                     if equipment_of(machine) is not None:

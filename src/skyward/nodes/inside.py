@@ -15,7 +15,7 @@ import msgspec
 from skyward.context import POOL_VARIABLE
 from skyward.errors import PoolStartError
 from skyward.nodes.keeping import KeptNode, KeptPool, encode
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 from skyward.wire.connecting import direct
 
 CONNECT_SECONDS = 10.0
@@ -59,6 +59,10 @@ class InsideProvider:
     def price(self, request: Request) -> float | None:
         """None: the pool's own provider knows."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[InsideMachine]:
+        """The nodes that the record has."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> InsideMachine:
         """Refuse: only the pool's provider makes machines."""

@@ -94,7 +94,7 @@ def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode,
 
 
 async def _find(provider: Provider, pool: str) -> list[Machine]:
-    return list(await provider.find(pool))
+    return list(await provider.allocate(pool).find())
 
 
 class MachinesGone(PoolError):
@@ -129,8 +129,11 @@ class ReachedPool(Closing):
         if record.nodes and not self.machines:
             raise self._unused()
         roster, adopting = Roster(), []
+        allocation = provider.allocate(record.id)
         for index, (kept, machine) in sorted(self.machines.items()):
-            host = Host(provider, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush)
+            host = Host(
+                provider, allocation, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush
+            )
             adopting.append(provider_loop.submit(host.adopt(kept, machine)))
             roster.add([Node(index, host, roster.lock)])
         late = concurrent.futures.wait(adopting, FIND_SECONDS).not_done

@@ -49,6 +49,8 @@ from skyward.wire.versions import check_compatible, my_versions
 ENDING_SECONDS = 0.1
 ENDING_TRIES = 20
 """How often the client tries an agent of this machine that ends the connection at once."""
+CLOSE_SECONDS = 30.0
+"""How long the end of a pool waits for what its provider still does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,12 @@ class Startup:
         self._events, self._deliver = events, deliver
         self._versions = my_versions()
         self._told_out_of_reach: set[Node] = set()
+        self._allocation = spec.provider.allocate(pool_id)
 
     def new_nodes(self, indexes: Iterable[int]) -> list[Node]:
         """New nodes; their starts have not begun."""
         together = frozenset(indexes)
+        self._allocation.expect(together)
         return [
             Node(
                 index,
@@ -124,6 +128,7 @@ class Startup:
     ) -> Host:
         return Host(
             self._spec.provider,
+            self._allocation,
             Order(
                 self._id,
                 index,
@@ -192,6 +197,8 @@ class Startup:
         except Exception as problem:
             # Any exception of a provider: nothing else would notice that the node never starts.
             await asyncio.wrap_future(connecting.submit(self._start_failed, node, problem))
+        finally:
+            self._allocation.expect_no_more(node.index)
 
     async def _adopted(self, node: Node, host: Host) -> bool:
         """Whether the node's agent runs already, in a pool that stays, and is connected now.
@@ -330,6 +337,11 @@ class Startup:
         self._phase(node.index, "out of reach")
         self._loop.later(pause, lambda: self.start_again(node))
         return True
+
+    def close(self) -> None:
+        """End what the provider still does for the pool, after its last node."""
+        with contextlib.suppress(TimeoutError):
+            provider_loop.submit(self._allocation.close()).result(CLOSE_SECONDS)
 
     def give_up(self, node: Node, failure: BaseException, *, may_help: bool = True) -> None:
         """Give a start up; a node that has never been ready is started again later.

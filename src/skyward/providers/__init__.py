@@ -16,15 +16,15 @@ import inspect
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
-from skyward.market import Allocation, Offer
+from skyward.market import AllocationKind, Offer
 from skyward.spec import Image, Volume
 
 
@@ -39,7 +39,7 @@ class Request:
     volumes: tuple[Volume, ...]
     most_nodes: int = 1
     """How many nodes the pool may have at most."""
-    allocation: Allocation = "on-demand"
+    allocation: AllocationKind = "on-demand"
     max_hourly_cost: float | None = None
     """The most that one machine may cost in an hour, in US dollars."""
     disk_gb: float | None = None
@@ -145,6 +145,55 @@ class Machine(Protocol):
         """Remove the machine, whatever runs on it, and wait for its end; may be called twice."""
 
 
+M = TypeVar("M", bound=Machine)
+Made = TypeVar("Made", bound=Machine, covariant=True)
+
+
+class Maker(Protocol[Made]):
+    """A provider that makes machines one by one."""
+
+    async def create(self, order: Order) -> Made:
+        """Make a machine; if it raises `PoolStartError`, it leaves nothing behind.
+
+        How long it waits, in a queue for example, is for the provider to say: a pool sets no limit.
+        """
+
+    async def find(self, pool: str) -> Sequence[Made]:
+        """Every existing machine of a pool, also one whose `create` was interrupted."""
+
+
+class Allocation(Generic[M]):
+    """What a provider gives one pool, to get machines from; these are made one by one.
+
+    All coroutines run on one event loop. `skyward.providers.allocation` has the one for providers
+    that ask for several machines at once.
+    """
+
+    def __init__(self, maker: Maker[M], pool: str) -> None:
+        self.pool = pool
+        self._maker = maker
+
+    def expect(self, nodes: Iterable[int]) -> None:
+        """Know that these nodes start together: each is ordered soon, or `expect_no_more`."""
+
+    def expect_no_more(self, node: int) -> None:
+        """Know that a node needs no machine, or that its start has failed."""
+
+    async def get(self, order: Order) -> M:
+        """A machine for a node; raises a `PoolStartError` if there is none, and leaves nothing.
+
+        If it is cancelled, `find` has what was made.
+        """
+        return await self._maker.create(order)
+
+    async def find(self) -> Sequence[M]:
+        """Every machine of the pool that exists, whoever ordered it."""
+        return await self._maker.find(self.pool)
+
+    async def close(self) -> None:
+        """End what the allocation still does; the machines stay as they are."""
+
+
 @runtime_checkable
 class Provider(Protocol):
     """A source of machines: a value, which holds no connection."""
@@ -162,14 +211,8 @@ class Provider(Protocol):
     def price(self, request: Request) -> float | None:
         """The price of a machine for an hour, in US dollars; None if it is unknown."""
 
-    async def create(self, order: Order) -> Machine:
-        """Make a machine; if it raises `PoolStartError`, it leaves nothing behind.
-
-        How long it waits, in a queue for example, is for the provider to say: a pool sets no limit.
-        """
-
-    async def find(self, pool: str) -> Sequence[Machine]:
-        """Every existing machine of a pool, also one whose `create` was interrupted."""
+    def allocate(self, pool: str) -> Allocation[Any]:
+        """What gives a pool its machines; `Allocation(self, pool)`, if they are made one by one."""
 
 
 class Seller(Provider, Protocol):

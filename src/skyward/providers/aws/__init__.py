@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError, UnavailableError
 from skyward.market import Offer
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Allocation, Order, Remains, Request
 from skyward.providers.aws.failures import NO_CREDENTIALS, RequestError
 
 if TYPE_CHECKING:
@@ -236,6 +236,10 @@ class AWS:
         return used
 
     # Machines.
+
+    def allocate(self, pool: str) -> Allocation[AWSMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> AWSMachine:
         """Buy an instance, and wait until it has booted."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Allocation, Order, Remains, Request
 from skyward.providers.container import gpus, remains
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import (
@@ -102,6 +102,10 @@ class Container:
     def price(self, request: Request) -> float | None:
         """None: the price of the service's machine is unknown."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[ContainerMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> ContainerMachine:
         """Run a container with the pool's labels, in the pool's own network."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Allocation, Order, Remains, Request
 from skyward.providers.kubernetes import jobs, manifests, remains
 from skyward.providers.kubernetes.access import Access, Object, Place, resolve
 from skyward.providers.kubernetes.machine import PodMachine
@@ -144,6 +144,10 @@ class Kubernetes:
     def price(self, request: Request) -> float | None:
         """None: what a cluster's nodes cost is unknown."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[PodMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> PodMachine:
         """Have the pool's Job keep a pod for the node, and wait until the pod runs."""

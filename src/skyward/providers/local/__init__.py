@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from skyward import kernel
 from skyward.errors import ConfigurationError
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 from skyward.providers.local import image
 from skyward.providers.local.cards import check_accelerator, installed_cards
 from skyward.providers.local.machine import LocalMachine
@@ -52,6 +52,10 @@ class Local:
     def price(self, request: Request) -> float | None:
         """0: this machine costs nothing more."""
         return 0.0
+
+    def allocate(self, pool: str) -> Allocation[LocalMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> LocalMachine:
         """Make a folder of this machine, in which commands run."""

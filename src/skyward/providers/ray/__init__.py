@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, UnreachableError
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Allocation, Order, Remains, Request
 from skyward.providers.ray import records
 from skyward.providers.ray.jobs_api import JobsApi
 from skyward.providers.ray.link import Ask, DriverLink, NodeReport
@@ -172,6 +172,10 @@ class Ray:
     def price(self, request: Request) -> float | None:
         """None: what a cluster's machines cost is unknown."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[RayMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> RayMachine:
         """Have Ray reserve a bundle for the node, and wait until its keeper listens."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Allocation, Order, Remains, Request
 from skyward.providers.slurm.commands import SlurmCluster, check_has_cluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
@@ -198,6 +198,10 @@ class Slurm:
     def price(self, request: Request) -> float | None:
         """None: what a cluster's nodes cost is unknown."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[SlurmMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> SlurmMachine:
         """Have a job with a task for the node, and wait until it runs."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 from skyward.providers.ssh.hosts import Destination, HostAddress, inventory
 
 if TYPE_CHECKING:
@@ -160,6 +160,10 @@ class SSH:
     def price(self, request: Request) -> float | None:
         """None: the price of the user's own machines is unknown."""
         return None
+
+    def allocate(self, pool: str) -> Allocation[SSHMachine]:
+        """The pool's machines, made one by one."""
+        return Allocation(self, pool)
 
     async def create(self, order: Order) -> SSHMachine:
         """Connect, and make the machine's folder on the host."""
