@@ -250,9 +250,10 @@ def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:
     """Its machine says how many GPUs it has when it is up; broadcasts ask before that."""
     provider: Any = sky.Local()
     order, say = Order("pool", 0, plain_request()), lambda _: None
-    first = Host(provider, order, NoJournal(), say, say)
+    allocation = provider.allocate("pool")
+    first = Host(provider, allocation, order, NoJournal(), say, say)
     first.accelerators, first.accelerator = 8, "H100"
-    again = Host(provider, order, NoJournal(), say, say, lost=first)
+    again = Host(provider, allocation, order, NoJournal(), say, say, lost=first)
     assert (again.accelerators, again.accelerator) == (8, "H100")
 
 

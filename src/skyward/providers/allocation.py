@@ -24,7 +24,7 @@ REORDER_SECONDS = 10.0
 
 
 @dataclass(eq=False)
-class Wanted(Generic[M]):
+class WantedMachine(Generic[M]):
     """A node that has been ordered, and what will be its machine."""
 
     order: Order
@@ -58,7 +58,7 @@ class SharedAllocation(Allocation[M]):
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
-        self.wanted: dict[int, Wanted[M]] = {}
+        self.wanted: dict[int, WantedMachine[M]] = {}
         """The nodes that are to have machines, or have them."""
         self.closed = False
         self._expected: set[int] = set()
@@ -111,7 +111,7 @@ class SharedAllocation(Allocation[M]):
     async def get(self, order: Order) -> M:
         """A machine for a node, asked for together with those of other nodes."""
         node = order.node
-        wanted = self.wanted[node] = Wanted[M](order)
+        wanted = self.wanted[node] = WantedMachine[M](order)
         self._released.discard(node)
         self._lost.discard(node)
         self.expect_no_more(node)
@@ -222,7 +222,7 @@ class SharedAllocation(Allocation[M]):
             except Exception as problem:
                 self.refuse(nodes, problem)
 
-    async def _settle(self, node: int, wanted: Wanted[M]) -> None:
+    async def _settle(self, node: int, wanted: WantedMachine[M]) -> None:
         """After a cancelled `get`, forget a node that nobody was asked for."""
         wanted.machine.cancel()
         if wanted.asked:
@@ -230,7 +230,7 @@ class SharedAllocation(Allocation[M]):
         else:
             del self.wanted[node]
 
-    async def _give_up(self, node: int, wanted: Wanted[M], problem: Exception) -> None:
+    async def _give_up(self, node: int, wanted: WantedMachine[M], problem: Exception) -> None:
         """Leave nothing of a node without a machine; what fails now is noted on the problem."""
         if self.wanted.get(node) is not wanted:
             return
