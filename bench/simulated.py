@@ -29,7 +29,7 @@ import msgspec
 
 from skyward.calls.loop import Loop
 from skyward.objects import encoding, payloads
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Capabilities, Machine, Order, Request
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, FrameDecoder
@@ -73,6 +73,7 @@ class Simulation:
     path: str
 
     name = "simulation"
+    capabilities = Capabilities()
 
     def check(self, request: Request) -> None:
         """Any request is fine."""
@@ -115,7 +116,7 @@ class Simulation:
                 return json.loads(lines.readline())
 
 
-class SimulatedMachine:
+class SimulatedMachine(Machine):
     """A machine that exists in the helper process once its agent is started."""
 
     python = "/usr/bin/python3"

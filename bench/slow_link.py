@@ -24,7 +24,7 @@ from measure import Sample, interleave, p50
 from training import QUIET, mlp, stepper
 
 import skyward as sky
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Capabilities, Order, Request
 
 HERE = Path(__file__).parent
 ROUND_TRIP = 0.020
@@ -86,7 +86,7 @@ class Beyond:
     address: str
 
     name = "beyond"
-    here = True
+    capabilities = Capabilities(here=True)
 
     def check(self, request: Request) -> None:
         """Any request is fine: the machine is this one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.providers import Allocation
+from skyward.providers import Allocation, Capabilities
 
 from .waiting import wait_for
 
@@ -130,6 +130,7 @@ class Slow:
     """A provider whose machines take an hour."""
 
     name = "slow"
+    capabilities = Capabilities()
     waiting = False
 
     def check(self, request): ...

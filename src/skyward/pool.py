@@ -42,7 +42,6 @@ from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage
 from skyward.nodes.view import NodeView
-from skyward.providers import encrypted
 from skyward.spec import Nodes
 from skyward.state.link import RemoteLink
 from skyward.state.reaching import OWNER
@@ -72,7 +71,7 @@ class Pool:
         self._adoption = adoption
         self.console = console
         self._loop = Loop()
-        secret = encrypted(spec.provider)
+        secret = spec.provider.capabilities.encrypted
         self._packer = Packer(encrypted=secret, relayed=secret and spec.options.cluster)
         prospects = Prospects(grouped=spec.preparations.together)
         self.events = EventStream(spec.name)

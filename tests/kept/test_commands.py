@@ -21,6 +21,7 @@ from skyward.cli.main import sky as command
 from skyward.compute.quoting import without_end
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
+from skyward.providers import Capabilities
 
 from ..conftest import PATIENCE
 from .conftest import QUIET
@@ -289,9 +290,7 @@ def test_down_ends_a_pool_whose_record_is_damaged(bench: str) -> None:
 def test_a_pool_that_costs_money_without_end_says_so() -> None:
     class Shop(sky.Local):
         name = "shop"
-
-        def offers(self, request: object) -> list[sky.Offer]:
-            return []
+        capabilities = Capabilities(sells=True)
 
     compute = sky.Compute(sky.Local(), name="gold", keep=True)
     assert without_end(compute._spec, 2.5) == ""

@@ -15,6 +15,7 @@ from skyward.compute import restarting
 from skyward.nodes import keeping, occupancy, reaching
 from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.providers import Allocation, Capabilities
 
 
 @dataclass
@@ -30,21 +31,24 @@ class Stopped:
 class Cloud:
     """A provider that can stop machines, and has these of any pool."""
 
+    capabilities = Capabilities(stops=True)
+
     def __init__(self, *machines: Stopped) -> None:
         self._machines = machines
         self.steps: list[str] = []
 
+    def allocate(self, pool: str) -> Allocation[Any]:
+        return Allocation(cast(Any, self), pool)
+
     async def find(self, pool: str) -> Sequence[Stopped]:
         return self._machines
 
-    async def before_stop(self, pool: str) -> None:
-        self.steps.append("before stop")
+    async def spare(self, pool: str, spared: bool) -> None:
+        self.steps.append("spare" if spared else "undo")
 
-    async def undo_before_stop(self, pool: str) -> None:
-        self.steps.append("undo")
-
-    async def stop(self, pool: str) -> None:
+    async def stop(self, pool: str) -> float | None:
         self.steps.append("stop")
+        return None
 
 
 @pytest.fixture
@@ -126,7 +130,7 @@ def test_what_must_not_be_lost_is_safe_before_an_agent_ends(
     answer(monkeypatch, Reached(cloud.steps))
     journalled = occupancy.journalled(record)
     occupancy.end(NoJournal(), journalled, record, force=False, stop=True)
-    assert cloud.steps == ["before stop", "end", "stop"]
+    assert cloud.steps == ["spare", "end", "stop"]
     assert keeping.read("cloud").stopped
     keeping.forget("cloud")
 
@@ -143,9 +147,9 @@ def test_machines_of_a_pool_that_was_not_stopped_go_with_it_again(
     assert keeping.read("cloud") == record
     notes = getattr(caught.value, "__notes__", [])
     if kind is Interrupted:
-        assert (cloud.steps, notes) == (["before stop", "undo"], [])
+        assert (cloud.steps, notes) == (["spare", "undo"], [])
     else:
-        assert cloud.steps == ["before stop"]
+        assert cloud.steps == ["spare"]
         assert "may stay, and cost: node 0 does not answer; `sky stop cloud` tries" in notes[0]
     keeping.forget("cloud")
 

@@ -10,6 +10,7 @@ import pytest
 import skyward as sky
 from skyward.compute import restarting
 from skyward.nodes.cleaning import Cleaned, halt
+from skyward.providers import Allocation, Capabilities
 
 RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop")
 
@@ -17,17 +18,23 @@ RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop")
 class Shop:
     """A provider that can stop machines, and does not know its prices now."""
 
+    capabilities = Capabilities(stops=True)
+
     def __init__(self) -> None:
         self.stopped: list[str] = []
+
+    def allocate(self, pool: str) -> Allocation[Any]:
+        return Allocation(self, pool)
 
     async def find(self, pool: str) -> list[Any]:
         return [SimpleNamespace(id="m1", node=0, address="a", ended=True)]
 
-    async def stop(self, pool: str) -> None:
-        self.stopped.append(pool)
+    async def check_stop(self, pool: str) -> None:
+        raise sky.PoolError("the shop is closed")
 
-    async def stopped_price(self, pool: str) -> float:
-        raise OSError("the price list cannot be reached")
+    async def stop(self, pool: str) -> float | None:
+        self.stopped.append(pool)
+        return None
 
 
 def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.PoolError:
@@ -65,6 +72,17 @@ def test_a_start_that_fails_says_which_machines_may_run(monkeypatch: pytest.Monk
 
 def test_a_start_that_fails_says_why_without_a_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hasattr(start(monkeypatch, []), "__notes__")
+
+
+def test_a_provider_that_does_not_stop_a_pool_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = SimpleNamespace(**{**vars(RECORD), "stopped": False})
+    monkeypatch.setattr(restarting.keeping, "read", lambda name: running)
+    monkeypatch.setattr(restarting, "provider_of", lambda record: Shop())
+    with pytest.raises(sky.PoolError) as caught:
+        restarting.stop_pool("train", force=False)
+    assert str(caught.value) == (
+        "train: the shop is closed; `sky down train` ends it, `sky up train` makes it anew"
+    )
 
 
 def test_a_pool_is_recorded_as_stopped_if_its_price_is_unknown() -> None:

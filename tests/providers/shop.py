@@ -19,7 +19,7 @@ from typing import Any, Literal
 import skyward as sky
 from skyward import providers
 from skyward.market import Offer
-from skyward.providers import Order, Remains, Request
+from skyward.providers import Capabilities, Order, Remains, Request
 
 
 def an_offer(
@@ -66,7 +66,10 @@ class Shop(sky.Local):
     owner: str = "me@here"
 
     name = "shop"
-    here = False
+    instance_type = None
+    capabilities = Capabilities(
+        sells=True, sweeps=True, collects=True, encrypted=False, mounts_folders=False
+    )
 
     @property
     def stock(self) -> Stock:
@@ -103,6 +106,10 @@ class Shop(sky.Local):
             if each.allocation == kind and (most is None or (each.hourly_cost or most + 1) <= most)
         ]
 
+    def why_none(self, request: Request) -> str:
+        """Nothing: a shop does not say why."""
+        return ""
+
     async def create(self, order: Order) -> Any:
         """Sell a machine."""
         self.stock.orders.append(order)
@@ -133,6 +140,11 @@ class Shop(sky.Local):
             raise self.stock.unswept.pop(0)
         self.stock.swept.append(pool)
         Path(self.root, "rules", pool).unlink(missing_ok=True)
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks."""
+        return self.name
 
     async def remains(self) -> list[Remains]:
         """The pools that have a file."""

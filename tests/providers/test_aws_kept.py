@@ -86,7 +86,9 @@ def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
         seller = sky.AWS()
         await seller.create(Order("p1", 0, a_request(allocation="spot", keep=True)))
         try:
-            return await seller.why_not_stop("p1")
+            with pytest.raises(sky.PoolError) as caught:
+                await seller.check_stop("p1")
+            return str(caught.value)
         finally:
             for each in await seller.find("p1"):
                 await each.destroy()
@@ -101,7 +103,9 @@ def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
         order = Order("p1", 0, a_request(keep=True))
         bought = await seller.create(order)
         try:
-            await seller.stop("p1")
+            unpriced = aws.fail("DescribeVolumes", "UnauthorizedOperation")
+            assert await seller.stop("p1") is None
+            aws.remove(unpriced)
             full = aws.fail("StartInstances", "InsufficientInstanceCapacity")
             with pytest.raises(sky.UnavailableError) as caught:
                 await seller.create(order)
@@ -139,11 +143,11 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
         try:
             await bought.after_start()
             note()
-            await seller.before_stop("p1")
+            await seller.spare("p1", True)
             note()
-            await seller.undo_before_stop("p1")
+            await seller.spare("p1", False)
             note()
-            await seller.before_stop("p1")
+            await seller.spare("p1", True)
             await seller.stop("p1")
             again = await seller.create(order)
             note()

@@ -467,9 +467,8 @@ def test_the_policy_in_the_documentation_is_enough(
         assert len(await sky.AWS().find(outcome.pool)) == 2
         call("ec2", "get_console_output", InstanceId=machine.id)
         call("ssm", "start_session", Target=machine.id, DocumentName="AWS-StartSSHSession")
-        await sky.AWS().before_stop(outcome.pool)
-        await sky.AWS().stop(outcome.pool)
-        assert await sky.AWS().stopped_price(outcome.pool) is not None
+        await sky.AWS().spare(outcome.pool, True)
+        assert await sky.AWS().stop(outcome.pool) is not None
         stopped = (await machine._instances.look(fresh=True))[machine.id]
         assert stopped["State"]["Name"] == "stopped"
         await stopping.start(machine._instances, stopped)

@@ -167,7 +167,7 @@ class TestCommand:
         def why_none(self: Shop, request: Request) -> str:
             return f"{self.region} has nothing for {request.max_hourly_cost} dollars"
 
-        monkeypatch.setattr(Shop, "why_none", why_none, raising=False)
+        monkeypatch.setattr(Shop, "why_none", why_none)
         done = CliRunner().invoke(command, ["offers", "--max-cost", "0.01", "--region", "there-2"])
         assert done.output == (
             "no provider sells such a machine: shop: there-2 has nothing for 0.01 dollars\n"

@@ -95,7 +95,7 @@ def _collectors(
         if not collects(made):
             raise click.UsageError(
                 f"--provider {name}: it does not know the pools of other processes; ask one of "
-                f"{', '.join(providers_with('remains')) or 'none'}, or use `sky down`"
+                f"{', '.join(providers_with(collects)) or 'none'}, or use `sky down`"
             )
         return AskedProviders((made,))
     recorded = {(pool.provider, repr(pool.arguments)): pool for pool in journal.pools()}
@@ -111,7 +111,7 @@ def _collectors(
             wanted += [recreated] if collects(recreated) else []
     others: list[Any] = []
     unset: list[str] = []
-    for each, kind in providers_with("remains").items():
+    for each, kind in providers_with(collects).items():
         if _taken(kind, options) != options:
             continue
         try:
@@ -138,7 +138,6 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
     `PoolError` if none answers.
     """
     from skyward.nodes.cleaning import whose
-    from skyward.providers import place_of
 
     found: dict[str, Found] = {}
     asked: list[str] = []
@@ -150,7 +149,7 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
             is_unset = isinstance(problem, ConfigurationError) and collector in providers.others
             (unset if is_unset else failures).append(f"{collector.name}: {problem}")
             continue
-        if (place := place_of(collector)) not in asked:
+        if (place := collector.where) not in asked:
             asked.append(place)
         for each in remains:
             found.setdefault(each.pool, (collector, each, whose(journal, each)))

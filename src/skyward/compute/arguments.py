@@ -256,7 +256,7 @@ def _bought(
         return provider, ()
     if isinstance(provider, Local):
         return provider, (f"{', '.join(asked)}: ignored, since this machine is not bought",)
-    sellers = ", ".join(sorted(providers_with("offers"))) or "none is installed"
+    sellers = ", ".join(sorted(providers_with(sells))) or "none is installed"
     raise ConfigurationError(
         f"Compute({asked[0]}): the provider {provider.name!r} sells no machines; leave "
         f"{asked[0].partition('=')[0]} out, or use a provider that sells machines ({sellers})"

@@ -47,17 +47,17 @@ class Spec:
 
     def __str__(self) -> str:
         """What tells this spec from others, such as "aws g6.xlarge, 8 vCPUs, spot in us-east-1"."""
-        chosen = getattr(self.provider, "instance_type", None)
-        name = f"{self.provider.name} {chosen}" if chosen else self.provider.name
+        name, region = self.provider.name, self.region
         parts = [str(self.accelerator)] if self.accelerator is not None else []
         if self.vcpus is not None:
             parts.append(f"{self.vcpus:g} vCPUs")
         if self.memory_gb is not None:
             parts.append(f"{self.memory_gb:g} GB")
         if sells(self.provider):
+            name += f" {self.provider.instance_type}" if self.provider.instance_type else ""
+            region = region or self.provider.region
             parts.append("on demand" if self.allocation == "on-demand" else self.allocation)
         told = f"{name} {', '.join(parts)}".rstrip()
-        region = self.region or getattr(self.provider, "region", None)
         return f"{told} in {region}" if region else told
 
 

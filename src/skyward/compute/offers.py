@@ -20,7 +20,6 @@ from skyward.providers import (
     check_provider,
     providers_with,
     sells,
-    why_none,
 )
 from skyward.spec import Image
 
@@ -128,7 +127,7 @@ def _in_region(provider: Seller, region: str | None) -> Seller:
 
 
 def _why_none(provider: Seller, requests: Iterable[Request]) -> str:
-    reasons = filter(None, (why_none(provider, request) for request in requests))
+    reasons = filter(None, (provider.why_none(request) for request in requests))
     told = "; ".join(dict.fromkeys(reasons))
     return told and f"{provider.name}: {told}"
 
@@ -152,12 +151,12 @@ def _sellers(
             if not sells(each):
                 raise ConfigurationError(
                     f"offers(providers=[{each!r}]): it sells no machines; give instances of "
-                    f"{_named(providers_with('offers'))}"
+                    f"{_named(providers_with(sells))}"
                 )
         return [each for each in given if sells(each)], {}
     made: list[Seller] = []
     unmade: dict[str, SkywardError] = {}
-    for name, kind in providers_with("offers").items():
+    for name, kind in providers_with(sells).items():
         try:
             made.append(kind())
         except TypeError:

@@ -17,8 +17,7 @@ from skyward.nodes.keeper import note_pool
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.occupancy import end, recorded_pools
 from skyward.nodes.reaching import provider_of, stopped_machines
-from skyward.providers import providers_with
-from skyward.providers.staying import Stopper, stops, why_not_stop
+from skyward.providers import Stopper, providers_with, stops
 
 OWN = ("local", "ssh")
 """The providers whose machines are the user's own: without its workers, a pool costs nothing."""
@@ -58,13 +57,15 @@ def _check(record: KeptPool) -> None:
     provider, name = provider_of(record), record.name
     advice = f"`sky down {name}` ends it, `sky up {name}` makes it anew"
     if not stops(provider):
-        able = ", ".join(sorted({*OWN, *providers_with("stop")}))
+        able = ", ".join(sorted({*OWN, *providers_with(stops)}))
         raise PoolError(
             f"{name}: the provider {record.provider} cannot stop a pool and keep its machines; "
             f"those that can are {able}. {advice}"
         )
-    if reason := asyncio.run(why_not_stop(provider, record.id)):
-        raise PoolError(f"{name}: {reason}; {advice}")
+    try:
+        asyncio.run(provider.check_stop(record.id))
+    except PoolError as problem:
+        raise PoolError(f"{name}: {problem}; {advice}") from None
 
 
 def start_pool(name: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from skyward.errors import ConfigurationError
 from skyward.files.copying import PACKAGES
 from skyward.nodes.deliveries import SentFolder
-from skyward.providers import Provider, is_here
+from skyward.providers import Provider
 from skyward.spec import Image, Volume
 
 PROVIDERS_OWN = frozenset({"pvc", "emptydir"})
@@ -40,7 +40,7 @@ def plan(provider: Provider, volumes: Sequence[Volume]) -> VolumePlan:
         scheme = volume.source.partition("://")[0] if "://" in volume.source else ""
         if scheme and scheme not in PROVIDERS_OWN:
             nodes.append(volume)
-        elif scheme or volume.source == volume.target or _mounts_folders(provider):
+        elif scheme or volume.source == volume.target or provider.capabilities.mounts_folders:
             providers.append(volume)
         else:
             source = Path(volume.source).expanduser().resolve()
@@ -49,16 +49,12 @@ def plan(provider: Provider, volumes: Sequence[Volume]) -> VolumePlan:
                     f"{volume}: there is no folder {source} on this machine, and it would be sent "
                     "to the nodes; name one, or leave target out for a path of the nodes"
                 )
-            if is_here(provider):
+            if provider.capabilities.here:
                 nodes.append(Volume(str(source), volume.target, volume.read_only))
             else:
                 back = not volume.read_only
                 sent.append(SentFolder(source, volume.target, everything=True, back=back))
     return VolumePlan(tuple(providers), tuple(nodes), tuple(sent))
-
-
-def _mounts_folders(provider: Provider) -> bool:
-    return bool(getattr(provider, "mounts_folders", True))
 
 
 def equipped(image: Image, provider: Provider, volumes: Sequence[Volume]) -> Image:
@@ -69,7 +65,7 @@ def equipped(image: Image, provider: Provider, volumes: Sequence[Volume]) -> Ima
         if "://" not in volume.source or scheme == "nfs":
             continue
         package = PACKAGES.get(scheme, "fsspec")
-        if is_here(provider) and importlib.util.find_spec(package) is not None:
+        if provider.capabilities.here and importlib.util.find_spec(package) is not None:
             continue
         if package not in needed:
             needed.append(package)

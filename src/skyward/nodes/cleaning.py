@@ -18,13 +18,13 @@ from skyward.providers import (
     Machine,
     Provider,
     Remains,
+    Stopper,
     Sweeper,
-    equipment_of,
     find_provider,
+    is_here,
     owner,
     sweeps,
 )
-from skyward.providers.staying import Stopper, has_ended, stopped_price
 
 _APPEARING_SECONDS = 10.0
 """How long after the request for a machine the provider may take to find it."""
@@ -63,28 +63,19 @@ def halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
 async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
     try:
         found = await _found(provider, pool)
-        there = [machine for machine in found if not has_ended(machine)]
+        there = [machine for machine in found if not machine.ended]
         await asyncio.gather(
             *(preparation.end_agent(each, pool.id, REMOVE_SECONDS) for each in there)
         )
-        await provider.stop(pool.id)
+        price = await provider.stop(pool.id)
     except Exception as problem:
         return Cleaned(pool.id, pool.name, (), (_said(problem),))
-    price = await _price(provider, pool.id)
     for machine in found:
         each = price / len(found) if price is not None else None
         journal.gone(pool.id, machine.node)
         journal.intend(pool.id, machine.node)
         journal.made(pool.id, machine.node, machine.id, machine.address, each)
     return Cleaned(pool.id, pool.name, tuple(machine.id for machine in found), ())
-
-
-async def _price(provider: Stopper, pool: str) -> float | None:
-    try:
-        return await stopped_price(provider, pool)
-    except Exception:
-        # The machines are stopped all the same, and must be recorded so.
-        return None
 
 
 def clean_remains(journal: Journal, provider: Collector, remains: Remains) -> Cleaned:
@@ -178,14 +169,15 @@ async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
 
 def _kept_here(provider: Provider, pool: PoolRecord, found: list[str]) -> list[Machine]:
     """Machines of a pool that stays on this machine, made where `find` does not look now."""
-    at = getattr(provider, "machine_at", None)
+    if not is_here(provider):
+        return []
     ids = [each.id for each in pool.machines if each.id is not None and each.id not in found]
-    return [] if at is None else [at(machine) for machine in ids if Path(machine).is_dir()]
+    return [provider.machine_at(machine) for machine in ids if Path(machine).is_dir()]
 
 
 async def _destroyed(machine: Machine, pool: str) -> str | None:
     try:
-        if equipment_of(machine) is not None:
+        if machine.equipment is not None:
             await machine.destroy()
         else:
             await preparation.take_down(machine, pool, REMOVE_SECONDS)

@@ -46,8 +46,6 @@ from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.nodes.view import NodeView, view_of
-from skyward.providers import encrypted, is_here
-from skyward.providers.staying import stops
 from skyward.spec import Nodes
 from skyward.wire import messages
 from skyward.wire.frames import Frame
@@ -92,7 +90,7 @@ class Fleet:
         self._id, self._spec = pool_id, spec
         self._loop, self._dispatcher, self._console = loop, dispatcher, console
         self._prospects = prospects
-        self._is_here = is_here(spec.provider)
+        self._is_here = spec.provider.capabilities.here
         self._opened = False
         """Whether the provider may have been asked for machines."""
         ends_with_client = self._is_here and spec.keep is None
@@ -100,7 +98,7 @@ class Fleet:
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
         authority = None
-        if encrypted(spec.provider):
+        if spec.provider.capabilities.encrypted:
             authority = authority_of(pool_id, spec, adoption.record if adoption else None)
         self._credentials = authority.issue(CLIENT) if authority else None
         self._client = ""
@@ -382,7 +380,7 @@ class Fleet:
         self._roster.close()
         self.devices.desk.close("its pool was closed")
         # A stopped pool that could not be started is stopped again, with all that it has.
-        spare = bool(self._spec.id) and not self.stays and stops(self._spec.provider)
+        spare = bool(self._spec.id) and not self.stays and self._spec.provider.capabilities.stops
         self._ending.end(self.nodes, seconds, spare=spare)
         self._startup.close()
         if spare:

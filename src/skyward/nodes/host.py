@@ -22,21 +22,7 @@ from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
 from skyward.nodes.routes import Routes
-from skyward.providers import (
-    Allocation,
-    Machine,
-    Order,
-    Provider,
-    encrypted,
-    equipment_of,
-    forwarding_address,
-    is_here,
-    listening_address,
-    notice_of,
-    offer_of,
-    sells,
-    staying,
-)
+from skyward.providers import Allocation, Machine, Order, Provider
 from skyward.worker.config import AgentConfig
 
 SETTLE_SECONDS = 2.0
@@ -75,7 +61,7 @@ class Host:
         """
         self.endpoint = ""
         """Where the agent listens: one place, or several separated by spaces."""
-        self.address = "127.0.0.1" if is_here(provider) else ""
+        self.address = "127.0.0.1" if provider.capabilities.here else ""
         """How the other nodes reach this one."""
         self.hostname = ""
         # Until the new machine has been asked, it counts as the one that it replaces.
@@ -83,7 +69,7 @@ class Host:
         self.accelerator: str | None = lost.accelerator if lost else None
         self.agent_pid = 0
         """The number of the agent's process on its machine."""
-        self.may_return = not is_here(provider)
+        self.may_return = not provider.capabilities.here
         """Whether a machine that is out of reach may come back."""
         self._provider, self._allocation = provider, allocation
         self._order = dataclasses.replace(order, bought=self._bought)
@@ -129,7 +115,7 @@ class Host:
     @property
     def was_bought(self) -> bool:
         """Whether a machine was bought for the node, even if it is gone again."""
-        return self._charge is not None and sells(self._provider)
+        return self._charge is not None and self._provider.capabilities.sells
 
     # Starting.
 
@@ -168,7 +154,7 @@ class Host:
             return
         try:
             async with asyncio.timeout(DESTROY_SECONDS):
-                await staying.after_start(machine)
+                await machine.after_start()
         except Exception as problem:
             self._note(
                 f"node {self._order.node}: when the pool ends by itself, {machine.id} is stopped "
@@ -215,12 +201,12 @@ class Host:
         self.made_at = time.monotonic()
         self.address, self.hostname = kept.address, kept.hostname
         self.accelerators, self.accelerator = kept.accelerators, kept.accelerator
-        equipment = equipment_of(machine)
+        equipment = machine.equipment
         routes = self._routes = Routes(machine, kept.address, here=equipment is not None)
         if equipment is not None:
             self._child = DetachedAgent(machine, equipment)
         else:
-            await staying.reach(machine)
+            await machine.reach()
             await asyncio.to_thread(routes.try_direct, kept.endpoint)
         self.endpoint, self.agent_pid = kept.endpoint, kept.pid
 
@@ -231,7 +217,7 @@ class Host:
 
     async def _prepare(self, former: Machine | None = None) -> None:
         order = self._order
-        if former is not None and equipment_of(former) is not None:
+        if former is not None and former.equipment is not None:
             await former.destroy()
         try:
             await self._recorded(self._journal.intend, order.pool, order.node)
@@ -257,7 +243,7 @@ class Host:
             self._settled.set()
         self.made_at = time.monotonic()
         await self._noted_purchase()
-        charge = self._charge = self._charge or self._ledger.begin(offer_of(machine))
+        charge = self._charge = self._charge or self._ledger.begin(machine.offer)
         await self._recorded(
             self._journal.made,
             order.pool,
@@ -267,7 +253,7 @@ class Host:
             charge.hourly_cost,
         )
         self.address = machine.address
-        equipment = equipment_of(machine)
+        equipment = machine.equipment
         self._routes = Routes(machine, machine.address, here=equipment is not None)
         if equipment is not None:
             agent = DetachedAgent if order.request.keep else ChildAgent
@@ -344,15 +330,15 @@ class Host:
     async def _launch(self, config: AgentConfig) -> None:
         machine = self._machine
         assert machine is not None
-        config.notice = notice_of(machine)
+        config.notice = machine.notice
         if self._child is not None:
-            config.address = machine.address if encrypted(self._provider) else "unix"
+            config.address = machine.address if self._provider.capabilities.encrypted else "unix"
             self.endpoint = await self._child.start(config)
             self.agent_pid = self._child.pid
             return
         assert self._environment is not None
-        config.direct = listening_address(machine) if machine.direct else ""
-        config.forwarded = forwarding_address(machine)
+        config.direct = (machine.listens or machine.direct) if machine.direct else ""
+        config.forwarded = machine.forwards_to
         self._phase("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)
         await asyncio.to_thread(self.routes.try_direct, announced.endpoint)
@@ -478,7 +464,7 @@ class Host:
                 for machine in machines or await self._allocation.find():
                     if machine.node != order.node:
                         continue
-                    if equipment_of(machine) is not None:
+                    if machine.equipment is not None:
                         await machine.destroy()
                     else:
                         await preparation.take_down(machine, order.pool, seconds + ALIVE_SECONDS)

@@ -15,7 +15,7 @@ import msgspec
 from skyward.context import POOL_VARIABLE
 from skyward.errors import PoolStartError
 from skyward.nodes.keeping import KeptNode, KeptPool, encode
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Capabilities, Machine, Order, Request
 from skyward.wire.connecting import direct
 
 CONNECT_SECONDS = 10.0
@@ -45,6 +45,7 @@ class InsideProvider:
     """The nodes of a pool, as they are: none is made, and none is removed."""
 
     name = "inside"
+    capabilities = Capabilities()
 
     def __init__(self, record: KeptPool) -> None:
         self._record = record
@@ -76,7 +77,7 @@ class InsideProvider:
         return [InsideMachine(node, self._record.name) for node in self._record.nodes]
 
 
-class InsideMachine:
+class InsideMachine(Machine):
     """A node of the pool, seen from another one, or from itself."""
 
     may_be_here = True
@@ -84,8 +85,6 @@ class InsideMachine:
     def __init__(self, node: KeptNode, pool: str) -> None:
         self._pool = pool
         self.id, self.node, self.address = node.machine, node.index, node.address
-        self.direct: str | None = None
-        self.python: str | None = None
         self.forwards_to = node.address
 
     async def run(

@@ -7,7 +7,7 @@ import msgspec
 from skyward.nodes import keeping
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.reaching import provider_of
-from skyward.providers.staying import holds_keys
+from skyward.providers import holds_keys
 
 
 def exported(record: KeptPool) -> bytes:

@@ -26,8 +26,7 @@ from skyward.nodes.reaching import (
     check_here,
     provider_of,
 )
-from skyward.providers import Provider
-from skyward.providers.staying import before_stop, spares, stops, undo_before_stop
+from skyward.providers import Provider, stops
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import JOB, JobView
 
@@ -174,16 +173,16 @@ def end(
 @contextlib.contextmanager
 def _prepared(provider: Provider, record: KeptPool, reached: ReachedPool | None) -> Iterator[None]:
     """Have the machines lose nothing from now on; if the block fails, the pool is as it was."""
-    if not spares(provider):
+    if not stops(provider):
         yield
         return
     try:
-        asyncio.run(before_stop(provider, record.id))
+        asyncio.run(provider.spare(record.id, True))
         yield
     except BaseException as problem:
         try:
             _check_agents(reached)
-            asyncio.run(undo_before_stop(provider, record.id))
+            asyncio.run(provider.spare(record.id, False))
         except BaseException as failure:
             why = str(failure) or type(failure).__name__
             problem.add_note(

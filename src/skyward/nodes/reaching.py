@@ -7,7 +7,6 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skyward.closing import Closing
 from skyward.errors import NodeLostError, PoolError, SkywardError
@@ -27,8 +26,8 @@ from skyward.providers import (
     Request,
     find_provider,
     is_here,
+    stops,
 )
-from skyward.providers.staying import has_ended, stops
 from skyward.spec import Image
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.identity import Credentials
@@ -62,7 +61,7 @@ def provider_of(record: KeptPool) -> Provider:
 def found_machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
     """The machines of a pool's nodes that run, as far as its provider has them still."""
     there = _machines(record, provider)
-    return {index: found for index, found in there.items() if not has_ended(found[1])}
+    return {index: found for index, found in there.items() if not found[1].ended}
 
 
 def stopped_machines(record: KeptPool, provider: Provider) -> list[Machine]:
@@ -70,13 +69,12 @@ def stopped_machines(record: KeptPool, provider: Provider) -> list[Machine]:
     if not stops(provider):
         return []
     found = [machine for _, machine in _machines(record, provider).values()]
-    return found if all(map(has_ended, found)) else []
+    return found if all(machine.ended for machine in found) else []
 
 
 def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
     if is_here(provider):
-        at: Any = provider
-        return {node.index: (node, at.machine_at(node.machine)) for node in record.nodes}
+        return {node.index: (node, provider.machine_at(node.machine)) for node in record.nodes}
     finding = provider_loop.submit(_find(provider, record.id))
     try:
         found = finding.result(FIND_SECONDS)
@@ -87,7 +85,8 @@ def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode,
             f"{FIND_SECONDS:.0f} s; see whether it can be reached, and try again"
         ) from None
     # One that runs goes before another of the same node that does not.
-    machines = {each.node: each for each in sorted(found, key=has_ended, reverse=True)}
+    ordered = sorted(found, key=lambda machine: machine.ended, reverse=True)
+    machines = {machine.node: machine for machine in ordered}
     return {
         node.index: (node, machines[node.index]) for node in record.nodes if node.index in machines
     }

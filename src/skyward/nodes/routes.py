@@ -8,7 +8,7 @@ import os
 import socket
 
 from skyward.nodes import provider_loop
-from skyward.providers import Machine, forwarding_address, forwards, may_be_here
+from skyward.providers import Machine
 from skyward.wire.connecting import direct, host_and_port
 
 DIRECT_SECONDS = 1.5
@@ -44,14 +44,14 @@ class Routes:
             return endpoints.split()[0]
         if self._is_direct:
             return self._direct_endpoint(endpoints)
-        if forwards(self._machine):
-            listens = f":{forwarding_address(self._machine)}:"
+        if self._machine.forwards_to:
+            listens = f":{self._machine.forwards_to}:"
             return next(each for each in endpoints.split() if listens in each)
         return next(each for each in endpoints.split() if each.startswith("unix:"))
 
     def near(self, endpoints: str) -> str:
         """The Unix socket, if the machine turns out to be the client's; else empty."""
-        if self._here or not may_be_here(self._machine):
+        if self._here or not self._machine.may_be_here:
             return ""
         for endpoint in endpoints.split():
             path = endpoint.removeprefix("unix:")
@@ -86,7 +86,7 @@ class Routes:
         """
         if self._is_direct and endpoint.startswith("tcp:"):
             return direct(endpoint, seconds)
-        if endpoint.startswith("tcp:") and forwards(self._machine):
+        if endpoint.startswith("tcp:") and self._machine.forwards_to:
             opening = provider_loop.submit(self._machine.forward(endpoint))
         else:
             opening = provider_loop.submit(self._machine.dial(endpoint))

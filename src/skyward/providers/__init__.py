@@ -16,6 +16,7 @@ import inspect
 import os
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -88,29 +89,62 @@ class Order:
     """
 
 
-class Machine(Protocol):
-    """A machine that a provider made, or found."""
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """The folder, the cards and the directory of a machine that needs no bootstrap."""
 
-    @property
-    def id(self) -> str:
-        """The provider's name for the machine; enough to destroy the machine later."""
+    folder: str
+    """The node's private folder, with a short path: for its sockets and the agent's log."""
+    hostname: str
+    accelerators: int = 0
+    accelerator: str | None = None
+    working_directory: str | None = None
+    """The directory in which the workers run and import; None for the client's own."""
 
-    @property
-    def node(self) -> int:
-        """The number of the node that the machine was made for."""
 
-    @property
-    def address(self) -> str:
-        """How other machines of the pool reach this one."""
+LOOPBACK = "127.0.0.1"
 
-    @property
-    def direct(self) -> str | None:
-        """An address that this process may try to connect to; None if only `dial` works."""
 
-    @property
-    def python(self) -> str | None:
-        """A Python that has skyward and the image's packages; None if the bootstrap makes one."""
+class Machine(ABC):
+    """A machine that a provider made, or found; most machines leave what has a default."""
 
+    id: str
+    """The provider's name for the machine; enough to destroy the machine later."""
+    node: int
+    """The number of the node that the machine was made for."""
+    address: str
+    """How other machines of the pool reach this one."""
+    direct: str | None = None
+    """An address that this process may try to connect to; None if only `dial` works."""
+    python: str | None = None
+    """A Python that has skyward and the image's packages; None if the bootstrap makes one."""
+    offer: Offer | None = None
+    """The offer that was bought; None if the machine costs nothing, or nobody knows what."""
+    ended: bool = False
+    """Whether a machine that was found does not run.
+
+    It can be removed, or started again by `create`; there is no agent on it.
+    """
+    listens: str = ""
+    """The address at which its processes listen for the client, if that is not `direct`."""
+    forwards_to: str = ""
+    """The address at which its processes listen for `forward`; empty if `dial` is as fast."""
+    may_be_here: bool = False
+    """Whether the machine may be the client's own.
+
+    Then the client tries the Unix sockets of the node's processes first, and shares memory with
+    them. A socket's path has the pool's id in it: another machine has none, or nobody listens.
+    """
+    notice: str = ""
+    """The name of a module that the agent runs on the machine, with the node's Python.
+
+    The module ends with a line on its standard output, "SECONDS REASON", as soon as the provider
+    says that it takes the machine back.
+    """
+    equipment: Equipment | None = None
+    """What the client needs to know of its own machine; None if the machine needs the bootstrap."""
+
+    @abstractmethod
     async def run(
         self,
         command: Sequence[str],
@@ -125,6 +159,7 @@ class Machine(Protocol):
         Raises `UnreachableError` if the machine or the connection to it is gone.
         """
 
+    @abstractmethod
     async def dial(self, endpoint: str) -> socket.socket:
         """A blocking socket that carries bytes to "unix:PATH" or "tcp:127.0.0.1:PORT" there.
 
@@ -133,6 +168,11 @@ class Machine(Protocol):
         tell; otherwise the socket is at its end.
         """
 
+    async def forward(self, endpoint: str) -> socket.socket:
+        """A faster `dial` for ports at `forwards_to`; both directions may end together."""
+        return await self.dial(endpoint)
+
+    @abstractmethod
     async def alive(self) -> bool:
         """Whether the machine exists; False only if it is known to be gone for good.
 
@@ -141,6 +181,13 @@ class Machine(Protocol):
         long as `orphan_timeout` says.
         """
 
+    async def reach(self) -> None:  # noqa: B027
+        """Find out how a machine that was found is reached; after that, `direct` is known."""
+
+    async def after_start(self) -> None:  # noqa: B027
+        """Undo what `Stopper.spare` did: the machine has an agent, and the pool is on record."""
+
+    @abstractmethod
     async def destroy(self) -> None:
         """Remove the machine, whatever runs on it, and wait for its end; may be called twice."""
 
@@ -194,6 +241,34 @@ class Allocation(Generic[M]):
         """End what the allocation still does; the machines stay as they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a provider is and can do; each thing that it can do is a protocol of this module."""
+
+    sells: bool = False
+    """Whether its machines cost money: it is a `Seller`."""
+    sweeps: bool = False
+    """Whether it makes more for a pool than its machines: it is a `Sweeper`."""
+    answers: bool = False
+    """Whether it can be asked whether it would work: it is an `Answering`."""
+    collects: bool = False
+    """Whether it finds the remains of all pools: it is a `Collector`."""
+    stops: bool = False
+    """Whether it can stop machines and keep them: it is a `Stopper`."""
+    holds_keys: bool = False
+    """Whether it keeps keys of its own for each pool: it is a `KeyHolder`."""
+    here: bool = False
+    """Whether its machines are this machine: it is a `ThisMachine`.
+
+    Then a machine has `equipment`, no bootstrap is needed, and the agent is a child process that
+    ends with the client: there is nothing to write into the journal.
+    """
+    encrypted: bool = True
+    """Whether the channels to its machines need credentials."""
+    mounts_folders: bool = True
+    """Whether a node can have a folder of its machine at another path."""
+
+
 @runtime_checkable
 class Provider(Protocol):
     """A source of machines: a value, which holds no connection."""
@@ -201,6 +276,10 @@ class Provider(Protocol):
     @property
     def name(self) -> str:
         """The provider's name, for people and in the registry."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the provider can do beyond this protocol; its class has the attribute, too."""
 
     def check(self, request: Request) -> None:
         """Raise a `ConfigurationError` for a request that this provider can never fulfil."""
@@ -216,10 +295,17 @@ class Provider(Protocol):
 
 
 class Seller(Provider, Protocol):
-    """A provider whose machines cost money.
+    """A provider whose machines cost money; a machine's `offer` is the one that was bought."""
 
-    A machine of a seller has an attribute `offer`: the `Offer` that was bought.
-    """
+    @property
+    def region(self) -> str | None:
+        """The region that the user has chosen; None for the usual one."""
+        ...
+
+    @property
+    def instance_type(self) -> str | None:
+        """The type of machine that the user has chosen; None for any that fulfils a request."""
+        ...
 
     def in_region(self, region: str) -> Seller:
         """The same provider in a region; raises a `ConfigurationError` if it has another."""
@@ -233,16 +319,14 @@ class Seller(Provider, Protocol):
         """
         ...
 
+    def why_none(self, request: Request) -> str:
+        """Why there is no offer for a request, in a sentence; empty if there is no more to say."""
+        ...
+
 
 def sells(provider: Provider) -> TypeGuard[Seller]:
     """Whether a provider's machines cost money."""
-    return hasattr(provider, "offers")
-
-
-def why_none(provider: Seller, request: Request) -> str:
-    """Why a seller has no offer, in its own words; empty if it has no method `why_none`."""
-    explain = getattr(provider, "why_none", None)
-    return "" if explain is None else str(explain(request))
+    return provider.capabilities.sells
 
 
 class Sweeper(Provider, Protocol):
@@ -255,7 +339,7 @@ class Sweeper(Provider, Protocol):
 
 def sweeps(provider: Provider) -> TypeGuard[Sweeper]:
     """Whether a provider makes more for a pool than its machines."""
-    return hasattr(provider, "sweep")
+    return provider.capabilities.sweeps
 
 
 class Answering(Provider, Protocol):
@@ -272,7 +356,76 @@ class Answering(Provider, Protocol):
 
 def answers(provider: Provider) -> TypeGuard[Answering]:
     """Whether a provider can be asked whether it would work."""
-    return hasattr(provider, "ping")
+    return provider.capabilities.answers
+
+
+class Stopper(Provider, Protocol):
+    """A provider that can stop machines and keep them, for `sky stop` and `sky start`.
+
+    If there is a stopped machine of the pool for the node, `create` starts that one.
+    """
+
+    async def check_stop(self, pool: str) -> None:
+        """Raise a `PoolError` with the reason if a pool's machines can never be stopped.
+
+        It is called before anything is ended.
+        """
+        ...
+
+    async def spare(self, pool: str, spared: bool) -> None:
+        """Have a pool's machines lose nothing from now on if they end by themselves, or undo that.
+
+        It is called before the agents are ended: a machine without one may end itself, and its
+        client may be killed before it calls `stop`. It is undone if the pool goes on with all its
+        agents. Raises a `PoolError` if that is not possible.
+        """
+        ...
+
+    async def stop(self, pool: str) -> float | None:
+        """Stop the machines of a pool, whose agents have ended, and wait for that.
+
+        What they have on their disks stays. Returns what all of them cost in an hour from now on,
+        in US dollars; None if that is unknown. Raises a `PoolError` if one cannot be stopped.
+        """
+        ...
+
+
+def stops(provider: Provider) -> TypeGuard[Stopper]:
+    """Whether a provider can stop machines and keep them."""
+    return provider.capabilities.stops
+
+
+class KeyHolder(Provider, Protocol):
+    """A provider that keeps keys of its own for each pool, in the user's state folder."""
+
+    def export_keys(self, pool: str) -> Mapping[str, str]:
+        """The keys that another machine of the user's needs for a pool, as texts by name.
+
+        Raises a `PoolError` if the pool can only be used on this machine.
+        """
+        ...
+
+    def import_keys(self, pool: str, keys: Mapping[str, str]) -> None:
+        """Write down keys that another machine has exported."""
+        ...
+
+
+def holds_keys(provider: Provider) -> TypeGuard[KeyHolder]:
+    """Whether a provider keeps keys of its own for each pool."""
+    return provider.capabilities.holds_keys
+
+
+class ThisMachine(Provider, Protocol):
+    """A provider whose machines are this machine."""
+
+    def machine_at(self, machine: str) -> Machine:
+        """The machine of a pool that stays, by its id."""
+        ...
+
+
+def is_here(provider: Provider) -> TypeGuard[ThisMachine]:
+    """Whether a provider's machines are this machine."""
+    return provider.capabilities.here
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,117 +479,19 @@ def _machine_mark() -> str:
 class Collector(Provider, Protocol):
     """A provider that finds the remains of all pools, without the journal."""
 
-    async def remains(self) -> Sequence[Remains]:
-        """What there is of any pool of any client.
+    @property
+    def where(self) -> str:
+        """Where the provider looks for remains, for people: "aws in us-east-1"."""
+        ...
 
-        A provider that looks in one place alone has an attribute `where` that names it.
-        """
+    async def remains(self) -> Sequence[Remains]:
+        """What there is of any pool of any client."""
         ...
 
 
 def collects(provider: Provider) -> TypeGuard[Collector]:
     """Whether a provider finds the remains of all pools."""
-    return hasattr(provider, "remains")
-
-
-def place_of(provider: Provider) -> str:
-    """Where a provider looks for remains, by its attribute `where`: "aws in us-east-1"."""
-    return str(getattr(provider, "where", "") or provider.name)
-
-
-def offer_of(machine: Machine) -> Offer | None:
-    """The offer that was bought; None for a machine that costs nothing, or nobody knows what."""
-    found = getattr(machine, "offer", None)
-    return found if isinstance(found, Offer) else None
-
-
-def listening_address(machine: Machine) -> str:
-    """The machine's attribute `listens`, or else `direct`; empty if it has neither.
-
-    It is the address at which a process of the machine listens for the client, where that is not
-    the address that the client connects to.
-    """
-    return str(getattr(machine, "listens", "") or machine.direct or "")
-
-
-def may_be_here(machine: Machine) -> bool:
-    """Whether a machine may be the client's own, by its attribute `may_be_here`.
-
-    Then the client tries the Unix sockets of the node's processes first, and shares memory with
-    them. A socket's path has the pool's id in it: another machine has none, or nobody listens.
-    """
-    return bool(getattr(machine, "may_be_here", False))
-
-
-def notice_of(machine: Machine) -> str:
-    """The machine's attribute `notice`; empty if it has none.
-
-    It names a module that the agent runs on the machine, with the node's Python. The module ends
-    with a line on its standard output, "SECONDS REASON", as soon as the provider says that it takes
-    the machine back.
-    """
-    return str(getattr(machine, "notice", ""))
-
-
-def encrypted(provider: Provider) -> bool:
-    """Whether the channels to a provider's machines need credentials.
-
-    They do, unless the provider has an attribute `encrypted` that is false.
-    """
-    return bool(getattr(provider, "encrypted", True))
-
-
-def is_here(provider: Provider) -> bool:
-    """Whether a provider's machines are this machine, by its attribute `here`.
-
-    Then a machine has an attribute `equipment`, no bootstrap is needed, and the agent is a child
-    process that ends with the client: there is nothing to write into the journal. The provider has
-    a method `machine_at`, which makes a machine that stays from its id.
-    """
-    return bool(getattr(provider, "here", False))
-
-
-class Forwarder(Machine, Protocol):
-    """A machine with a faster `dial` for ports of its loopback."""
-
-    async def forward(self, endpoint: str) -> socket.socket:
-        """Connect to a port; unlike with `dial`, both directions may end together."""
-        ...
-
-
-LOOPBACK = "127.0.0.1"
-
-
-def forwards(machine: Machine) -> TypeGuard[Forwarder]:
-    """Whether a machine has a faster `dial` for ports of its loopback."""
-    return hasattr(machine, "forward")
-
-
-def forwarding_address(machine: Machine) -> str:
-    """The machine's attribute `forwards_to`, or else its loopback; empty if it forwards nothing.
-
-    It is the address at which a process of the machine listens for forwarded connections.
-    """
-    return str(getattr(machine, "forwards_to", LOOPBACK)) if forwards(machine) else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Equipment:
-    """The folder, the cards and the directory of a machine that needs no bootstrap."""
-
-    folder: str
-    """The node's private folder, with a short path: for its sockets and the agent's log."""
-    hostname: str
-    accelerators: int = 0
-    accelerator: str | None = None
-    working_directory: str | None = None
-    """The directory in which the workers run and import; None for the client's own."""
-
-
-def equipment_of(machine: Machine) -> Equipment | None:
-    """The machine's attribute `equipment`; None if the machine needs the bootstrap."""
-    found = getattr(machine, "equipment", None)
-    return found if isinstance(found, Equipment) else None
+    return provider.capabilities.collects
 
 
 BUILT_IN = {
@@ -472,14 +527,16 @@ def provider_names() -> list[str]:
     return sorted({*BUILT_IN, *(entry.name for entry in entries)})
 
 
-def providers_with(attribute: str) -> dict[str, type[Any]]:
-    """The classes of all providers that have an attribute, such as `offers`, by name."""
-    found = {}
+def providers_with(capability: Callable[[Provider], bool]) -> dict[str, type[Any]]:
+    """The classes of all providers that can do something, such as `sells`, by name."""
+    found: dict[str, Any] = {}
     for name in provider_names():
         # A provider of another package that cannot be imported has nothing to be asked for.
         with contextlib.suppress(ImportError):
-            found[name] = find_provider(name)
-    return {name: each for name, each in found.items() if hasattr(each, attribute)}
+            kind: object = find_provider(name)
+            if isinstance(kind, Provider) and capability(kind):
+                found[name] = kind
+    return found
 
 
 def check_provider(call: str, provider: object) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError, UnavailableError
 from skyward.market import Offer
-from skyward.providers import Allocation, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.aws.failures import NO_CREDENTIALS, RequestError
 
 if TYPE_CHECKING:
@@ -79,6 +79,15 @@ class AWS:
     """The number of the account that must be used; requests with credentials of another one are
     refused."""
     name: str = field(default="aws", init=False, repr=False)
+    capabilities = Capabilities(
+        sells=True,
+        sweeps=True,
+        answers=True,
+        collects=True,
+        stops=True,
+        holds_keys=True,
+        mounts_folders=False,
+    )
 
     def __post_init__(self) -> None:
         for what in (
@@ -163,11 +172,6 @@ class AWS:
             return None
 
     # Requests.
-
-    @property
-    def mounts_folders(self) -> bool:
-        """No: an instance has its own disk alone."""
-        return False
 
     def check(self, request: Request) -> None:
         """Refuse what no instance can have, and an account that cannot be used at all."""
@@ -347,38 +351,28 @@ class AWS:
             ),
         )
 
-    async def why_not_stop(self, pool: str) -> str:
-        """That AWS does not stop spot instances, if a pool has one."""
+    async def check_stop(self, pool: str) -> None:
+        """Refuse a pool that has spot instances: AWS does not stop them."""
         from skyward.providers.aws import stopping
 
-        return stopping.why_not((await (await self._pool(pool)).instances.all()).values())
+        stopping.check((await (await self._pool(pool)).instances.all()).values())
 
-    async def before_stop(self, pool: str) -> None:
-        """Have the pool's instances keep their disks if they shut themselves down."""
+    async def spare(self, pool: str, spared: bool) -> None:
+        """Have the pool's instances keep their disks if they shut themselves down, or lose them."""
         from skyward.providers.aws import stopping
 
-        await stopping.spare((await self._pool(pool)).instances)
+        await stopping.spare((await self._pool(pool)).instances, spared)
 
-    async def undo_before_stop(self, pool: str) -> None:
-        """Have the pool's instances go with their disks again if they shut themselves down."""
+    async def stop(self, pool: str) -> float | None:
+        """Stop the pool's instances; their disks stay, and cost."""
         from skyward.providers.aws import stopping
 
-        await stopping.unspare((await self._pool(pool)).instances)
-
-    async def stop(self, pool: str) -> None:
-        """Stop the pool's instances; their disks stay."""
-        from skyward.providers.aws import stopping
-
-        await stopping.stop((await self._pool(pool)).instances)
-
-    async def stopped_price(self, pool: str) -> float | None:
-        """What the disks of the pool's instances cost in an hour, about; None if unknown."""
-        from skyward.providers.aws import stopping
-
-        account = await asyncio.to_thread(self._own_account)
+        instances = (await self._pool(pool)).instances
+        await stopping.stop(instances)
         try:
-            return await asyncio.to_thread(stopping.disks_price, account, pool)
-        except RequestError:
+            return await asyncio.to_thread(stopping.disks_price, instances.account, pool)
+        except Exception:
+            # The instances are stopped all the same, and must be recorded so.
             return None
 
     def export_keys(self, pool: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from skyward.errors import (
     UnreachableError,
 )
 from skyward.market import Offer
-from skyward.providers import Order
+from skyward.providers import Machine, Order
 from skyward.providers.aws import interruption, session, stopping, tags
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
@@ -46,7 +46,7 @@ _HOST_KEYS = re.compile(
 _ENDS = ENDED | {"stopping", "stopped"}
 
 
-class AWSMachine:
+class AWSMachine(Machine):
     """An instance that one node has for itself."""
 
     def __init__(
@@ -85,11 +85,6 @@ class AWSMachine:
     def __repr__(self) -> str:
         return f"AWSMachine({self.id!r})"
 
-    @property
-    def direct(self) -> str | None:
-        """The address at which the client reached the instance."""
-        return self._ssh.direct if self._ssh is not None else None
-
     async def make(self, order: Order, watch: str, seconds: float = BOOT_SECONDS) -> None:
         """Wait until the instance has booted, and make the machine's folder on it.
 
@@ -98,6 +93,7 @@ class AWSMachine:
         order.tell("waiting for the machine to boot")
         async with self._reaching:
             self._ssh = await self._reach(seconds, new=True)
+            self.direct = self._ssh.direct
         command = ["sh", "-c", '[ "$(id -u)" = 0 ] || s="sudo -n"; $s sh -c "$1"', "sh", watch]
         if await self._ssh.run(command):
             order.note(
@@ -149,7 +145,7 @@ class AWSMachine:
 
     async def destroy(self) -> None:
         """Terminate the instance."""
-        ssh, self._ssh = self._ssh, None
+        ssh, self._ssh, self.direct = self._ssh, None, None
         if ssh is not None:
             await ssh.leave()
         await self._instances.terminate(self.id)
@@ -163,6 +159,7 @@ class AWSMachine:
         async with self._reaching:
             if self._ssh is None:
                 self._ssh = await self._reach(ANSWER_SECONDS, new=False)
+                self.direct = self._ssh.direct
             return self._ssh
 
     async def _reach(self, seconds: float, *, new: bool) -> SSHMachine:

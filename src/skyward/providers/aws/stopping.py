@@ -23,27 +23,18 @@ GB_MONTH = 0.08
 MONTH_HOURS = 730
 
 
-def why_not(instances: Iterable[Instance]) -> str:
-    """Why instances cannot be stopped; empty if they can."""
+def check(instances: Iterable[Instance]) -> None:
+    """Refuse instances that cannot be stopped."""
     spot = [each["InstanceId"] for each in _there(instances) if _is_spot(each)]
     if spot:
-        return f"AWS does not stop spot instances of this kind ({', '.join(sorted(spot))})"
-    return ""
+        raise PoolError(
+            f"AWS does not stop spot instances of this kind ({', '.join(sorted(spot))})"
+        )
 
 
-async def spare(instances: Instances) -> None:
-    """Have the instances of a pool keep their disks if they shut themselves down."""
-    await _on_shutdown_of_all(instances, "stop")
-
-
-async def unspare(instances: Instances) -> None:
-    """Have the instances of a pool go with their disks if they shut themselves down."""
-    await _on_shutdown_of_all(instances, "terminate")
-
-
-async def _on_shutdown_of_all(
-    instances: Instances, behaviour: Literal["stop", "terminate"]
-) -> None:
+async def spare(instances: Instances, spared: bool) -> None:
+    """Have the instances of a pool keep their disks if they shut themselves down, or lose them."""
+    behaviour: Literal["stop", "terminate"] = "stop" if spared else "terminate"
     running = _there((await instances.all()).values())
     changes = (on_shutdown(instances, str(each["InstanceId"]), behaviour) for each in running)
     await asyncio.gather(*changes)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
-from skyward.providers import Allocation, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.container import gpus, remains
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import (
@@ -67,6 +67,7 @@ class Container:
     host: str | None = None
     """The address of the Docker or Podman service; if left out, the usual ones are tried."""
     name: str = field(default="container", init=False, repr=False)
+    capabilities = Capabilities(answers=True, collects=True, stops=True)
 
     def __post_init__(self) -> None:
         for what in ("image", "python", "host"):
@@ -154,9 +155,16 @@ class Container:
         """Where `remains` looks, for people."""
         return f"container at {self._named}" if self._named else self.name
 
-    async def stop(self, pool: str) -> None:
+    async def check_stop(self, pool: str) -> None:
+        """Every container can be stopped."""
+
+    async def spare(self, pool: str, spared: bool) -> None:
+        """A container of a pool that stays keeps its files in any case."""
+
+    async def stop(self, pool: str) -> float | None:
         """Stop the pool's containers; their files stay, and `create` starts them again."""
         await asyncio.to_thread(self._stop, pool)
+        return None
 
     def _stop(self, pool: str) -> None:
         with answering(self.host).connected() as docker:

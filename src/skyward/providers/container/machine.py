@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from skyward.errors import PoolStartError, UnreachableError
+from skyward.providers import Machine
 from skyward.providers.container import commands
 from skyward.providers.container.service import (
     NODE,
@@ -52,7 +53,7 @@ sender.join()
 """
 
 
-class ContainerMachine:
+class ContainerMachine(Machine):
     """One container."""
 
     def __init__(self, service: Service, container: Any, python: str | None) -> None:
@@ -68,12 +69,9 @@ class ContainerMachine:
         """Whether it did not run when it was found."""
         networks = container.attrs["NetworkSettings"]["Networks"].values()
         self.address = next((each["IPAddress"] for each in networks if each["IPAddress"]), "")
-
-    @property
-    def direct(self) -> str | None:
-        """The container's address: on the same kernel the client can reach it."""
-        local = self._service.address.startswith("unix:")
-        return self.address if local and sys.platform == "linux" and self.address else None
+        # On the same kernel the client can reach it.
+        local = self._service.address.startswith("unix:") and sys.platform == "linux"
+        self.direct = self.address if local and self.address else None
 
     async def run(
         self,

@@ -6,13 +6,13 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError
-from skyward.providers import Allocation, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.kubernetes import jobs, manifests, remains
 from skyward.providers.kubernetes.access import Access, Object, Place, resolve
 from skyward.providers.kubernetes.machine import PodMachine
@@ -72,6 +72,7 @@ class Kubernetes:
     command: Sequence[str] = ()
     """A command that runs in each container, beside the agent."""
     name: str = field(default="kubernetes", init=False, repr=False)
+    capabilities = Capabilities(answers=True, collects=True, stops=True)
 
     def __post_init__(self) -> None:
         for what in (
@@ -201,25 +202,25 @@ class Kubernetes:
         of = f" of {self.context}" if self.context else ""
         return f"kubernetes in the namespace {self.namespace}{of}"
 
-    async def before_stop(self, pool: str) -> None:
-        """Have the pool's Job stay after its end, with the claims that go with it."""
-        await asyncio.to_thread(self._change_job, pool, jobs.spare)
+    async def check_stop(self, pool: str) -> None:
+        """Every Job can be left without pods."""
 
-    async def undo_before_stop(self, pool: str) -> None:
-        """Have the pool's Job go after its end again, with all that it owns."""
-        await asyncio.to_thread(self._change_job, pool, jobs.unspare)
+    async def spare(self, pool: str, spared: bool) -> None:
+        """Have the pool's Job stay after its end with all that it owns, or go."""
+        await asyncio.to_thread(self._spare, pool, spared)
 
-    def _change_job(self, pool: str, change: Callable[[Access, str], None]) -> None:
+    def _spare(self, pool: str, spared: bool) -> None:
         access = Access(self._place)
         try:
             if (job := jobs.find(access, pool)) is not None:
-                change(access, job["metadata"]["name"])
+                (jobs.spare if spared else jobs.unspare)(access, job["metadata"]["name"])
         finally:
             access.close()
 
-    async def stop(self, pool: str) -> None:
+    async def stop(self, pool: str) -> float | None:
         """Remove the pool's pods; the Job stays, with the claims that go with it."""
         await asyncio.to_thread(self._stop, pool)
+        return None
 
     def _stop(self, pool: str) -> None:
         access = Access(self._place)

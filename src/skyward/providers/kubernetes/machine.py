@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from skyward.errors import UnreachableError
+from skyward.providers import LOOPBACK, Machine
 from skyward.providers.container import commands
 from skyward.providers.kubernetes import jobs, pending, streams
 from skyward.providers.kubernetes.access import Access, ApiError, NotFoundError, Object
@@ -19,8 +20,10 @@ ENDED_SECONDS = 3.0
 """How long after a failed command the client waits to hear that its pod has ended."""
 
 
-class PodMachine:
+class PodMachine(Machine):
     """The pod of one node."""
+
+    forwards_to = LOOPBACK
 
     def __init__(
         self,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyward import kernel
+from skyward import checks, kernel
 from skyward.errors import ConfigurationError
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Capabilities, Order, Request
 from skyward.providers.local import image
 from skyward.providers.local.cards import check_accelerator, installed_cards
 from skyward.providers.local.machine import LocalMachine
@@ -33,17 +33,11 @@ class Local:
             raise ConfigurationError(
                 f"Local(transport={self.transport!r}): choose 'auto', 'unix' or 'tcp'"
             )
+        if self.transport == "tcp":
+            checks.store(self, capabilities=replace(self.capabilities, encrypted=True))
 
     name = "local"
-    mounts_folders = False
-
-    here = True
-    """The agents are child processes of the client."""
-
-    @property
-    def encrypted(self) -> bool:
-        """Only TCP needs credentials."""
-        return self.transport == "tcp"
+    capabilities = Capabilities(here=True, encrypted=False, mounts_folders=False)
 
     def describe(self) -> dict[str, Any]:
         """The arguments."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import Equipment, Order
+from skyward.providers import Equipment, Machine, Order
 from skyward.providers.local.image import place_includes
 from skyward.spec import Image
 from skyward.worker import detached, lifeline
@@ -27,8 +27,10 @@ _SOCKET_PATH_MAX = 70
 """How long the folder's path may be: the path of a Unix socket may have 107 characters."""
 
 
-class LocalMachine:
+class LocalMachine(Machine):
     """A folder of this machine in which one node runs its commands."""
+
+    equipment: Equipment
 
     def __init__(
         self, folder: Path, *, accelerators: int = 0, accelerator: str | None = None
@@ -37,8 +39,8 @@ class LocalMachine:
         self.id = str(folder)
         self.node = int(folder.name.rpartition("-")[2].partition(".")[0])
         self.address = "127.0.0.1"
-        self.direct: str | None = "127.0.0.1"
-        self.python: str | None = sys.executable
+        self.direct = "127.0.0.1"
+        self.python = sys.executable
         self.equipment = Equipment(
             folder=str(folder),
             hostname=socket.gethostname(),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, UnreachableError
-from skyward.providers import Allocation, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.ray import records
 from skyward.providers.ray.jobs_api import JobsApi
 from skyward.providers.ray.link import Ask, DriverLink, NodeReport
@@ -68,7 +68,7 @@ class Ray:
     """How many seconds a node may be pending."""
 
     name = "ray"
-    mounts_folders = False
+    capabilities = Capabilities(answers=True, collects=True, holds_keys=True, mounts_folders=False)
 
     def __post_init__(self) -> None:
         variables = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyward.errors import UnreachableError
+from skyward.providers import Machine
 from skyward.providers.ray.keeper import CHUNK, read_frame, write_frame
 from skyward.providers.ray.link import DriverLink, NodeReport
 
@@ -19,8 +20,10 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _bridges: set[asyncio.Task[None]] = set()
 
 
-class RayMachine:
+class RayMachine(Machine):
     """The machine of one node."""
+
+    may_be_here = True
 
     def __init__(
         self,
@@ -36,7 +39,6 @@ class RayMachine:
         self.id = f"ray://{pool}/{node}"
         self.node, self.python = node, python
         self.address = place.address
-        self.may_be_here = True
         self.direct = place.address if direct and place.address else None
         self._relayed = False
         """Whether the keeper can only be reached through the driver."""

@@ -6,12 +6,12 @@ import asyncio
 import datetime
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers import Allocation, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.slurm.commands import SlurmCluster, check_has_cluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
@@ -69,6 +69,7 @@ class Slurm:
     timeout: float | None = None
     """How many seconds the job may wait; None for as long as it takes."""
     name: str = field(default="slurm", init=False, repr=False)
+    capabilities = Capabilities(answers=True, collects=True, mounts_folders=False)
 
     def __post_init__(self) -> None:
         for what in ("partition", "account", "qos", "constraint", "container", "python"):
@@ -82,6 +83,8 @@ class Slurm:
             login=self._checked_login(),
             python=self.python or os.environ.get(PYTHON) or None,
         )
+        if self.container is not None:
+            checks.store(self, capabilities=replace(self.capabilities, mounts_folders=True))
         if self.timeout is not None:
             checks.store(self, timeout=checks.seconds(self, "timeout", self.timeout))
 
@@ -165,11 +168,6 @@ class Slurm:
             return await remains(SlurmCluster(login))
         finally:
             await login.close()
-
-    @property
-    def mounts_folders(self) -> bool:
-        """Whether a node sees a folder of the cluster's machines at another path."""
-        return self.container is not None
 
     def check(self, request: Request) -> None:
         """Refuse volumes that are elsewhere on the nodes; the rest only the cluster knows."""

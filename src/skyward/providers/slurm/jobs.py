@@ -16,7 +16,7 @@ from skyward.providers.slurm import pending, steps
 from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.commands import SlurmCluster, SlurmJob
 from skyward.providers.slurm.login import Login
-from skyward.providers.slurm.machine import ForwardedMachine, SlurmMachine
+from skyward.providers.slurm.machine import SlurmMachine
 from skyward.providers.slurm.spares import Spares
 from skyward.providers.slurm.states import JobStates, how_it_ended
 from skyward.providers.slurm.steps import Greeting
@@ -285,8 +285,7 @@ class Jobs:
 
     def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
         """A node of a job; without a greeting, one that is known by its number alone."""
-        kind = SlurmMachine if self._submission.is_direct else ForwardedMachine
-        return kind(
+        return SlurmMachine(
             self,
             job,
             node,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skyward.errors import UnreachableError
+from skyward.providers import Machine
 from skyward.providers.slurm.states import JobStates
 from skyward.wire.connecting import host_and_port
 
@@ -34,7 +35,7 @@ class JobNodes(Protocol):
         """Give a node back, and with the last one the job."""
 
 
-class SlurmMachine:
+class SlurmMachine(Machine):
     """One node of a job, for one node of the pool."""
 
     def __init__(
@@ -55,6 +56,8 @@ class SlurmMachine:
         self.node, self.python = node, python
         self.address = address or host or "pending"
         self.direct = address if direct and address else None
+        # Without a way of its own to the nodes, the client goes through the login node.
+        self.forwards_to = "" if direct else self.address
         self.notice = NOTICE
         self._destroyed = False
 
@@ -98,6 +101,15 @@ class SlurmMachine:
         self._check()
         return await self._jobs.pipe(self.job, self.host, endpoint)
 
+    async def forward(self, endpoint: str) -> socket.socket:
+        """Connect through the login node; if that forwards nothing, through a step."""
+        self._check()
+        host, port = host_and_port(endpoint)
+        try:
+            return await self._jobs.connect(host, port)
+        except UnreachableError:
+            return await self.dial(endpoint)
+
     async def alive(self) -> bool:
         """Whether the job has this node, and its keeper runs."""
         if self._destroyed or not self.host:
@@ -114,24 +126,6 @@ class SlurmMachine:
         if self._destroyed or not self.host:
             state = "is gone" if self._destroyed else "waits in the queue"
             raise UnreachableError(f"node {self.node}: job {self.job} {state}")
-
-
-class ForwardedMachine(SlurmMachine):
-    """The same for a client that reaches the nodes through the login node alone."""
-
-    @property
-    def forwards_to(self) -> str:
-        """The address to which the login node forwards."""
-        return self.address
-
-    async def forward(self, endpoint: str) -> socket.socket:
-        """Connect through the login node; if that forwards nothing, through a step."""
-        self._check()
-        host, port = host_and_port(endpoint)
-        try:
-            return await self._jobs.connect(host, port)
-        except UnreachableError:
-            return await self.dial(endpoint)
 
 
 def _run(

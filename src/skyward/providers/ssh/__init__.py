@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Capabilities, Order, Request
 from skyward.providers.ssh.hosts import Destination, HostAddress, inventory
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SSH:
     timeout: float = 15.0
 
     name = "ssh"
-    mounts_folders = False
+    capabilities = Capabilities(mounts_folders=False)
 
     def __post_init__(self) -> None:
         hosts = checks.texts(self, "hosts", self.hosts)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import asyncssh
 
 from skyward.errors import PoolStartError, UnreachableError
+from skyward.providers import Machine
 from skyward.providers.ssh.bridge import Bridge
 from skyward.providers.ssh.commands import (
     HAS_FOLDER,
@@ -35,7 +36,7 @@ RETIRE_SECONDS = 3.0
 KILL_SECONDS = 10.0
 
 
-class SSHMachine:
+class SSHMachine(Machine):
     """The folder of one node on a host, and the commands that run in it."""
 
     def __init__(
@@ -54,7 +55,6 @@ class SSHMachine:
         self.node = node
         self.address = address
         self.direct = direct
-        self.python: str | None = None
 
     def __repr__(self) -> str:
         return f"SSHMachine({self.id!r})"
