@@ -18,7 +18,7 @@ INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" UV_DEFAULT_INDEX=
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format bench docs wheels clean
+.PHONY: help setup demo test test-all walks check format bench docs wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,11 @@ test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, 
 	@$(COMPILE)
 	@$(INSTALL) -c constraints-dev.txt -e '.[trackers]'
 	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all
+
+WALKS := tests/test_walks.py tests/providers/test_ssh.py tests/providers/test_kubernetes.py
+
+walks: setup  ## write the files that nine walks enter into CONTRIBUTING
+	@SKYWARD_WALKS=write $(BIN)/python -m pytest -q $(WALKS) -k enters_no_file_that_is_not_listed
 
 check: setup  ## lint, formatting, strict types
 	@echo "check: ruff check"          && $(BIN)/python -m ruff check .

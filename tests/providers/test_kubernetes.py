@@ -25,6 +25,7 @@ from skyward.providers.kubernetes import manifests
 from skyward.providers.kubernetes.manifests import merged
 from skyward.testing import ProviderSuite, plain_request
 
+from .. import walks
 from ..conftest import only_in_all
 from ..device.proxy import Proxy
 from . import kept_pools, kube
@@ -656,3 +657,7 @@ def test_what_the_first_pod_installed_the_second_one_finds(
         told.append(capsys.readouterr().err)
     assert "installing packages" in told[0]
     assert "installing packages" not in told[1]
+
+
+def test_a_start_enters_no_file_that_is_not_listed(namespace: kube.Namespace) -> None:
+    walks.check(walks.KUBERNETES, namespace.provider())

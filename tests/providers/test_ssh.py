@@ -23,6 +23,7 @@ from skyward.providers.ssh import connections
 from skyward.providers.ssh.commands import CommandSession
 from skyward.testing import plain_request
 
+from .. import walks
 from .ssh_hosts import LISTENER, Sshd, another, made, said, serving
 
 
@@ -454,3 +455,7 @@ def test_sockets_leave_no_descriptor_open(sshd: Sshd) -> None:
                         await asyncio.sleep(0.005)
 
     asyncio.run(scenario())
+
+
+def test_a_start_enters_no_file_that_is_not_listed(sshd: Sshd) -> None:
+    walks.check(walks.SSH, sshd.provider())
