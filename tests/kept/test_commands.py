@@ -119,7 +119,6 @@ def test_folders_that_were_sent_come_back(
 ) -> None:
     """Where nodes are on other machines; here, these stand for such nodes."""
     monkeypatch.setattr("skyward.compute.volumes.is_here", lambda provider: False)
-    monkeypatch.setattr("skyward.compute.volumes._mounts_folders", lambda provider: False)
     sources = [tmp_path / name for name in ("here", "gone")]
     for source in sources:
         source.mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 from skyward.errors import ConfigurationError
 from skyward.files.copying import PACKAGES
 from skyward.nodes.deliveries import SentFolder
-from skyward.providers import Provider
+from skyward.providers import Provider, is_here
 from skyward.spec import Image, Volume
 
 PROVIDERS_OWN = frozenset({"pvc", "emptydir"})
@@ -49,7 +49,7 @@ def plan(provider: Provider, volumes: Sequence[Volume]) -> VolumePlan:
                     f"{volume}: there is no folder {source} on this machine, and it would be sent "
                     "to the nodes; name one, or leave target out for a path of the nodes"
                 )
-            if provider.capabilities.here:
+            if is_here(provider):
                 nodes.append(Volume(str(source), volume.target, volume.read_only))
             else:
                 back = not volume.read_only
@@ -65,7 +65,7 @@ def equipped(image: Image, provider: Provider, volumes: Sequence[Volume]) -> Ima
         if "://" not in volume.source or scheme == "nfs":
             continue
         package = PACKAGES.get(scheme, "fsspec")
-        if provider.capabilities.here and importlib.util.find_spec(package) is not None:
+        if is_here(provider) and importlib.util.find_spec(package) is not None:
             continue
         if package not in needed:
             needed.append(package)
