@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import selectors
 import socket
 import sys
@@ -55,6 +56,17 @@ def _read(path: str) -> str:
 def selector() -> selectors.BaseSelector:
     """What waits for many sockets at once."""
     return selectors.PollSelector() if PORTABLE else selectors.DefaultSelector()
+
+
+HAS_EPOLL = hasattr(select, "epoll") and not PORTABLE
+"""Whether a thread can change what another thread waits for, while that one waits."""
+POLL_SECOND = 1 if HAS_EPOLL else 1000
+"""One second, in the unit of the timeouts of `poller`."""
+
+
+def poller() -> select.epoll | select.poll:
+    """What one thread waits with for thousands of sockets."""
+    return select.epoll() if HAS_EPOLL else select.poll()
 
 
 def reserve(descriptor: int, size: int) -> None:

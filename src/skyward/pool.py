@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from skyward.calls import tracing
+from skyward.calls.answers import Answer
 from skyward.calls.counts import Counts
 from skyward.calls.debuggers import debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
@@ -341,6 +342,13 @@ class Pool:
         return BroadcastTensors(
             self._fleet.devices.holder, self._fleet.devices.desk.open_on, workers
         )
+
+    def run(self, task: Task) -> Answer:
+        """Submit a task, and wait for its answer."""
+        if not task.awaits:
+            return self._dispatcher.run(task)
+        self.submit(task)
+        return task.wait()
 
     def submit(self, task: Task) -> None:
         """Send a task to an executor with a free slot, or queue it, or wait for its arguments."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from skyward.calls.answers import Failed
+from skyward.calls.answers import Answer, Failed
 from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DebuggerDesk
@@ -30,16 +30,15 @@ from skyward.errors import (
     InstanceLostError,
     NodeLostError,
     PoolClosedError,
+    ProtocolError,
     SkywardError,
     TaskCancelledError,
 )
-from skyward.events import (
-    EventStream,
-)
+from skyward.events import EventStream
 from skyward.listeners import Tracking
-from skyward.wire.messages import (
-    Recall,
-)
+from skyward.wire import messages
+from skyward.wire.frames import Frame
+from skyward.wire.messages import Recall, Result
 
 CANCEL_LOOK_SECONDS = 0.005
 MAKE_AGAIN = "the object is gone with it: make it again, or have @sky.cls(restart=True) do that"
@@ -156,8 +155,44 @@ class Dispatcher:
 
     # Tasks go out.
 
-    def submit(self, task: Task) -> None:
-        """Send a task to an executor with a free slot, or queue it."""
+    def run(self, task: Task) -> Answer:
+        """Submit a task and wait for its answer; after an exception, `cancel` gives the task up."""
+        lane = self.submit(task)
+        if lane is not None and lane.channel.shares_memory:
+            try:
+                self._read_answer(lane, task)
+            except BaseException:
+                self._find_slots()
+                raise
+        return task.wait()
+
+    def _read_answer(self, lane: Lane, task: Task) -> None:
+        """Read the answer of a task on this thread, if nothing else comes before it.
+
+        A Ctrl-C may come after each step here. So all but a plain value stays for the loop's
+        thread: the executor tells again, when `cancel` asks, that the task has ended.
+        """
+        channel = lane.channel
+        waiter = self._loop.borrow(channel, task)
+        if waiter is None:
+            return
+        task.waiter = waiter
+        if not task.done:
+            waiter.wait()
+        task.waiter = None
+        with channel.reading:
+            frame = channel.peek() if self._loop.lends(channel, task) and not task.done else None
+            result = None if frame is None else _plain_result(task, frame)
+            if frame is not None and result is not None:
+                channel.take(frame)
+        self._loop.give_back(channel, waiter)
+        if frame is not None and result is not None:
+            self.receiver.answered(lane, frame, result)
+            if self.lanes.refillable or self._releasing or self.packer.has_unused:
+                self._loop.call_soon(lambda: None)
+
+    def submit(self, task: Task) -> Lane | None:
+        """Send a task to an executor with a free slot, or queue it; returns that executor."""
         try:
             with self.lanes.lock:
                 if self.closed:
@@ -169,6 +204,7 @@ class Dispatcher:
             raise
         if lane is not None:
             self._send(lane, task)
+        return lane
 
     def _find_slots(self) -> None:
         """Find every free slot again after a Ctrl-C, and fill it."""
@@ -410,3 +446,17 @@ class Dispatcher:
         sent = sum(lane.channel.bytes_sent for lane in lanes)
         received = sum(lane.channel.bytes_received for lane in lanes)
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
+
+
+def _plain_result(task: Task, frame: Frame) -> Result | None:
+    """The message of a frame that is the value of a task, and all of it."""
+    if frame.kind != Result.KIND:
+        return None
+    try:
+        result = messages.decode_as(Result, frame.kind, frame.meta)
+    except ProtocolError:
+        return None
+    payload = result.payload
+    if payload is None or payload.buffers or payload.pickle != frame.body_length:
+        return None
+    return result if result.task == task.id else None

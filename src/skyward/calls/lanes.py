@@ -109,6 +109,11 @@ class Lanes:
         with self.lock:
             self._refillable.update(dict.fromkeys(self._by_load.values()))
 
+    @property
+    def refillable(self) -> bool:
+        """Whether a lane may have room for waiting tasks."""
+        return bool(self._refillable)
+
     def take_refillable(self) -> Iterable[Lane]:
         """Lanes that may have room for waiting tasks, since this was last asked."""
         if not self._refillable:

@@ -216,9 +216,14 @@ class Packer:
         weakref.finalize(handle, self._forgotten.put, handle.key).atexit = False
         return made
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether `tell_unused` has something to tell."""
+        return bool(self.store.retired or self.store.evicted) or not self._forgotten.empty()
+
     def tell_unused(self) -> None:
         """Tell the executors which segments and which data of `put` are no longer in use."""
-        if not (self.store.retired or self.store.evicted or not self._forgotten.empty()):
+        if not self.has_unused:
             return
         retired, forgotten = self._take_retired(), self._take_forgotten()
         if retired or forgotten:

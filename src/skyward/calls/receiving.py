@@ -87,7 +87,7 @@ class Receiver:
         message = messages.decode(frame.kind, frame.meta)
         match message:
             case Result():
-                self._on_result(lane, frame, message)
+                self.answered(lane, frame, message)
             case Failure():
                 self._on_failure(lane, frame, message)
             case Written():
@@ -201,7 +201,8 @@ class Receiver:
             _, task, stream = key
             self._on_written(lane, Written(task, stream, "\n", False))
 
-    def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
+    def answered(self, lane: Lane, frame: Frame, result: Result) -> None:
+        """Deal with the value of a task; also on the thread of a caller that waits for it."""
         if result.payload is None:
             task = lane.tasks.get(result.task)
             if task is not None and not task.done:

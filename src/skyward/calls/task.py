@@ -8,7 +8,7 @@ from contextvars import Context
 from typing import Any
 
 from skyward.calls.answers import Answer, Streaming
-from skyward.calls.loop import Timer
+from skyward.calls.loop import Timer, Waiter
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
 from skyward.calls.standing import Standing
@@ -58,6 +58,7 @@ class Task:
         "timer",
         "together",
         "trace",
+        "waiter",
         "waiting",
         "worker",
         "wrote",
@@ -136,6 +137,8 @@ class Task:
         self.wrote = self.logged = False
         """Whether anything was printed, and whether numbers were logged."""
         self.answer: Answer | None = None
+        self.waiter: Waiter | None = None
+        """What the caller waits with while it would read the answer itself."""
         self._on_done: Callable[[Task], None] | None = None
         self._finished = threading.Lock()
         self._finished.acquire()
@@ -169,6 +172,8 @@ class Task:
             self.timer.cancel()
             self.timer = None
         self._finished.release()
+        if self.waiter is not None:
+            self.waiter.wake()
         if self._on_done is not None:
             self._on_done(self)
         return True

@@ -23,8 +23,9 @@ def _as_it_is(value: Any) -> Any:
 def await_task(pool: Pool, task: Task) -> Any:
     """Submit a task and wait for its result; an exception meanwhile cancels the task."""
     try:
-        pool.submit(task)
-        return result_of(pool, task)
+        answer = pool.run(task)
+        pool.flush_output(task)
+        return answer.get()
     except BaseException:
         if task.cancellable:
             pool.cancel(task)

@@ -13,7 +13,14 @@ from typing import cast
 
 from skyward.errors import ProtocolError
 from skyward.kernel import CLOSE_ON_EXEC
-from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame, FrameDecoder, header
+from skyward.wire.frames import (
+    DESCRIPTOR_LIMIT,
+    HEADER,
+    PROTOCOL,
+    Frame,
+    FrameDecoder,
+    header,
+)
 from skyward.wire.link.link import Link
 from skyward.wire.messages import Message, encode
 
@@ -28,6 +35,10 @@ JOIN_BELOW = 16 << 10
 TLS_WRITE = 4 << 20
 # Plain numbers: combining the enum's members costs more than the call they go into.
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
+_PEEK = int(socket.MSG_DONTWAIT | socket.MSG_PEEK)
+_WHOLE = int(socket.MSG_WAITALL)
+# A larger frame is not looked at before it is taken: that would copy it twice.
+PEEK_SIZE = 16 << 10
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsize)
 
 
@@ -55,6 +66,8 @@ class Channel:
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
+        self.reading = threading.Lock()
+        """Held by the thread that takes frames, if several may, until it has dealt with them."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.closed = False
@@ -242,6 +255,34 @@ class Channel:
                 break
             frames += self._cut(self._receive_some(0))
         return frames
+
+    def peek(self) -> Frame | None:
+        """The next frame, which `take` takes, if all of it is there and it is small and plain.
+
+        Only for a channel that shares memory. After an exception between the two, the next reader
+        finds the frame: unlike `poll`, this may be called on a thread that Ctrl-C interrupts.
+        """
+        if self._decoder.buffered:
+            return None
+        room = _arrival_room()
+        try:
+            count = self._receiver.recv_into(room, PEEK_SIZE, _PEEK)
+        except OSError:
+            return None
+        if count < HEADER.size:
+            return None
+        kind, descriptors, protocol, meta, body = HEADER.unpack_from(room)
+        end = HEADER.size + meta
+        if descriptors or protocol != PROTOCOL or end + body > count:
+            return None
+        return Frame(kind, bytes(room[HEADER.size : end]), bytearray(room[end : end + body]), body)
+
+    def take(self, peeked: Frame) -> None:
+        """Take the frame that `peek` has found."""
+        length = HEADER.size + len(peeked.meta) + peeked.body_length
+        # All of it is there, so that one system call gets it, and nothing comes between.
+        self._receiver.recv_into(_arrival_room(), length, _WHOLE)
+        self.bytes_received += length
 
     def receive(self) -> Frame:
         """Wait for the next frame; `EOFError` when the other end is gone."""
