@@ -11,7 +11,7 @@ from typing import Any
 import skyward as sky
 
 CALLS = 50
-ON_CLIENT = 60
+ON_CLIENT = 58
 ON_WORKER = 58
 
 

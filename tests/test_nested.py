@@ -20,10 +20,10 @@ import pytest
 
 import skyward as sky
 from skyward import context, functions
-from skyward.calls.answers import Failed
-from skyward.calls.lanes import Lanes
+from skyward.calls.lane import Lanes
 from skyward.calls.nesting import NestedCall, NestedCalls
 from skyward.calls.scheduler import Load, Scheduler
+from skyward.calls.task import Failed
 from skyward.objects import encoding
 from skyward.wire.messages import Define, Payload, Start
 from skyward.worker.jobs import Job

@@ -810,7 +810,7 @@ def test_a_quiet_console_is_quiet_on_a_terminal_too():
 
 
 def test_a_line_that_does_not_end_is_shown_in_parts(compute, printed, monkeypatch):
-    monkeypatch.setattr("skyward.calls.receiving.UNFINISHED_MAX", 4 << 20)
+    monkeypatch.setattr("skyward.calls.dispatch.UNFINISHED_MAX", 4 << 20)
 
     @sky.function
     def write_endlessly():

@@ -238,7 +238,7 @@ class Function(Generic[P, T]):
     def code(self) -> Code:
         """The encoded body; it is encoded again only after an object that it uses has changed."""
         with self._lock:
-            if self._code is None or not self._code.fresh():
+            if self._code is None or not self._code.references.fresh():
                 self._code = Code.of(self.body)
             return self._code
 

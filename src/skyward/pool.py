@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from skyward.calls import tracing
-from skyward.calls.answers import Answer
 from skyward.calls.counts import Counts
-from skyward.calls.debuggers import debug_mode
+from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, DeviceTensors, Holder
 from skyward.calls.dispatch import CLOSED, Dispatcher
 from skyward.calls.loop import Loop
@@ -48,6 +47,7 @@ from skyward.state.link import RemoteLink
 from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
+from skyward.wire.messages import AT_BREAKPOINTS
 
 LEFT = "its client left the pool, which stays; wait for results before you leave"
 """Why tasks fail that were not done when the client left."""
@@ -260,7 +260,8 @@ class Pool:
         call goes to the node of its device tensors, and the tensors stay there. With `copies`, the
         worker gets copies of them.
         """
-        self._check_open()
+        if self._dispatcher.closed or os.getpid() != self._owner:
+            self._check_open()
         function = pending.use().function
         if pinned is None and (seat := function.seat) is not None:
             pinned = self._check_seat(function, seat, free=on is None and worker is None)
@@ -299,7 +300,9 @@ class Pool:
             function.name,
             self._packer.code(code),
             parcel,
-            [self._packer.handle(each) for each in handles if each not in awaits],
+            [self._packer.handle(each) for each in handles if each not in awaits]
+            if handles
+            else [],
             inputs,
             on=on,
             worker=worker,
@@ -307,9 +310,11 @@ class Pool:
             timeout=options.default_timeout if function.timeout is None else function.timeout,
             retries=function.retries or options.retries,
             staying=staying,
-            trace=tracing.begin(function.name, number, self.spec.name),
-            cell=self.console.cell(),
-            debugged=debug_mode(),
+            trace=tracing.begin(function.name, number, self.spec.name)
+            if tracing.MODULE in sys.modules
+            else None,
+            cell=None if self.console.shell is None else self.console.cell(),
+            debugged=debug_mode() if DEBUG_KEY in ENVIRONMENT else AT_BREAKPOINTS,
             awaits=awaits,
             apart=function.apart,
         )
@@ -343,12 +348,13 @@ class Pool:
             self._fleet.devices.holder, self._fleet.devices.desk.open_on, workers
         )
 
-    def run(self, task: Task) -> Answer:
-        """Submit a task, and wait for its answer."""
-        if not task.awaits:
-            return self._dispatcher.run(task)
-        self.submit(task)
-        return task.wait()
+    def run(self, task: Task) -> Any:
+        """Submit a task and wait for its result; an exception meanwhile cancels the task."""
+        return self._dispatcher.run(task, self.submit if task.awaits else None)
+
+    def result(self, task: Task) -> Any:
+        """Wait for a task, until all that it printed is shown; its result, or its exception."""
+        return self._dispatcher.result(task)
 
     def submit(self, task: Task) -> None:
         """Send a task to an executor with a free slot, or queue it, or wait for its arguments."""
@@ -381,7 +387,7 @@ class Pool:
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""
-        self._dispatcher.receiver.flush_output(task)
+        self._dispatcher.flush_output(task)
 
     def device(self, node: int, kind: str) -> int:
         """The index of the sky device of that kind on that node."""
@@ -463,7 +469,7 @@ class Pool:
     @property
     def failed(self) -> tuple[int, int] | None:
         """The worker whose task failed last, if it may be looked at in a debugger."""
-        return self._dispatcher.receiver.failed
+        return self._dispatcher.failed
 
     def sync(self) -> Synced:
         """Make the folders that nodes got from this machine as they are here now."""

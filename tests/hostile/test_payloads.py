@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward.calls.connection import Connection
+from skyward.calls.lane import Connection
 from skyward.errors import ProtocolError
 from skyward.objects.memory import GRANULE, Segment
 from skyward.wire import messages

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.calls.answers import Failed, Streaming
+from skyward.calls.task import Failed, Streaming
 from skyward.compute.named import items, outcomes
 from skyward.compute.named.items import AGAIN_SECONDS, ItemStreams
 from skyward.compute.named.runner import NamedRun

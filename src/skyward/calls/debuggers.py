@@ -32,8 +32,8 @@ from skyward.wire.messages import (
 
 VARIABLE = "SKYWARD_DEBUGGER"
 # Every call asks for the variable, and `os.environ.get` takes as long as four functions.
-_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_KEY: Any = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
+ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+DEBUG_KEY: Any = VARIABLE if ENVIRONMENT is os.environ else os.environ.encodekey(VARIABLE)
 ON_FAILURES = "failures"
 """The value with which a task that fails opens a debugger by itself."""
 SOURCE_MAX = 1 << 20
@@ -44,7 +44,7 @@ PATIENCE = 3
 
 def debug_mode() -> int:
     """When the tasks of this process's calls open a debugger, as the environment says."""
-    wanted = os.environ.get(VARIABLE) if _KEY in _environment else None
+    wanted = os.environ.get(VARIABLE) if DEBUG_KEY in ENVIRONMENT else None
     if not wanted:
         return AT_BREAKPOINTS
     if wanted == "0":

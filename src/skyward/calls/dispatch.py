@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import functools
+import io
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
-from skyward.calls.answers import Answer, Failed
 from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DebuggerDesk
-from skyward.calls.finishing import Finisher
 from skyward.calls.held import HeldWorkers
-from skyward.calls.lane import Lane
-from skyward.calls.lanes import Lanes
+from skyward.calls.lane import Lane, Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.nesting import NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
-from skyward.calls.receiving import Receiver
 from skyward.calls.sending import Sending
-from skyward.calls.task import Task
+from skyward.calls.staying import ArrivedTensors, Staying
+from skyward.calls.streams import RemoteIterator
+from skyward.calls.task import (
+    WINDOW,
+    Answer,
+    Failed,
+    Streaming,
+    StreamItems,
+    Task,
+    Value,
+    remote_failure,
+)
 from skyward.calls.telling import CallTeller
-from skyward.calls.timeouts import Timeouts
+from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
 from skyward.errors import (
     InstanceLostError,
@@ -36,11 +46,37 @@ from skyward.errors import (
 )
 from skyward.events import EventStream
 from skyward.listeners import Tracking
+from skyward.objects.payloads import Pieces
 from skyward.wire import messages
 from skyward.wire.frames import Frame
-from skyward.wire.messages import Recall, Result
+from skyward.wire.messages import (
+    AT_FAILURES,
+    KEEPING_FRAMES,
+    Cancel,
+    Credit,
+    DebuggerSays,
+    Define,
+    End,
+    Evicted,
+    Failure,
+    Item,
+    Logged,
+    Missing,
+    Payload,
+    Prepared,
+    Recall,
+    Recalled,
+    Released,
+    Result,
+    Room,
+    Start,
+    Waits,
+    Written,
+)
 
 CANCEL_LOOK_SECONDS = 0.005
+UNFINISHED_MAX = 256 << 20
+"""How many characters of a line are kept; if it has not ended by then, they are shown as a line."""
 MAKE_AGAIN = "the object is gone with it: make it again, or have @sky.cls(restart=True) do that"
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
 
@@ -66,26 +102,18 @@ class Dispatcher:
         self._why_closed = CLOSED
         self._prospects = prospects
         self._loop = loop
-        self._finisher = Finisher(packer, self.counts, self.teller)
         self._canceller = Canceller(loop, self.lanes.drain, console.note)
         self.held = HeldWorkers(self.lanes, console, self.cancel)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
         self._sending = Sending()
         self._nested = nested
-        self.receiver = Receiver(
-            loop,
-            self.lanes,
-            packer,
-            console,
-            self._sending,
-            self._finisher,
-            self.debuggers,
-            self.teller,
-            nested,
-            cancel=self.cancel,
-            abandon=self._abandon,
-        )
+        self._console = console
+        self._told_left_out = False
+        self.failed: tuple[int, int] | None = None
+        """The worker whose task failed last, if it may be looked at in a debugger."""
+        self._unfinished: dict[tuple[Lane, int, str], io.StringIO] = {}
+        """For each task and stream, the beginning of a long line whose rest has not come yet."""
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
         loop.after_each_round(self._after_round)
@@ -123,7 +151,7 @@ class Dispatcher:
 
     def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
         """Give a lane up: its running tasks fail or are retried, its other tasks are requeued."""
-        self.receiver.lost(lane)
+        self._show_unfinished(lane)
         self.packer.recipients.discard(lane)
         started, unstarted = self.lanes.remove(lane)
         self.counts.bytes_sent += lane.channel.bytes_sent
@@ -138,15 +166,15 @@ class Dispatcher:
         if started or unstarted:
             self.lanes.refill_all()
         for task in (*started, *unstarted):
-            self._finisher.release(task)
+            self._release(task)
 
     def _retry_or_fail(self, task: Task, problem: SkywardError) -> None:
         """Retry or fail a task whose executor was lost."""
         if task.pinned is not None:
-            self._finisher.fail(task, InstanceLostError(f"{problem}; {MAKE_AGAIN}"))
+            self._fail(task, InstanceLostError(f"{problem}; {MAKE_AGAIN}"))
             return
         if task.done or not task.retries or task.inputs:
-            self._finisher.fail(task, problem)
+            self._fail(task, problem)
             return
         task.retries -= 1
         self.counts.retried += 1
@@ -155,16 +183,28 @@ class Dispatcher:
 
     # Tasks go out.
 
-    def run(self, task: Task) -> Answer:
-        """Submit a task and wait for its answer; after an exception, `cancel` gives the task up."""
-        lane = self.submit(task)
-        if lane is not None and lane.channel.shares_memory:
-            try:
+    def run(self, task: Task, submit: Callable[[Task], Lane | None] | None = None) -> Any:
+        """Submit a task and wait for its result; an exception meanwhile cancels the task.
+
+        `submit` does that for a task that has to wait for its arguments.
+        """
+        try:
+            lane = self.submit(task) if submit is None else submit(task)
+            if lane is not None and lane.channel.shares_memory:
                 self._read_answer(lane, task)
-            except BaseException:
+            return self.result(task)
+        except BaseException:
+            if task.cancellable:
+                self.cancel(task)
                 self._find_slots()
-                raise
-        return task.wait()
+            raise
+
+    def result(self, task: Task) -> Any:
+        """Wait for a task, until all that it printed is shown; its result, or its exception."""
+        answer = task.wait()
+        if task.wrote or task.logged:
+            self.flush_output(task)
+        return answer.get()
 
     def _read_answer(self, lane: Lane, task: Task) -> None:
         """Read the answer of a task on this thread, if nothing else comes before it.
@@ -173,21 +213,20 @@ class Dispatcher:
         thread: the executor tells again, when `cancel` asks, that the task has ended.
         """
         channel = lane.channel
-        waiter = self._loop.borrow(channel, task)
-        if waiter is None:
+        borrower = self._loop.borrow(channel, task)
+        if borrower is None:
             return
-        task.waiter = waiter
+        task.borrower = borrower
         if not task.done:
-            waiter.wait()
-        task.waiter = None
+            borrower.wait()
+        task.borrower = None
         with channel.reading:
-            frame = channel.peek() if self._loop.lends(channel, task) and not task.done else None
-            result = None if frame is None else _plain_result(task, frame)
-            if frame is not None and result is not None:
-                channel.take(frame)
-        self._loop.give_back(channel, waiter)
-        if frame is not None and result is not None:
-            self.receiver.answered(lane, frame, result)
+            result = None
+            if self._loop.lent.get(channel) is task and not task.done:
+                result = channel.take_result(task.id)
+        self._loop.give_back(channel, borrower)
+        if result is not None:
+            self._answered(lane, result[0], (result[1], [], []))
             if self.lanes.refillable or self._releasing or self.packer.has_unused:
                 self._loop.call_soon(lambda: None)
 
@@ -292,7 +331,7 @@ class Dispatcher:
         try:
             if not lane.send(task):
                 self.lanes.take_back(lane, task)
-                self._finisher.release(task)
+                self._release(task)
             if self.teller.events.listened:
                 self.teller.transferred(lane, task, "sent", task.parcel.encoded.size)
             if task.trace is not None:
@@ -306,7 +345,7 @@ class Dispatcher:
             return
         except SkywardError as problem:
             self.lanes.take_back(lane, task)
-            self._finisher.finish(task, Failed.because(problem))
+            self._finish(task, Failed.because(problem))
 
     # After every round of the loop: refill lanes, tell executors what nobody uses any more.
 
@@ -345,12 +384,289 @@ class Dispatcher:
                 task.trace.sent()
         for task in unsent:
             self.lanes.take_back(lane, task)
-            self._finisher.release(task)
+            self._release(task)
 
     def recall_stuck(self) -> None:
         """Call back tasks that were sent ahead and now wait behind a slow one."""
         for lane in self.lanes.take_stuck():
             lane.tell(Recall())
+
+    # Executors tell of their tasks.
+
+    def receive(self, lane: Lane, frame: Frame) -> None:
+        """Deal with a frame, on the loop's thread, or on a transfer thread for a large body."""
+        message = messages.decode(frame.kind, frame.meta)
+        match message:
+            case Result():
+                self._on_result(lane, frame, message)
+            case Failure():
+                self._on_failure(lane, frame, message)
+            case Written():
+                self._on_written(lane, message)
+            case Logged():
+                self.teller.logged(message, lane)
+                if message.left_out and not self._told_left_out:
+                    self._told_left_out = True
+                    self._console.note(
+                        f"{lane.where} logs faster than numbers can be sent: {message.left_out} "
+                        "calls of sky.log were left out; log every tenth step, for example"
+                    )
+            case Item():
+                pieces = lane.connection.take(frame, message.payload)
+                task = lane.tasks.get(message.task)
+                if task is not None and task.stream is not None:
+                    task.stream.put(pieces, _stayed(lane, task))
+            case End():
+                self._on_end(lane, message)
+            case Credit() if message.task < 0:
+                self._nested.credit(lane, message.task, message.count)
+            case Credit(stream=-1):
+                task = lane.tasks.get(message.task)
+                if task is not None and task.stream is not None:
+                    task.stream.waits_at = message.count
+            case Credit():
+                lane.grant(message.task, message.stream, message.count)
+            case Released():
+                lane.released(message.segments)
+            case Evicted():
+                lane.evicted(message.digests)
+            case Missing():
+                task = lane.tasks.get(message.task)
+                if task is not None:
+                    self._resend(lane, task, message)
+            case Room():
+                task = lane.tasks.get(message.task)
+                if task is not None and task.staying is not None:
+                    # On its own thread: it may open a device, and waits for one.
+                    maker = threading.Thread(
+                        target=self._make_room,
+                        args=(lane, task, task.staying, message.spans),
+                        name="skyward-room",
+                        daemon=True,
+                    )
+                    maker.start()
+            case DebuggerSays():
+                self.debuggers.heard(lane, lane.tasks.get(message.task), message)
+            case Recalled():
+                self.lanes.recalled(lane, message.tasks)
+            case Prepared():
+                lane.on_prepared(lane, message.problem)
+            case Waits():
+                if message.waits:
+                    self.lanes.lend(lane, message.task)
+                else:
+                    self.lanes.go_on(lane, message.task)
+            case Start():
+                pieces = lane.connection.take(frame, message.payload)
+                self._nested.start(lane, message, pieces)
+            case Define():
+                pieces = lane.connection.take(frame, message.payload)
+                self._nested.define(lane, message, pieces)
+            case Cancel():
+                self._nested.drop(lane, message.task)
+            case _:
+                raise ProtocolError(f"an executor does not send {type(message).__name__}")
+
+    def _on_written(self, lane: Lane, written: Written) -> None:
+        task = lane.tasks.get(written.task)
+        if task is not None:
+            task.wrote = True
+        if not written.transient and not self._is_whole(lane, written):
+            return
+        name = "" if task is None else task.name
+        self._console.output(
+            written.text,
+            written.stream,
+            lane.node,
+            lane.worker,
+            name,
+            written.transient,
+            None if task is None else task.cell,
+        )
+        self.teller.output(written, lane.node, lane.worker, name)
+
+    def _is_whole(self, lane: Lane, written: Written) -> bool:
+        """Keep the beginning of a long line until the rest has come, and put it before the rest.
+
+        False if there is nothing to show yet.
+        """
+        key = lane, written.task, written.stream
+        if written.text.endswith("\n") and key not in self._unfinished:
+            return True
+        beginning = self._unfinished.pop(key, None) or io.StringIO()
+        lines, newline, rest = written.text.rpartition("\n")
+        if not newline and beginning.tell() + len(rest) > UNFINISHED_MAX:
+            lines, newline, rest = rest, "\n", ""
+        if newline:
+            beginning.write(lines)
+            written.text = beginning.getvalue() + newline
+            beginning = io.StringIO()
+        if rest:
+            beginning.write(rest)
+            self._unfinished[key] = beginning
+        return bool(newline)
+
+    def _show_unfinished(self, lane: Lane) -> None:
+        """Show the beginnings of long lines whose rest will not come."""
+        for key in [key for key in self._unfinished if key[0] is lane]:
+            _, task, stream = key
+            self._on_written(lane, Written(task, stream, "\n", False))
+
+    def _on_result(self, lane: Lane, frame: Frame, result: Result) -> None:
+        if result.payload is not None:
+            self._answered(lane, result, lane.connection.take(frame, result.payload))
+            return
+        task = lane.tasks.get(result.task)
+        if task is not None and not task.done:
+            self._open_stream(lane, task)
+
+    def _answered(self, lane: Lane, result: Result, pieces: Pieces) -> None:
+        """Give a task its value, on the loop's thread or on that of a caller."""
+        task = self._leave(lane, result.task, result.ran)
+        if task is not None:
+            if self.teller.events.listened and result.payload is not None:
+                self.teller.transferred(lane, task, "received", _size(result.payload))
+            stayed = None if task.staying is None else _stayed(lane, task)
+            self._finish(task, Value(pieces, task.name, lane.load, stayed))
+
+    def _open_stream(self, lane: Lane, task: Task) -> None:
+        task.stream = items = StreamItems()
+        # Before the caller takes the iterator: a short stream then ends, and frees its slot, early.
+        lane.tell(Credit(task.id, -1, WINDOW))
+        opened = functools.partial(
+            RemoteIterator,
+            task.id,
+            lane.channel,
+            items,
+            functools.partial(self._abandon, lane, task),
+            functools.partial(self.flush_output, task),
+        )
+        self._finish(task, Streaming(opened))
+
+    def _on_failure(self, lane: Lane, frame: Frame, failure: Failure) -> None:
+        payload = failure.payload
+        pieces = lane.connection.take(frame, payload) if payload is not None else None
+        task = self._leave(lane, failure.task, failure.ran)
+        if task is None:
+            return
+        if task.debugged in (KEEPING_FRAMES, AT_FAILURES):
+            self.failed = lane.node, lane.worker
+        answer = remote_failure(failure, pieces, task.name, lane.where)
+        self._end_stream(task, answer)
+        self._finish(task, answer)
+
+    def _on_end(self, lane: Lane, end: End) -> None:
+        task = self._leave(lane, end.task, 1.0)
+        if task is not None:
+            task.ran = time.monotonic() - task.given if task.given else 0.0
+            self._end_stream(task, None)
+            self._release(task)
+
+    def _resend(self, lane: Lane, task: Task, missing: Missing) -> None:
+        send = functools.partial(lane.resend, task, missing.digests, missing.keys)
+
+        def pack_and_send() -> None:
+            if self._pack_by_value(lane, task):
+                self._sending.run(lane, send)
+
+        if missing.unreachable and task.parcel.by_value is not None:
+            self._sending.aside(pack_and_send)
+        else:
+            self._sending.run(lane, send)
+
+    def _pack_by_value(self, lane: Lane, task: Task) -> bool:
+        """Pack a task with the bytes of its tensors, which its executor cannot fetch."""
+        by_value = task.parcel.by_value
+        if by_value is None:
+            return True
+        try:
+            parcel = by_value()
+        except Exception as problem:
+            self.lanes.take_back(lane, task)
+            self._finish(task, Failed.because(problem))
+            self._loop.call_soon(lambda: None)
+            return False
+        before, task.parcel = task.parcel, parcel
+        self.packer.release(before)
+        # The task may have been cancelled, and its parcel released, meanwhile.
+        self._release(task)
+        return True
+
+    def _make_room(
+        self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
+    ) -> None:
+        """Make memory for a result that stays, and tell the executor where it is."""
+        try:
+            lane.tell(staying.make_room(task.id, lane.node, lane.worker, spans))
+        except Exception as problem:
+            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot stay")
+            self.cancel(task, problem)
+        if task.done and task.stream is None:
+            # It was cancelled meanwhile, and the memory that was freed then is here again.
+            staying.discard()
+
+    def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
+        """Take a task off its lane, which then has room for another."""
+        task = self.lanes.leave(lane, task_id, ran)
+        if task is None or task.inputs:
+            lane.stop_feeding(task_id)
+        if task is not None:
+            task.ran = ran
+            if task.timer is not None:
+                task.timer.cancel()
+            if task.overdue and not task.done:
+                self._fail(task, timeout_error(task))
+        return task
+
+    def flush_output(self, task: Task) -> None:
+        """Wait until everything the task printed has been shown, and trackers have its numbers."""
+        if task.wrote:
+            self._console.drain()
+        if task.logged:
+            self.teller.tracking.drain()
+
+    # A task gets its answer, is counted once, and its memory is freed.
+
+    def _finish(self, task: Task, answer: Answer) -> None:
+        """Give a task its answer, and free its memory."""
+        if task.finish(answer):
+            if not isinstance(answer, Streaming):
+                self._count(task, answer if isinstance(answer, Failed) else None)
+        elif isinstance(answer, Value):
+            answer.discard()
+        if task.staying is not None and not isinstance(answer, Streaming):
+            task.staying.discard()
+        if task.parcel.blobs or task.parcel.by_value is not None:
+            self._release(task)
+
+    def _fail(self, task: Task, problem: BaseException) -> None:
+        """Give a task a failure of the client's as its answer, and end its stream if it has one."""
+        self._end_stream(task, Failed.because(problem))
+        self._finish(task, Failed.because(problem))
+
+    def _end_stream(self, task: Task, problem: Failed | None) -> None:
+        """End the stream of a task, if the task is a stream."""
+        if task.stream is not None:
+            task.stream.end(problem)
+            self._count(task, problem)
+
+    def _release(self, task: Task) -> None:
+        """Free a task's memory if the task is done and no lane may still be sending it."""
+        if task.done and not task.on_executor:
+            self.packer.release(task.parcel)
+
+    def _count(self, task: Task, failed: Failed | None) -> None:
+        if task.counted:
+            return
+        task.counted = True
+        if failed is None:
+            self.counts.succeeded += 1
+        elif task.cancelled:
+            self.counts.cancelled += 1
+        else:
+            self.counts.failed += 1
+        if self.teller.events.listened or task.trace is not None:
+            self.teller.ended(task, failed)
 
     # Cancelling.
 
@@ -361,7 +677,7 @@ class Dispatcher:
         with self.lanes.lock:
             task.waiting = False
             lane = self.lanes.with_task(task)
-        self._finisher.fail(task, reason)
+        self._fail(task, reason)
         if lane is not None:
             self._canceller.stop(lane, task)
             if lane.channel.aborted:
@@ -378,7 +694,7 @@ class Dispatcher:
         """Fail the waiting tasks that no node will ever run."""
         unrunnable = self.lanes.take_unrunnable(self._prospects.can_run)
         for task in unrunnable:
-            self._finisher.finish(task, Failed.because(self._nowhere_to_run(task)))
+            self._finish(task, Failed.because(self._nowhere_to_run(task)))
 
     def fail_waiting(self, why: BaseException) -> None:
         """Fail every task that waits; tasks that come later may wait again."""
@@ -386,7 +702,7 @@ class Dispatcher:
             problem = NodeLostError(
                 f"{task.name} has no node to run on: {why}; the next call has one started again"
             )
-            self._finisher.finish(task, Failed.because(problem))
+            self._finish(task, Failed.because(problem))
 
     def _nowhere_to_run(self, task: Task) -> NodeLostError:
         why = self._prospects.why_not()
@@ -424,7 +740,7 @@ class Dispatcher:
                 else f"the pool closed before {task.name} was done; wait for its result inside the "
                 "`with sky.Compute()` block"
             )
-            self._finisher.fail(task, problem)
+            self._fail(task, problem)
 
     @property
     def backlog(self) -> int:
@@ -448,15 +764,10 @@ class Dispatcher:
         return self.counts.bytes_sent + sent, self.counts.bytes_received + received
 
 
-def _plain_result(task: Task, frame: Frame) -> Result | None:
-    """The message of a frame that is the value of a task, and all of it."""
-    if frame.kind != Result.KIND:
-        return None
-    try:
-        result = messages.decode_as(Result, frame.kind, frame.meta)
-    except ProtocolError:
-        return None
-    payload = result.payload
-    if payload is None or payload.buffers or payload.pickle != frame.body_length:
-        return None
-    return result if result.task == task.id else None
+def _size(payload: Payload) -> int:
+    return payload.pickle + sum(buffer.length for buffer in payload.buffers)
+
+
+def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
+    """The tensors of a result that stay on the device of the worker that ran the task."""
+    return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)

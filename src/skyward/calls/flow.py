@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypeVar, overload
 
-from skyward.calls.answers import Failed
-from skyward.calls.task import Task
+from skyward.calls.task import Failed, Task
 from skyward.errors import ConfigurationError
 from skyward.functions import Pending, checked
 from skyward.future import ArrivalSignal, apart

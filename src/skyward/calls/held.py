@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 
 from skyward.calls.flow import Crowd, Flow
-from skyward.calls.lanes import Lanes
-from skyward.calls.loop import Waiter
+from skyward.calls.lane import Lanes
+from skyward.calls.loop import Borrower
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import DeadlockError
@@ -28,7 +28,7 @@ WHAT_TO_DO = "read one to its end or close it, or use more nodes or sky.Worker(c
 _lanes_of_pools: weakref.WeakSet[Lanes] = weakref.WeakSet()
 """The lanes of every pool of this process."""
 _WAITS: frozenset[CodeType] = frozenset(
-    wait.__code__ for wait in (Task.wait, Waiter.wait, Crowd.wait, Flow._pop)
+    wait.__code__ for wait in (Task.wait, Borrower.wait, Crowd.wait, Flow._pop)
 )
 _WAITS_FOR_FUTURE = concurrent.futures.Future.result.__code__
 _IDLE = frozenset(("IPython", "debugpy", "ipykernel", "pydevd", "pytest_timeout", "tqdm", "zmq"))

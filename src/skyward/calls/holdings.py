@@ -46,9 +46,9 @@ class Holdings:
         "_relays",
         "_resent",
         "_segments",
-        "_sends",
         "_store",
         "_tasks",
+        "sends",
     )
 
     def __init__(
@@ -67,7 +67,7 @@ class Holdings:
         self._segments: set[int] = set()
         self._leaving: set[int] = set()
         """Segments that the executor was told to forget and has not released yet."""
-        self._sends = 0
+        self.sends = 0
         """How many tasks were sent."""
         self._resent: dict[bytes, int] = {}
         """For digests and keys that were missing: the task with which they were sent again."""
@@ -82,11 +82,6 @@ class Holdings:
     def has(self, named: NamedParcel) -> bool:
         """Whether the executor has the code or data under this key."""
         return named.key in self._named
-
-    def count_task(self) -> int:
-        """Note that a task is sent; returns its number."""
-        self._sends += 1
-        return self._sends
 
     def define(self, named: NamedParcel, *, again: bool = False) -> None:
         """Send code or data that the executor does not have under its key yet."""
@@ -115,8 +110,8 @@ class Holdings:
         those that did not come from another executor.
         """
         if not parcel.encoded.buffers:
-            packed = payloads.pack(parcel.encoded, None)
-            return packed.payload, packed.body, []
+            length = parcel.encoded.pickle_length
+            return Payload(length, inline=length), parcel.encoded.pieces, []
         streamed: dict[bytes, memoryview] = {}
         new: dict[int, memory.Segment] = {}
 
@@ -185,12 +180,12 @@ class Holdings:
             named = self._named.get(key)
             if named is not None and self._resent.get(key, 0) <= task.sent:
                 del self._named[key]
-                self._resent[key] = self._sends + 1
+                self._resent[key] = self.sends + 1
                 lacking += named.parcel.digests
         missed = self._relays.miss(self._neighbor, lacking) if self._relays is not None else {}
         self.drop_digests(lacking)
         self._missed.update(missed)
-        self._resent.update(dict.fromkeys(lacking, self._sends + 1))
+        self._resent.update(dict.fromkeys(lacking, self.sends + 1))
 
     def drop_digests(self, digests: Collection[bytes]) -> None:
         """Note that the executor does not keep these buffers any more."""

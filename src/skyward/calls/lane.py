@@ -1,30 +1,142 @@
-"""A lane: how the client uses one executor.
+"""Lanes: how the client uses executors.
 
-A lane joins the connection to the executor, the executor's holdings, and its load.
+A lane joins the connection to one executor, the executor's holdings, and its load. The lanes of a
+pool, and the tasks that wait for one, are under one lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from skyward.calls.connection import Connection
 from skyward.calls.holdings import Body, Holdings
 from skyward.calls.relays import Neighbor, Relays
-from skyward.calls.scheduler import Load
+from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.standing import Standing
 from skyward.calls.streams import Feeder
 from skyward.calls.task import Task
-from skyward.objects import payloads
-from skyward.objects.blobs import BlobStore
+from skyward.errors import ProtocolError
+from skyward.objects import memory, payloads
+from skyward.objects.blobs import BlobStore, Mapped
+from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Cancel, Message, Payload, Run
+from skyward.wire.frames import Frame
+from skyward.wire.messages import (
+    SEGMENT,
+    STREAMED,
+    Buffer,
+    Cancel,
+    Message,
+    Payload,
+    Released,
+    Run,
+)
 
+RECALL_SECONDS = 0.05
+"""After so long without a result, the client calls tasks back that were sent ahead."""
 PROMPT_BYTES = 16 << 10
 """A frame up to this size is sent without waiting, even during an outage of the network."""
 LONG_BYTES = 1 << 20
 """A transfer of a larger pickle is cut off when its task is cancelled."""
+
+
+class Connection:
+    """Sends messages to one executor, and reads the payloads that it sends."""
+
+    __slots__ = ("_mapped", "_reconnected", "channel", "closed", "lock")
+
+    def __init__(self, channel: Channel, on_release: Callable[[], None]) -> None:
+        """`on_release` is called, also from finalizers, when `flush_releases` has work."""
+        self.channel = channel
+        self.closed = False
+        self.lock = threading.RLock()
+        """Held by the thread that sends a task, and the definitions that go before it."""
+        self._mapped = Mapped(on_release)
+        self._reconnected = 0.0
+
+    def tell(self, message: Message) -> None:
+        """Send a small message; if the executor is gone, only its watcher reports that."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message)
+
+    def when_free(self, action: Callable[[], None]) -> None:
+        """Run an action with the lock held: now, or on another thread after a long transfer.
+
+        A transfer may last as long as an outage of the network. The loop's thread must not wait for
+        it: that thread reads the counts that the transfer waits for.
+        """
+        if self.channel.shares_memory:
+            with self.lock:
+                action()
+            return
+        held: list[bool] = []
+        try:
+            # One step for the interpreter: no Ctrl-C between taking the lock and noting it.
+            held.extend(map(self.lock.acquire, (False,)))
+            if held[0]:
+                action()
+        finally:
+            if held and held[0]:
+                self.lock.release()
+        if not held[0]:
+            self.on_own_thread(action)
+
+    def on_own_thread(self, action: Callable[[], None]) -> None:
+        """Run an action with the lock held, on a thread of its own."""
+
+        def locked() -> None:
+            with self.lock:
+                action()
+
+        threading.Thread(target=locked, name="skyward-lane", daemon=True).start()
+
+    def reconnected(self) -> None:
+        """Note that the channel has a new connection."""
+        self._reconnected = time.monotonic()
+
+    def connected_for(self, seconds: float) -> bool:
+        """Whether the executor has been within reach for so many seconds without a gap."""
+        return self.channel.connected and time.monotonic() - self._reconnected >= seconds
+
+    def take(self, frame: Frame, payload: Payload) -> Pieces:
+        """Read a received payload; its shared memory is mapped."""
+        if not payload.buffers and frame.body is not None and not frame.descriptors:
+            return payloads.unpack(payload, frame.body, _nowhere)
+        payloads.check(frame, payload)
+        for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
+            self._mapped.add(segment, size, descriptor)
+        places = [memory.fresh(ref.length) for ref in payload.buffers if ref.where == STREAMED]
+        body = payloads.read_body(self.channel, frame, payload, places)
+        arrived = iter(places)
+
+        def find(ref: Buffer) -> memoryview:
+            if ref.where == SEGMENT:
+                return self._mapped.view(ref.segment, ref.offset, ref.length)
+            if ref.where != STREAMED:
+                raise ProtocolError("an executor refers to a blob instead of sending it")
+            return next(arrived)
+
+        pieces = payloads.unpack(payload, body, find)
+        for segment, _ in payload.segments:
+            self._mapped.drop(segment)
+        return pieces
+
+    def flush_releases(self) -> None:
+        """Tell the executor which of its segments this process maps no more."""
+        released = []
+        while self._mapped.released:
+            released.append(self._mapped.released.popleft())
+        if released:
+            self.tell(Released(released))
+
+    def close(self) -> None:
+        """Close the channel; received values stay valid."""
+        self.closed = True
+        self.channel.close()
+        self._mapped.close()
 
 
 @dataclass(slots=True)
@@ -197,7 +309,7 @@ class Lane:
                 self.channel.abort()
             raise
         names = [str(index) for index in range(len(task.inputs))] if task.inputs else []
-        task.sent = holdings.count_task()
+        task.sent = holdings.sends = holdings.sends + 1
         self.channel.send(_run(task, payload, names, pending), body, descriptors)
         return True
 
@@ -212,7 +324,7 @@ class Lane:
                 for named in (task.code, *task.handles):
                     self.holdings.define(named)
                 packed = payloads.pack(task.parcel.encoded, None)
-                task.sent = self.holdings.count_task()
+                task.sent = self.holdings.sends = self.holdings.sends + 1
                 batch.append((_run(task, packed.payload, []), packed.body))
             self.channel.send_many(batch)
             return unsent
@@ -300,6 +412,256 @@ class Lane:
             self.stop_feeding(task_id)
 
 
+class Lanes:
+    """Gives tasks to lanes with a free slot, and keeps the others until one is free."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Callers hold this around `assign` and `queue`, and around steps that belong together."""
+        self._scheduler: Scheduler[Task] = Scheduler()
+        self._by_load: dict[Load[Task], Lane] = {}
+        self.refillable: dict[Lane, None] = {}
+        """Lanes that may have room for waiting tasks; the first is filled first."""
+
+    def __iter__(self) -> Iterator[Lane]:
+        """The lanes of this moment."""
+        return iter(list(self._by_load.values()))
+
+    # Lanes.
+
+    def add(self, lane: Lane, *, usable: bool) -> None:
+        """Add a lane; unless it is `usable`, it gets no tasks yet."""
+        with self.lock:
+            self._by_load[lane.load] = lane
+            lane.load.open = usable
+            if usable:
+                self._scheduler.add(lane.load)
+            self.refillable[lane] = None
+
+    def drain(self, lane: Lane, *, nested: bool = False) -> None:
+        """Give a lane no new tasks; with `nested`, only those that a task which waits may need."""
+        load = lane.load
+        with self.lock:
+            nested = nested and load in self._by_load
+            load.paused, load.nested_only = load.paused and nested, nested
+            if load.open:
+                self._scheduler.remove(load)
+            if nested:
+                self._scheduler.relist(load)
+                self.refillable[lane] = None
+
+    def pause(self, lane: Lane) -> None:
+        """Give a lane that is out of reach no new tasks for now; it keeps the tasks it has."""
+        with self.lock:
+            lane.disconnected()
+            if lane.load.open:
+                self._scheduler.remove(lane.load)
+                lane.load.paused = True
+            elif lane.load.nested_only:
+                lane.load.paused = True
+
+    def resume(self, lane: Lane) -> None:
+        """Use a lane again that is back within reach."""
+        with self.lock:
+            lane.reconnected()
+            if lane.load.paused and not lane.lost:
+                lane.load.paused = False
+                if not lane.load.nested_only:
+                    lane.load.open = True
+                    self._scheduler.add(lane.load)
+                self.refillable[lane] = None
+
+    def remove(self, lane: Lane) -> tuple[list[Task], list[Task]]:
+        """Remove a lane; returns its tasks that may have started, and its other tasks.
+
+        The tasks that only this executor can run count as started.
+        """
+        with self.lock:
+            self.drain(lane)
+            self._by_load.pop(lane.load, None)
+            started, unstarted = lane.load.started(), lane.load.unstarted()
+            started += [task for task in unstarted if task.pinned is not None]
+            unstarted = [task for task in unstarted if task.pinned is None]
+            lane.tasks.clear()
+            return started + self._scheduler.take_pinned(lane.load), unstarted
+
+    def with_task(self, task: Task) -> Lane | None:
+        """The lane that has a task, if one does."""
+        with self.lock:
+            load = task.load if task.on_executor else None
+            return self._by_load.get(load) if load is not None else None
+
+    def has(self, load: Load[Task]) -> bool:
+        """Whether an executor is there; one that is lost never comes back."""
+        return load in self._by_load
+
+    def relist(self) -> None:
+        """Find every free slot again: a Ctrl-C may have interrupted the assigning of a task."""
+        with self.lock:
+            for load in self._by_load:
+                self._scheduler.relist(load)
+        self.refill_all()
+
+    def refill_all(self) -> None:
+        """Have every lane asked whether it has room."""
+        with self.lock:
+            self.refillable.update(dict.fromkeys(self._by_load.values()))
+
+    def take_refillable(self) -> Iterable[Lane]:
+        """Lanes that may have room for waiting tasks, since this was last asked."""
+        if not self.refillable:
+            return ()
+        with self.lock:
+            refillable, self.refillable = self.refillable, {}
+        return refillable
+
+    def take_stuck(self) -> list[Lane]:
+        """Lanes with tasks that were sent ahead and wait behind a slow one; each is named once."""
+        now = time.monotonic()
+        stuck = []
+        for load, lane in list(self._by_load.items()):
+            behind = (load.overfull or load.crowded) and not load.recalling
+            if behind and now - load.last_result > RECALL_SECONDS:
+                load.recalling, load.crowded = True, False
+                stuck.append(lane)
+        return stuck
+
+    def held(self) -> tuple[list[Task], list[Task], bool]:
+        """Waiting tasks whose workers are all held by streams that are not read, and the streams.
+
+        The flag says whether no other task is on any worker.
+        """
+        if not self._scheduler.may_have_queued:
+            return [], [], False
+        with self.lock:
+            loads = list(self._by_load)
+            full = [load for load in loads if _held_up(load)]
+            full.sort(key=lambda load: (load.node, load.worker, load.slot))
+            queued = self._scheduler.queued() if full else []
+            if not queued:
+                return [], [], False
+            free = [load for load in loads if load not in full]
+            nodes = {load.node for load in free}
+            workers = {(load.node, load.worker) for load in free}
+
+            def waits(task: Task) -> bool:
+                if task.pinned is not None:
+                    return task.pinned in full
+                if task.worker is not None:
+                    return task.worker not in workers
+                return task.on not in nodes if task.on is not None else not free
+
+            waiting = [task for task in queued if waits(task)]
+            streams = [task for load in full for task in load.started() if task.stream is not None]
+            return waiting, streams, not any(load.tasks for load in free)
+
+    # Tasks.
+
+    def assign(self, task: Task) -> Lane | None:
+        """Give a task to a lane with a free slot, if there is one."""
+        load = self._scheduler.pick(task)
+        if load is None:
+            return None
+        # In this order, so that a task on a lane knows its lane even after a Ctrl-C.
+        task.load = load
+        self._scheduler.begin(load, task)
+        return self._by_load[load]
+
+    def assign_next(self, lane: Lane) -> Task | None:
+        """Give a lane the waiting task it may take next, if it has room."""
+        with self.lock:
+            task = self._scheduler.next_for(lane.load)
+            if task is not None:
+                task.waiting = False
+                task.load = lane.load
+                self._scheduler.begin(lane.load, task)
+            return task
+
+    def queue(self, task: Task) -> None:
+        """Keep a task until a lane has room for it."""
+        task.waiting = True
+        self._scheduler.queue(task)
+
+    def queue_nested(self, task: Task) -> None:
+        """Queue a task that another one has started: before all others, unless it is aimed.
+
+        So the tasks that wait for others are as few as the tasks are deep. Aimed tasks keep their
+        order: those of two broadcasts must come in the same order everywhere.
+        """
+        task.waiting = True
+        load = self._scheduler.room_for(task)
+        self._scheduler.queue(task)
+        if load is not None:
+            self.refillable[self._by_load[load]] = None
+
+    def lend(self, lane: Lane, task_id: int) -> None:
+        """Use the place of a task that waits for others."""
+        with self.lock:
+            if task_id in lane.tasks:
+                self._scheduler.lend(lane.load, task_id)
+                self.refillable[lane] = None
+
+    def go_on(self, lane: Lane, task_id: int) -> None:
+        """Note that a task that waited for others goes on."""
+        with self.lock:
+            lane.load.take_back(task_id)
+
+    def requeue(self, tasks: Iterable[Task]) -> None:
+        """Queue tasks that lost their lane, before all others; the first given comes last."""
+        with self.lock:
+            for task in tasks:
+                if not task.done:
+                    task.load = None
+                    task.waiting = True
+                    self._scheduler.queue(task, first=True)
+
+    def take_back(self, lane: Lane, task: Task) -> None:
+        """Free the slot of a task that its executor does not run."""
+        with self.lock:
+            self._scheduler.end(lane.load, task.id)
+            self.refillable[lane] = None
+
+    def leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
+        """Free the slot of a task that has run for so many seconds."""
+        with self.lock:
+            task = self._scheduler.end(lane.load, task_id)
+            lane.load.note(ran)
+            lane.load.last_result = time.monotonic()
+            # Else a task that comes later finds the free slot by itself.
+            if self._scheduler.may_have_queued:
+                self.refillable[lane] = None
+        return task
+
+    def recalled(self, lane: Lane, task_ids: list[int]) -> None:
+        """Requeue tasks that an executor has given back."""
+        with self.lock:
+            lane.load.recalling = False
+            lane.load.stop_sending_ahead()
+            ended = [self._scheduler.end(lane.load, task_id) for task_id in reversed(task_ids)]
+            self.requeue(task for task in ended if task is not None)
+            self.refill_all()
+
+    def take_unrunnable(self, can_run: Callable[[Task], bool]) -> list[Task]:
+        """Remove the waiting tasks that cannot run any more, and return them."""
+        with self.lock:
+            unrunnable = [task for task in self._scheduler.queued() if not can_run(task)]
+            for task in unrunnable:
+                task.waiting = False
+        return unrunnable
+
+    def take_all(self) -> list[Task]:
+        """Empty the queue, and return every task, also those on lanes."""
+        with self.lock:
+            waiting = self._scheduler.forget_queue()
+            return waiting + [task for load in self._by_load for task in load.tasks.values()]
+
+    @property
+    def backlog(self) -> int:
+        """How many tasks wait for a free slot."""
+        with self.lock:
+            return self._scheduler.backlog
+
+
 def _run(task: Task, payload: Payload, inputs: list[str], pending: bool = False) -> Run:
     """The message that gives an executor a task."""
     keys = [named.key for named in task.handles] if task.handles else []
@@ -308,3 +670,16 @@ def _run(task: Task, payload: Payload, inputs: list[str], pending: bool = False)
     code, mode = task.code.key, task.debugged
     name, apart = task.name, task.apart
     return Run(task.id, name, code, payload, keys, inputs, stays, trace, mode, apart, pending)
+
+
+def _nowhere(ref: Buffer) -> memoryview:
+    raise ProtocolError("a buffer that is nowhere")
+
+
+def _held_up(load: Load[Task]) -> bool:
+    """Whether streams that are not read have every slot of an executor."""
+    slotless = load.waiting | load.apart
+    tasks = [task for task in load.tasks.values() if task.id not in slotless]
+    return len(load.tasks) >= load.capacity and all(
+        task.stream is not None and task.stream.held_up for task in tasks
+    )

@@ -26,6 +26,9 @@ from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.link.incoming import NotConnected
 
+LENT_SECONDS = 0.5
+"""How long a caller reads a channel at most; a call that takes longer need not be read so fast."""
+
 OnFrame = Callable[[Frame], None]
 OnLost = Callable[[BaseException], None]
 
@@ -50,7 +53,7 @@ class Awaited(Protocol):
     done: bool
 
 
-class Waiter:
+class Borrower:
     """Waits on a caller's thread for the bytes of a channel, or until another thread ends that."""
 
     __slots__ = ("_poll", "_waker", "_woken", "descriptor")
@@ -75,6 +78,11 @@ class Waiter:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
+    def __del__(self) -> None:
+        # A caller that is interrupted drops it, and another thread may be about to wake it.
+        self._woken.close()
+        self._waker.close()
+
 
 class Loop:
     """Waits on every channel of a pool; a frame with a large body is read on its own thread."""
@@ -84,11 +92,13 @@ class Loop:
         self._watched: dict[int, tuple[Channel, OnFrame, OnLost]] = {}
         """By descriptor, the channels that the poller knows."""
         self._descriptors: dict[Channel, int] = {}
-        self._lent: dict[Channel, Awaited] = {}
+        self.lent: dict[Channel, Awaited] = {}
         """The channels that callers read, each until something is done."""
-        self._watching = threading.Lock()
+        self._swept = 0.0
+        """When all of them were taken back."""
+        self._watching = threading.RLock()
         """For what is watched and lent, and for changes to the poller."""
-        self._waiters: list[Waiter] = []
+        self._borrowers: list[Borrower] = []
         """Those that no caller uses."""
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -143,62 +153,65 @@ class Loop:
             if before is not None:
                 # That one was closed, and the poller has forgotten it.
                 self._descriptors.pop(before[0], None)
-                self._lent.pop(before[0], None)
+                self.lent.pop(before[0], None)
             self._watched[descriptor] = channel, on_frame, on_lost
             self._descriptors[channel] = descriptor
             self._poller.register(descriptor, select.POLLIN)
 
     def _stop_watching(self, channel: Channel) -> None:
         with self._watching:
-            self._lent.pop(channel, None)
+            self.lent.pop(channel, None)
             descriptor = self._descriptors.pop(channel, None)
             if descriptor is not None:
                 del self._watched[descriptor]
                 # The channel may be closed already, and the poller has forgotten it.
-                with contextlib.suppress(OSError, KeyError):
+                with contextlib.suppress(OSError, KeyError, ValueError):
                     self._poller.unregister(descriptor)
 
-    def borrow(self, channel: Channel, until: Awaited) -> Waiter | None:
+    def borrow(self, channel: Channel, until: Awaited) -> Borrower | None:
         """Let the calling thread wait for a channel's bytes; None if it cannot be.
 
         It must call `give_back`, and if an exception keeps it from that, `until` must get done. It
-        may read while it holds the channel's lock for reading, and `lends` says that it still may.
+        may read while it holds the channel's lock for reading, as long as `lent` has the channel.
         """
         with self._watching:
             descriptor = self._descriptors.get(channel, -1)
-            if descriptor < 0 or channel in self._lent or not kernel.HAS_EPOLL:
+            if descriptor < 0 or channel in self.lent or not kernel.HAS_EPOLL:
                 return None
             try:
                 self._poller.modify(descriptor, 0)
-            except OSError:
+            except (OSError, ValueError):
+                # The channel is closed, or the loop has stopped.
                 return None
-            self._lent[channel] = until
-            waiter = self._waiters.pop() if self._waiters else Waiter()
-        waiter.descriptor = descriptor
-        return waiter
+            self.lent[channel] = until
+            borrower = self._borrowers.pop() if self._borrowers else Borrower()
+        borrower.descriptor = descriptor
+        return borrower
 
-    def lends(self, channel: Channel, until: Awaited) -> bool:
-        """Whether a caller that has borrowed a channel still may read."""
-        return self._lent.get(channel) is until
-
-    def give_back(self, channel: Channel, waiter: Waiter) -> None:
-        """Have the loop's thread read a channel again."""
+    def give_back(self, channel: Channel, borrower: Borrower | None) -> None:
+        """Have the loop's thread read a channel again; `borrower` is used no longer."""
         with self._watching:
-            self._waiters.append(waiter)
-            self._take_back(channel)
+            if borrower is not None:
+                self._borrowers.append(borrower)
+            descriptor = self._descriptors.get(channel, -1)
+            if self.lent.pop(channel, None) is not None and descriptor >= 0:
+                try:
+                    self._poller.modify(descriptor, select.POLLIN)
+                except (OSError, ValueError):
+                    # It is closed, and somebody forgets it; or the loop has stopped.
+                    return
 
-    def _take_back(self, channel: Channel) -> None:
-        descriptor = self._descriptors.get(channel, -1)
-        if self._lent.pop(channel, None) is not None and descriptor >= 0:
-            # If it is closed, somebody forgets it.
-            with contextlib.suppress(OSError):
-                self._poller.modify(descriptor, select.POLLIN)
+    def _take_back_unused(self, now: float) -> None:
+        """Take the channels back whose borrowers were interrupted; now and then, all of them.
 
-    def _take_back_unused(self) -> None:
-        """Take the channels back whose borrowers were interrupted."""
+        A borrower that does not read, since it is in a handler of a signal, must not keep others
+        from their answers. It notices that it has nothing to read any more, as it does at a loss.
+        """
+        is_due = now - self._swept > LENT_SECONDS
+        self._swept = now if is_due else self._swept
         with self._watching:
-            for channel in [each for each, until in self._lent.items() if until.done]:
-                self._take_back(channel)
+            for channel in [each for each, until in self.lent.items() if is_due or until.done]:
+                self.give_back(channel, None)
 
     def forget(self, channel: Channel) -> None:
         """Stop watching a channel, and close it."""
@@ -221,6 +234,10 @@ class Loop:
             self._thread.join()
         for channel in list(self._forgotten):
             channel.close()
+        with self._watching:
+            self._borrowers.clear()
+            if isinstance(self._poller, select.epoll):
+                self._poller.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         # Other threads may still call `_wake`, after other files have got these descriptors.
@@ -253,8 +270,8 @@ class Loop:
                     self._guard(timer.action)
             for _ in range(len(self._calls)):
                 self._guard(self._calls.popleft())
-            if self._lent:
-                self._take_back_unused()
+            if self.lent:
+                self._take_back_unused(now)
             self._guard(self._after_round)
 
     def _deliver(

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skyward.calls.answers import Answer, Failed, Streaming, Value
 from skyward.calls.lane import PROMPT_BYTES, Lane
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.sending import Sending
 from skyward.calls.streams import RemoteIterator
-from skyward.calls.task import Task
+from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.errors import PoolClosedError, PoolError, RemoteError
 from skyward.functions import Pending
 from skyward.objects import encoding, payloads

@@ -126,9 +126,7 @@ class Load(Generic[W]):
         self.crowded = self.capacity > self.slots + len(self.apart) + len(self.waiting)
 
     def end(self, task_id: int) -> W | None:
-        """Remove a task."""
-        if self.capacity == self.slots:
-            return self.tasks.pop(task_id, None)
+        """Remove a task of an executor that has lent places, or objects with their own."""
         had_place = any(task.id == task_id for task in self.started())
         self.waiting.discard(task_id)
         self.apart.discard(task_id)
@@ -266,7 +264,8 @@ class Scheduler(Generic[W]):
         load.tasks[task.id] = task
         if task.apart:
             load.begin_apart(task.id)
-        self._list(load)
+        if len(load.tasks) < load.capacity:
+            self._list(load)
 
     def queue(self, task: W, *, first: bool = False) -> None:
         """Keep a task until an executor has room; `first` puts it before all others."""
@@ -283,8 +282,10 @@ class Scheduler(Generic[W]):
 
     def end(self, load: Load[W], task_id: int) -> W | None:
         """Note that the task has left that executor."""
-        task = load.end(task_id)
-        self._list(load)
+        plain = load.capacity == load.slots
+        task = load.tasks.pop(task_id, None) if plain else load.end(task_id)
+        if not (load.listed and load.open):
+            self._list(load)
         return task
 
     def lend(self, load: Load[W], task_id: int) -> None:

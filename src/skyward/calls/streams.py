@@ -3,93 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from skyward.calls.answers import Answer
-from skyward.calls.staying import ArrivedTensors
+from skyward.calls.task import WINDOW, Answer, StreamItem, StreamItems
 from skyward.closing import Closing
 from skyward.errors import SkywardError
-from skyward.future import ArrivalSignal, apart
+from skyward.future import apart
 from skyward.objects import encoding, payloads
 from skyward.objects.exceptions import PortableException
-from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Credit, End, Item
-
-WINDOW = 16
-"""How many items the worker may be ahead of the consumer."""
-
-
-StreamItem = tuple[Pieces, ArrivedTensors | None]
-
-
-class StreamItems:
-    """The items of a stream that have arrived and that the consumer has not taken yet.
-
-    The task refers to this object and not to the iterator: if the user drops the iterator, it is
-    freed, and the stream ends.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[StreamItem | Answer | None] = queue.SimpleQueue()
-        self._arrived = ArrivalSignal()
-        self.granted = WINDOW
-        """How many items the worker was permitted to send, altogether."""
-        self.waits_at = -1
-        """How many of these the worker had sent when it said that it waits for more."""
-        self.wanted = True
-        """Whether the stream has not ended, and its consumer has not closed it."""
-        self.ended = False
-        self.closed = False
-        """Whether the stream ended because its consumer closed it."""
-        self.problem: Answer | None = None
-        """The exception that ended the stream, if any."""
-        self._on_end: Callable[[], None] | None = None
-
-    @property
-    def held_up(self) -> bool:
-        """Whether the worker waits until the consumer takes items."""
-        return self.wanted and self.waits_at == self.granted
-
-    @property
-    def unread(self) -> int:
-        """How many items the consumer has not taken yet."""
-        return self._queue.qsize()
-
-    def put(self, pieces: Pieces, stayed: ArrivedTensors | None) -> None:
-        """Add an item that has arrived, and the tensors of it that stay on a device."""
-        self._add((pieces, stayed))
-
-    def end(self, problem: Answer | None) -> None:
-        """End the stream; `problem` is the exception that ended it, if any."""
-        if not self.ended:
-            self.closed, self.problem = not self.wanted, problem
-            self.ended = True
-        self.wanted = False
-        self._add(problem)
-        if self._on_end is not None:
-            self._on_end()
-
-    def when_ended(self, action: Callable[[], None]) -> None:
-        """Have a function called when the stream has ended, maybe more than once."""
-        self._on_end = action
-        if self.ended:
-            action()
-
-    def _add(self, item: StreamItem | Answer | None) -> None:
-        self._queue.put(item)
-        self._arrived.tell()
-
-    def get(self) -> StreamItem | Answer | None:
-        """Wait for an item, or for the end of the stream: its exception, or None."""
-        return self._queue.get()
-
-    async def arrive(self) -> None:
-        """Let other coroutines run until `get` need not wait."""
-        await self._arrived.until(lambda: not self._queue.empty())
 
 
 class RemoteIterator(Closing, Iterator[Any]):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from skyward.calls.answers import Failed
 from skyward.calls.lane import Lane
 from skyward.calls.parcels import HEAVY_BYTES
-from skyward.calls.task import Task
+from skyward.calls.task import Failed, Task
 from skyward.events import (
     CallCancelled,
     CallFailed,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from skyward.calls.lane import Lane
-from skyward.calls.lanes import Lanes
+from skyward.calls.lane import Lane, Lanes
 from skyward.calls.loop import Loop
 from skyward.calls.task import Task
 from skyward.errors import TaskError, TaskTimeoutError

@@ -37,7 +37,6 @@ from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
 from skyward.plugins.plugin import Plugin
-from skyward.pool import Pool
 from skyward.providers import Provider
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 
@@ -302,7 +301,7 @@ class Compute(Looking):
                     f"{self.name} is already entered; make another Compute instead"
                 )
             # It did not start, and nothing of that attempt is left.
-            self._opened = None
+            self._opened = self._pool = None
         if self._choose is None:
             self._start(self._spec)
         else:
@@ -318,7 +317,7 @@ class Compute(Looking):
                     return
                 except (UnavailableError, UnreachableError) as failure:
                     # Closed by now: nothing of it is left.
-                    self._opened = None
+                    self._opened = self._pool = None
                     Quiet().note(failures.add(candidate, failure))
             else:
                 Quiet().note(failures.add(candidate, problem))
@@ -327,6 +326,7 @@ class Compute(Looking):
     def _start(self, spec: PoolSpec, adoption: Adoption | None = None) -> None:
         self._spec = spec
         opened = self._opened = OpenedPool(spec, self._plugins, adoption)
+        self._pool = opened.pool
         try:
             opened.start(self, self._on_event)
         except BaseException:
@@ -367,19 +367,6 @@ class Compute(Looking):
                 check_jobs(self.name, [each.index for each in pool.nodes], pool.service)
             close_despite_interrupts(pool.close, self._hurry)
         self.close()
-
-    @property
-    def _pool(self) -> Pool | None:
-        return None if self._opened is None else self._opened.pool
-
-    @property
-    def _open_pool(self) -> Pool:
-        if self._opened is None:
-            raise PoolClosedError(
-                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
-                "or call compute.start()"
-            )
-        return self._opened.pool
 
     def ui(self, *, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve a page that shows this process's pools; returns its URL, which has a secret token.

@@ -1,4 +1,4 @@
-"""Awaiting: submits a task to a pool, and waits for its answer or makes it a future."""
+"""Awaiting: submits a task to a pool, and makes its result a future."""
 
 from __future__ import annotations
 
@@ -18,25 +18,6 @@ Finish = Callable[[Any], Any]
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def await_task(pool: Pool, task: Task) -> Any:
-    """Submit a task and wait for its result; an exception meanwhile cancels the task."""
-    try:
-        answer = pool.run(task)
-        pool.flush_output(task)
-        return answer.get()
-    except BaseException:
-        if task.cancellable:
-            pool.cancel(task)
-        raise
-
-
-def result_of(pool: Pool, task: Task) -> Any:
-    """Wait for a task, until all that it printed has been shown; its result, or its exception."""
-    outcome = task.wait()
-    pool.flush_output(task)
-    return outcome.get()
 
 
 def _nothing() -> None:
@@ -67,9 +48,8 @@ def _settle(
     if future.cancelled():
         fail()
         return
-    pool.flush_output(task)
     try:
-        value = finish(task.wait().get())
+        value = finish(pool.result(task))
     except BaseException as problem:
         fail()
         problem = not_the_end(problem)

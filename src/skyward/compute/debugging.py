@@ -44,7 +44,7 @@ def post_mortem(
     pending = Function(_look_back, name="post_mortem")()
     task = pool.prepare(pending, worker=(node, worker), keep=True)
     task.debugged, task.timeout = POST_MORTEM, None
-    found._await(task)
+    pool.run(task)
 
 
 def _look_back() -> None:

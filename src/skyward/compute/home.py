@@ -42,7 +42,7 @@ class Home:
         notice.daemon = True
         notice.start()
         try:
-            result: T = self.compute._await(task)
+            result: T = pool.run(task)
             return result
         finally:
             notice.cancel()

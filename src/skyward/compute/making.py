@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
 from skyward.classes import Instance, Making, Residence
-from skyward.compute.awaiting import await_task, future_of
+from skyward.compute.awaiting import future_of
 from skyward.compute.broadcasting import outcomes_of
 from skyward.compute.serving import offer
 from skyward.errors import SkywardError
@@ -44,7 +44,7 @@ class Seat:
 
     def run(self, pending: Pending[Any]) -> Any:
         """Run a call there, and wait."""
-        return await_task(self.pool, self.pool.prepare(pending, keep=False, pinned=self.load))
+        return self.pool.run(self.pool.prepare(pending, keep=False, pinned=self.load))
 
     def submit(self, pending: Pending[Any]) -> Future[Any]:
         """Run a call there, and don't wait."""
@@ -74,7 +74,7 @@ def make(pool: Pool, making: Making[C], on: int | None) -> C:
     key = making.new_key()
     task = pool.prepare(making.call(key), keep=False, on=on)
     with _freed_on_failure(pool, making, [key], [task]):
-        await_task(pool, task)
+        pool.run(task)
     return _instance(pool, making, key, task, on)
 
 
@@ -119,7 +119,7 @@ def _make_again(pool: Pool, making: Making[Any], at: Place | int | None, key: st
     on = at if isinstance(at, int) else None
     task = pool.prepare(making.call(key), keep=False, on=on, worker=worker)
     with _freed_on_failure(pool, making, [key], [task]):
-        await_task(pool, task)
+        pool.run(task)
     return _seat_of(pool, task)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
 from skyward.classes import Making
-from skyward.compute.awaiting import await_task, future_of, result_of
+from skyward.compute.awaiting import future_of
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.making import make, make_everywhere, make_later
 from skyward.compute.named.client import calls_of
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, missing
 from skyward.functions import Function, Pending, as_function, checked
@@ -25,13 +24,22 @@ T = TypeVar("T")
 On = int | Literal["head"] | None
 
 
-class Running(ABC):
+class Running:
     """The methods of a `Compute` that run functions."""
 
+    name: str
+    _pool: Pool | None = None
+    """The pool; None before the first start."""
+
     @property
-    @abstractmethod
     def _open_pool(self) -> Pool:
         """The pool; raises `PoolClosedError` if there is none yet."""
+        if self._pool is None:
+            raise PoolClosedError(
+                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
+                "or call compute.start()"
+            )
+        return self._pool
 
     @overload
     def run(self, pending: Pending[T], on: On = None) -> T: ...
@@ -46,7 +54,7 @@ class Running(ABC):
         if isinstance(pending, Making):
             return make(pool, pending, self._index(on))
         node = None if on is None else self._index(on)
-        return await_task(pool, pool.prepare(checked(pending), on=node, keep=False))
+        return pool.run(pool.prepare(checked(pending), on=node, keep=False))
 
     @overload
     def submit(
@@ -153,8 +161,8 @@ class Running(ABC):
                 pool.submit(task)
             failed = crowd.wait()
             if failed is not None:
-                self._result(failed)
-            return [self._result(task) for task in tasks]
+                pool.result(failed)
+            return [pool.result(task) for task in tasks]
         except BaseException:
             for task in tasks:
                 if task.cancellable:
@@ -226,7 +234,7 @@ class Running(ABC):
         return self._open_pool.write_back()
 
     def _pool_for_calls(self) -> Pool:
-        pool = self._open_pool
+        pool = self._open_pool if self._pool is None else self._pool
         if pool.has_folders:
             pool.before_calls()
         return pool
@@ -253,12 +261,6 @@ class Running(ABC):
         flow: Flow[Any] = Flow(self._pool_for_calls(), pendings, ordered, ahead)
         flow.fill()
         return flow
-
-    def _await(self, task: Task) -> Any:
-        return await_task(self._open_pool, task)
-
-    def _result(self, task: Task) -> Any:
-        return result_of(self._open_pool, task)
 
     def _index(self, on: On) -> int | None:
         if on is None:

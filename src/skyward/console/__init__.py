@@ -47,7 +47,8 @@ class Console:
 
     def __init__(self, face: Face, *, several_workers: bool, shell: Any = None) -> None:
         self._face = face
-        self._shell = shell
+        self.shell = shell
+        """IPython's shell, in a notebook."""
         self._several_workers = several_workers
         self._events: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._started = time.monotonic()
@@ -63,7 +64,7 @@ class Console:
 
     def cell(self) -> Context | None:
         """The cell that asks for something now, for `output`; None outside of notebooks."""
-        return None if self._shell is None else asking_cell(self._shell)
+        return None if self.shell is None else asking_cell(self.shell)
 
     def begin(self, title: str, nodes: int) -> None:
         """Nodes are about to start."""
@@ -192,7 +193,7 @@ class Console:
 
     def _above_bars(self) -> contextlib.AbstractContextManager[None]:
         """Take the bars that the user's program draws away, and draw them again below."""
-        tqdm = client_bars() if self._shell is None else None
+        tqdm = client_bars() if self.shell is None else None
         if tqdm is None:
             return contextlib.nullcontext()
         above: contextlib.AbstractContextManager[None] = tqdm.external_write_mode()

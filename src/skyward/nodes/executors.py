@@ -144,7 +144,7 @@ class Executors:
         self._contacts.watch_lane(lane, lambda reason: self._lose(node, lane, reason))
         self._loop.watch(
             channel,
-            functools.partial(self._dispatcher.receiver.receive, lane),
+            functools.partial(self._dispatcher.receive, lane),
             lambda problem: self._lane_lost(node, lane, problem),
         )
         self._preparer.lane_up(node, lane)

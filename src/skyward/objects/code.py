@@ -31,7 +31,3 @@ class Code:
         for handle in encoded.handles:
             digest.update(handle.key)
         return cls(digest.digest(), encoded, references)
-
-    def fresh(self) -> bool:
-        """Whether encoding the function again would give the same code."""
-        return self.references.constant and self.references.fresh()

@@ -110,7 +110,9 @@ class References:
     _cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
 
     def fresh(self) -> bool:
-        """Whether every name still refers to the same object."""
+        """Whether the function is the same as before: every name refers to the same object."""
+        if not self.constant:
+            return False
         for names, name, value in self._checks:
             if names.get(name, _MISSING) is not value:
                 return False

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
+import msgspec
+
 from skyward.errors import ProtocolError
 from skyward.kernel import CLOSE_ON_EXEC
 from skyward.wire.frames import (
@@ -19,10 +21,9 @@ from skyward.wire.frames import (
     PROTOCOL,
     Frame,
     FrameDecoder,
-    header,
 )
 from skyward.wire.link.link import Link
-from skyward.wire.messages import Message, encode
+from skyward.wire.messages import ENCODER, MALFORMED, Message, Result
 
 Bytes = bytes | bytearray | memoryview
 
@@ -37,8 +38,9 @@ TLS_WRITE = 4 << 20
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _PEEK = int(socket.MSG_DONTWAIT | socket.MSG_PEEK)
 _WHOLE = int(socket.MSG_WAITALL)
-# A larger frame is not looked at before it is taken: that would copy it twice.
+# A larger result is not looked at before it is taken: that would copy it twice.
 PEEK_SIZE = 16 << 10
+_results = msgspec.msgpack.Decoder(Result)
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(DESCRIPTOR_LIMIT * array.array("i").itemsize)
 
 
@@ -152,9 +154,9 @@ class Channel:
         self, message: Message, body: Sequence[Bytes] = (), descriptors: Sequence[int] = ()
     ) -> None:
         """Send one frame; returns when the kernel, or the link, has all of it."""
-        meta = encode(message)
+        meta = ENCODER.encode(message)
         length = sum(map(len, body)) if body else 0
-        head = header(message.KIND, len(meta), length, len(descriptors)) + meta
+        head = HEADER.pack(message.KIND, len(descriptors), PROTOCOL, len(meta), length) + meta
         if length < JOIN_BELOW and not descriptors:
             whole = b"".join((head, *body)) if body else head
             if self.link is not None:
@@ -177,8 +179,9 @@ class Channel:
         """Send several small frames in one write."""
         parts: list[Bytes] = []
         for message, body in messages:
-            meta = encode(message)
-            parts.append(header(message.KIND, len(meta), sum(map(len, body))) + meta)
+            meta = ENCODER.encode(message)
+            length = sum(map(len, body))
+            parts.append(HEADER.pack(message.KIND, 0, PROTOCOL, len(meta), length) + meta)
             parts += body
         joined = b"".join(parts)
         if self.link is not None:
@@ -256,33 +259,34 @@ class Channel:
             frames += self._cut(self._receive_some(0))
         return frames
 
-    def peek(self) -> Frame | None:
-        """The next frame, which `take` takes, if all of it is there and it is small and plain.
+    def take_result(self, task: int) -> tuple[Result, memoryview] | None:
+        """The result of a task and its pickle, if they have come and are small; else takes nothing.
 
-        Only for a channel that shares memory. After an exception between the two, the next reader
-        finds the frame: unlike `poll`, this may be called on a thread that Ctrl-C interrupts.
+        Only for a channel that shares memory. Unlike the other methods that read, this one is for
+        threads that a Ctrl-C may interrupt: it looks at the bytes that have come, and takes them
+        with its last system call. So no other frame is lost, or taken in part.
         """
-        if self._decoder.buffered:
+        if not self._decoder.at_boundary:
             return None
         room = _arrival_room()
         try:
             count = self._receiver.recv_into(room, PEEK_SIZE, _PEEK)
-        except OSError:
+            kind, descriptors, protocol, meta, length = HEADER.unpack_from(room)
+            body = HEADER.size + meta
+            end = body + length
+            if kind != Result.KIND or descriptors or protocol != PROTOCOL or end > count:
+                return None
+            result = _results.decode(room[HEADER.size : body])
+        except (OSError, *MALFORMED):
+            # Whoever reads next finds it, too.
             return None
-        if count < HEADER.size:
+        payload = result.payload
+        if result.task != task or payload is None or payload.buffers or payload.pickle != length:
             return None
-        kind, descriptors, protocol, meta, body = HEADER.unpack_from(room)
-        end = HEADER.size + meta
-        if descriptors or protocol != PROTOCOL or end + body > count:
-            return None
-        return Frame(kind, bytes(room[HEADER.size : end]), bytearray(room[end : end + body]), body)
-
-    def take(self, peeked: Frame) -> None:
-        """Take the frame that `peek` has found."""
-        length = HEADER.size + len(peeked.meta) + peeked.body_length
-        # All of it is there, so that one system call gets it, and nothing comes between.
-        self._receiver.recv_into(_arrival_room(), length, _WHOLE)
-        self.bytes_received += length
+        pickle = memoryview(bytes(room[body:end]))
+        self._receiver.recv_into(room, end, _WHOLE)
+        self.bytes_received += end
+        return result, pickle
 
     def receive(self) -> Frame:
         """Wait for the next frame; `EOFError` when the other end is gone."""

@@ -54,6 +54,8 @@ class FrameDecoder:
         self.body_limit = body_limit
         self._data = bytearray()
         self._at = 0
+        self.at_boundary = True
+        """Whether the next byte from the socket is the first of a frame."""
         self._descriptors: list[int] = []
 
     def accept_large(self) -> None:
@@ -84,6 +86,7 @@ class FrameDecoder:
             del self._data[: self._at]
             self._at = 0
         self._data += data
+        self.at_boundary = False
 
     def attach(self, descriptors: list[int]) -> None:
         """Add file descriptors that came with the bytes."""
@@ -124,6 +127,8 @@ class FrameDecoder:
         meta = bytes(self._data[start:end])
         body = self._data[end : end + inline] if inline == body_length else None
         self._at = end + inline
+        # The body of a larger frame may have come in part.
+        self.at_boundary = self._at == len(self._data) and body is not None
         attached = tuple(self._descriptors[:count])
         del self._descriptors[:count]
         return Frame(kind, meta, body, body_length, attached)
@@ -133,6 +138,7 @@ class FrameDecoder:
         count = min(len(into), self.buffered)
         into[:count] = self._data[self._at : self._at + count]
         self._at += count
+        self.at_boundary = self._at == len(self._data)
         return count
 
     def drain_descriptors(self) -> list[int]:

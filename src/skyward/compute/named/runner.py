@@ -19,9 +19,8 @@ from typing import Any
 import msgspec
 
 from skyward import context
-from skyward.calls.answers import Answer, Failed, Streaming
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
-from skyward.calls.task import Task
+from skyward.calls.task import Answer, Failed, Streaming, Task
 from skyward.compute.attaching import attach
 from skyward.compute.broadcasting import Ranks, first_failed, run_ranks
 from skyward.compute.named import outcomes
